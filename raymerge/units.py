@@ -1,0 +1,58 @@
+"""Bytes and seconds as people write and read them. Inside raymerge, bytes are plain ints."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes meant by ``"4GiB"``, ``"5GB"`` or ``1048576``.
+
+    Raises:
+        ValueError: the text is not a number with a known unit (decimal KB..TB, binary KiB..TiB).
+    """
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a size; write it like 4GiB or 5GB")
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError(f"{text} is negative; write a size like 4GiB or 5GB")
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).upper() if match else ""
+    if match is None or unit not in _FACTORS:
+        raise ValueError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 5GB")
+    return int(float(match.group(1)) * _FACTORS[unit]) if "." in match.group(1) else (
+        int(match.group(1)) * _FACTORS[unit]
+    )
+
+
+def format_size(num_bytes: int) -> str:
+    """``688_574_839_360`` as ``"688.57 GB"``: decimal units, as disks and hubs count."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def format_duration(seconds: float) -> str:
+    """``3725`` as ``"1:02:05"``."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
