@@ -1,0 +1,58 @@
+# Two commands set everything up: `make quickstart` and `make test`. The rest is for development.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
+define pip_install
+set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
+endef
+
+.PHONY: help quickstart test check format
+
+help:
+	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
+	@echo "make test         install the development tools, then run every check and every test"
+	@echo "make check        lint, formatting, types and the import contracts only"
+	@echo "make format       rewrite the files as make check wants them"
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
+	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
+
+test: check
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# torch comes first and alone, so that the pinned build is what everything after it finds installed.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "raymerge needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo absent)." >&2; \
+	  echo "Install one and name it: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch into $(VENV) (minutes the first time) ..."
+	@$(call pip_install,torch)
+	@echo "Installing raymerge into $(VENV) ..."
+	@$(call pip_install,-e .)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools into $(VENV) ..."
+	@$(call pip_install,-e '.[dev]')
+	@touch $@

@@ -1,0 +1,114 @@
+"""What each tensor of a checkpoint is, from its name alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raymerge.architectures.layers import Stack, layer_place
+from raymerge.architectures.rules import Projection, Role, Rules
+
+_MOE = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
+_GATED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.MLP})
+# Expert numbers are path components of their own, or, in the Switch family, part of one.
+_EXPERT = re.compile(r"(?:^|\.)experts\.(?:expert_)?(\d+)(?=\.)")
+# What quantisers and bias parameters append to the word that names a fused matrix.
+_APPENDED = re.compile(r"_(bias|blocks|scales|scale|scale_inv|packed|qweight)$")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a tensor's name says."""
+
+    role: Role
+    """What it does; every tensor of an MTP layer is MTP, every one of the vision side is VISION."""
+    part: Role
+    """What it does within its layer, also in MTP layers and the vision side; else equal to ``role``."""
+    stack: str
+    """Prefix of its layer stack, such as ``model.layers``; "" outside layers."""
+    layer: int | None
+    """Layer number, from 0; None outside layers."""
+    expert: int | None
+    """Expert number, from 0; None unless it belongs to one single expert."""
+    projection: Projection | None
+    """Which matrix of a gated feed-forward network it is, or None."""
+    is_bias: bool
+    """Whether it is added rather than multiplied."""
+    block: str | None
+    """Path of the mixture-of-experts block it is stored in; None for other tensors."""
+
+
+def describe(
+    name: str, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()
+) -> TensorInfo:
+    """Read a tensor's name.
+
+    Args:
+        name: its name in the checkpoint.
+        rules: those of the checkpoint's family.
+        num_layers: layers of the main stack: those at or beyond are multi-token-prediction layers.
+        stacks: the checkpoint's stacks. With them a layer number is one exactly where a stack says so, and
+            the main stack gives ``num_layers``; without, where the word before the number says so.
+    """
+    path = name.split(".")
+    stack, layer = _layer(path, rules, stacks)
+    numbered = _EXPERT.search(name)
+    part = Role.EXPERT if numbered else _part(name, rules)
+    main = next((each for each in stacks if each.is_main), None)
+    limit = main.num_layers if main else num_layers
+    beyond = layer is not None and limit is not None and layer >= limit and (not main or main.prefix == stack)
+    return TensorInfo(
+        role=_role(name, part, rules, beyond=beyond),
+        part=part,
+        stack=stack,
+        layer=layer,
+        expert=int(numbered[1]) if numbered else None,
+        projection=_projection(path, rules) if part in _GATED else None,
+        is_bias=path[-1] == "bias" or path[-1].endswith("_bias") or part is Role.ROUTER_BIAS,
+        block=_block(path, rules) if part in _MOE else None,
+    )
+
+
+def projection_word(path: Sequence[str], rules: Rules) -> str | None:
+    """The word of a name's path that says which projection it is, without what quantisers append."""
+    for word in reversed(path):
+        plain = word if word in rules.projections else _APPENDED.sub("", word)
+        if plain in rules.projections:
+            return plain
+    return None
+
+
+def _layer(path: Sequence[str], rules: Rules, stacks: Sequence[Stack]) -> tuple[str, int | None]:
+    place = layer_place(path)
+    if place is None:
+        return "", None
+    prefix = ".".join(path[:place])
+    if stacks:
+        is_layer = any(each.prefix == prefix for each in stacks)
+    else:
+        is_layer = place > 0 and path[place - 1] in rules.layer_words
+    return (prefix, int(path[place])) if is_layer else ("", None)
+
+
+def _part(name: str, rules: Rules) -> Role:
+    return next((role for role, pattern in rules.roles if pattern.search(name)), Role.OTHER)
+
+
+def _role(name: str, part: Role, rules: Rules, *, beyond: bool) -> Role:
+    if part is Role.BUFFER:
+        return part
+    if rules.vision.search(name):
+        return Role.VISION
+    return Role.MTP if beyond or rules.mtp.search(name) else part
+
+
+def _projection(path: Sequence[str], rules: Rules) -> Projection | None:
+    word = projection_word(path, rules)
+    return rules.projections[word] if word else None
+
+
+def _block(path: Sequence[str], rules: Rules) -> str | None:
+    places = (index for index, word in enumerate(path) if word in rules.moe_children)
+    place = next(places, None)
+    return ".".join(path[:place]) if place is not None else None

@@ -1,0 +1,192 @@
+"""The naming rules as plain frozen data, read from the tables in ``families``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any, Literal
+
+Projection = Literal["gate", "up", "down", "gate_up"]
+"""A matrix of a gated feed-forward network, or two stored as one."""
+
+LayoutKind = Literal["out_in", "in_out", "in_out_interleaved", "rows", "rows_transposed", "unknown"]
+"""How fused experts lie: [E, P*F, d]; [E, d, P*F]; the same with columns taking turns; [E*F, d]; [E*F, d]
+whose logical matrix is [d, F]; or not to be told from config and family."""
+
+
+class Role(StrEnum):
+    """What a tensor does in the model."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERT = "expert"
+    SHARED_EXPERT = "shared_expert"
+    ROUTER = "router"
+    ROUTER_BIAS = "router_bias"
+    SHARED_EXPERT_GATE = "shared_expert_gate"
+    MTP = "mtp"
+    VISION = "vision"
+    BUFFER = "buffer"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Periodic:
+    """A config field by which every so-many-th layer is of a special kind."""
+
+    key: str
+    """The field that holds the period."""
+    shift: int
+    """Layer i is special when (i + shift) is a multiple of the period."""
+    offset: str | None
+    """Field of the first special layer's number, which then takes the place of ``shift``."""
+    index_list: str | None
+    """Field that can list layers one by one where a period cannot: the ordinary ones for ``mlp_only_layers``,
+    else the special ones."""
+    layer_types: tuple[str, str] | None
+    """Words of ``layer_types`` for a special and an ordinary layer; that list overrides the period."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthRules:
+    """Config fields that depend on the number and order of layers."""
+
+    counts: tuple[str, ...]
+    """Number of layers."""
+    encoder_counts: tuple[str, ...]
+    """Number of layers of an encoder, best first."""
+    decoder_counts: tuple[str, ...]
+    """Number of layers of a decoder, best first."""
+    mtp_counts: tuple[str, ...]
+    """Number of multi-token-prediction layers behind the others."""
+    not_per_layer: re.Pattern[str]
+    """Lists that are not per layer even when as long as the layers are many."""
+    per_layer_strings: tuple[str, ...]
+    """Strings with one character a layer."""
+    index_lists: tuple[str, ...]
+    """Lists of layer numbers from 0."""
+    index_lists_from_one: tuple[str, ...]
+    """Lists of layer numbers from 1."""
+    leading_dense: tuple[str, ...]
+    """How many layers at the start have no experts."""
+    leading: tuple[str, ...]
+    """How many layers at the start are of some other kind."""
+    last_index: tuple[str, ...]
+    """Number of the last layer that has experts."""
+    fixed: tuple[str, ...]
+    """Features that no other order of layers can keep."""
+    periodic: tuple[Periodic, ...]
+    """Every so-many-th layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Naming rules of one family of models: the general ones with the family's own in front."""
+
+    model_type: str | None
+    """What ``config.json`` calls the family."""
+    roles: tuple[tuple[Role, re.Pattern[str]], ...]
+    """First match wins."""
+    vision: re.Pattern[str]
+    """Names of the vision side, projector included."""
+    mtp: re.Pattern[str]
+    """Names of multi-token-prediction modules."""
+    layer_words: frozenset[str]
+    """Words before a number that make it a layer number."""
+    moe_children: frozenset[str]
+    """Words that follow the path of a mixture-of-experts block."""
+    projections: Mapping[str, Projection]
+    """Projection by the word that names it."""
+    fused: Mapping[str, LayoutKind]
+    """Layout of fused experts by the word that names them."""
+    is_out_in: bool
+    """Whether fused tensors of this family lie as transformers 5 writes them."""
+    sizes: Mapping[str, tuple[str, ...]]
+    """Config fields for ``hidden``, ``expert_rows`` and ``num_experts``, dotted, best first."""
+    renames: tuple[tuple[re.Pattern[str], str], ...]
+    """Published spellings and their canonical replacement, applied in order."""
+    ties: tuple[tuple[str, str], ...]
+    """Names of head and embedding that go together."""
+    depth: DepthRules
+    """Config fields that depend on depth."""
+
+
+def load_rules(model_type: str | None) -> Rules:
+    """The rules for a family; the general ones alone where it has no table, or is None.
+
+    Reads the tables on every call: hold on to the result.
+    """
+    general = _table("general") or {}
+    family = _family(model_type)
+    fused: dict[str, Any] = general["fused"]
+    return Rules(
+        model_type=model_type,
+        roles=tuple(
+            (Role(entry["role"]), _any(entry["patterns"]))
+            for entry in [*family.get("roles", []), *general["roles"]]
+        ),
+        vision=_any(general["overlays"]["vision"]),
+        mtp=_any(general["overlays"]["mtp"]),
+        layer_words=frozenset(general["words"]["layers"]),
+        moe_children=frozenset(general["words"]["moe_children"]),
+        projections={word: kind for kind, words in general["projections"].items() for word in words},
+        fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
+        is_out_in=_plain(model_type) in fused["out_in"],
+        sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
+        renames=tuple(
+            (re.compile(entry["pattern"]), entry["replacement"])
+            for entry in [*family.get("renames", []), *general["renames"]]
+        ),
+        ties=tuple((entry["head"], entry["embedding"]) for entry in general["ties"]),
+        depth=_depth(general["depth"]),
+    )
+
+
+def _family(model_type: str | None) -> dict[str, Any]:
+    return (_table(model_type) if model_type else None) or _table(_plain(model_type)) or {}
+
+
+def _plain(model_type: str | None) -> str:
+    """The family's name without the suffix that its text part carries."""
+    return (model_type or "").removesuffix("_text")
+
+
+def _table(name: str) -> dict[str, Any] | None:
+    # A model type comes out of a downloaded file: it must not lead anywhere but into the tables.
+    if not re.fullmatch(r"\w+", name):
+        return None
+    table = files("raymerge.architectures").joinpath("families", f"{name}.toml")
+    return tomllib.loads(table.read_text(encoding="utf-8")) if table.is_file() else None
+
+
+def _any(patterns: Iterable[str]) -> re.Pattern[str]:
+    # A pattern that ignores case says so at its own start; the group keeps that to itself.
+    scoped = (f"(?i:{p.removeprefix('(?i)')})" if p.startswith("(?i)") else f"(?:{p})" for p in patterns)
+    return re.compile("|".join(scoped))
+
+
+def _depth(table: Mapping[str, Any]) -> DepthRules:
+    lists = {key: tuple(value) for key, value in table.items() if key not in ("not_per_layer", "periodic")}
+    return DepthRules(
+        not_per_layer=re.compile(table["not_per_layer"]),
+        periodic=tuple(_periodic(entry) for entry in table["periodic"]),
+        **lists,
+    )
+
+
+def _periodic(entry: Mapping[str, Any]) -> Periodic:
+    words = entry.get("layer_types")
+    return Periodic(
+        key=entry["key"],
+        shift=entry.get("shift", 0),
+        offset=entry.get("offset"),
+        index_list=entry.get("index_list"),
+        layer_types=(words[0], words[1]) if words else None,
+    )

@@ -1,0 +1,42 @@
+"""Where a config keeps what it says about the text decoder: at the top, or in a section of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that lead to the text decoder's section; () where the config is one itself."""
+    for key in _SECTIONS:
+        section = config.get(key)
+        if isinstance(section, Mapping) and section:
+            return (key, *text_path(section))
+    return ()
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder's section of a config."""
+    for key in text_path(config):
+        config = config[key]
+    return config
+
+
+def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+    """The first of some fields (dotted paths) that holds a whole number."""
+    for key in keys:
+        value: Any = section
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+    """As ``first_int``, in the text decoder's section and then at the top."""
+    wanted = tuple(keys)
+    found = first_int(text_section(config), wanted)
+    return found if found is not None else first_int(config, wanted)

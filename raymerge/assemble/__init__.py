@@ -1,0 +1,1 @@
+"""Finishing the output directory: config, model card, companion files."""

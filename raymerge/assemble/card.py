@@ -1,0 +1,115 @@
+"""The model card: what was merged, from what, by which recipe, and how to get the same bytes again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """One model that went into the merge."""
+
+    name: str
+    """As the recipe calls it: a Hub id or a path."""
+    revision: str | None = None
+    """Hub revision, where the recipe names one."""
+    licence: str | None = None
+    """Licence from its model card, where it has one."""
+
+
+def model_card(
+    recipe_text: str,
+    parents: Sequence[Parent],
+    *,
+    method: str,
+    base: str | None,
+    digest: str,
+    seed: int,
+    version: str,
+) -> str:
+    """README.md of the output.
+
+    Args:
+        recipe_text: the recipe as the user wrote it.
+        parents: every model of the recipe, in recipe order.
+        method: merge method.
+        base: name of the base model, or None.
+        digest: digest of the plan.
+        seed: seed of the recipe.
+        version: version of raymerge.
+    """
+    on_base = f" on the base {_code(shown_name(base))}" if base else ""
+    lines = [
+        "---",
+        yaml.safe_dump(_front_matter(parents), sort_keys=False, allow_unicode=True).rstrip("\n"),
+        "---",
+        "# Merged model",
+        "",
+        f"Merged by raymerge {version} with the method {_code(method)}{on_base}.",
+        "",
+        "## Parents",
+        "",
+        *(_parent_line(parent) for parent in parents),
+        "",
+        "## Recipe",
+        "",
+        _fenced(recipe_text),
+        "",
+        "## Getting the same bytes",
+        "",
+        "The same recipe on the same parents gives the same plan. "
+        f"Plan digest: {_code(digest)}. Seed: {seed}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def shown_name(name: str) -> str:
+    """A parent's name fit to be published: of an absolute path only the last two parts."""
+    path = PureWindowsPath(name) if re.match(r"[A-Za-z]:[\\/]|\\\\", name) else PurePosixPath(name)
+    if not path.is_absolute() and not name.startswith("~"):
+        return name
+    return "/".join([part for part in path.parts if part not in (path.anchor, "~")][-2:])
+
+
+def _front_matter(parents: Sequence[Parent]) -> dict[str, Any]:
+    matter: dict[str, Any] = {}
+    bases = list(dict.fromkeys(parent.name for parent in parents if _HUB_ID.fullmatch(parent.name)))
+    if bases:
+        matter["base_model"] = bases
+    licences = {parent.licence for parent in parents}
+    agreed = licences.pop() if len(licences) == 1 else None
+    if agreed:
+        matter["license"] = agreed
+    return matter | {"library_name": "transformers", "tags": ["merge", "raymerge"]}
+
+
+def _parent_line(parent: Parent) -> str:
+    revision = f", revision {_code(parent.revision)}" if parent.revision else ""
+    licence = f", licence {_code(parent.licence)}" if parent.licence else ""
+    return f"- {_code(shown_name(parent.name))}{revision}{licence}"
+
+
+def _fenced(text: str) -> str:
+    """A fenced block that no run of backticks inside can close."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"
+
+
+def _code(text: str) -> str:
+    """A code span on one line that no backtick inside can close."""
+    flat = " ".join(text.split())
+    run = _longest_run(flat)
+    return f"`{flat}`" if run == 0 else f"{'`' * (run + 1)} {flat} {'`' * (run + 1)}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -1,0 +1,48 @@
+"""The output's ``config.json``: the donor's, with the fields that the merge changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raymerge.architectures.sections import text_path
+from raymerge.architectures.ties import TIE_KEY
+from raymerge.dtypes import DType, config_name
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def output_config(
+    donor: Mapping[str, Any], *, dtype: DType | None = None, tie: bool | None = None
+) -> dict[str, Any]:
+    """A copy of the donor's config with the output's dtype and tie; None leaves a field as it is.
+
+    A field is written everywhere the donor has it, at the top and in the text section; one that the donor
+    lacks is added at the top. Equal to ``donor`` when nothing changes: its file can then be copied as it is.
+    """
+    result = copy.deepcopy(dict(donor))
+    if dtype is not None:
+        _set(result, _DTYPE_KEYS, config_name(dtype))
+    if tie is not None:
+        _set(result, (TIE_KEY,), tie)
+    return result
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """A config as the text of ``config.json``: fields in their given order, indented by two."""
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set(config: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    places = [(section, key) for section in _sections(config) for key in keys if key in section]
+    for section, key in places or [(config, keys[0])]:
+        section[key] = value
+
+
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield config
+    for key in text_path(config):
+        config = config[key]
+        yield config

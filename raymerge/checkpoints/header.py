@@ -1,0 +1,208 @@
+"""The header of one safetensors file, read as if somebody meant harm.
+
+Layout: 8 bytes little-endian length, that many bytes of JSON, then the data without holes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from raymerge.checkpoints.strict_json import parse_strict_json
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.store import ReadStore
+
+MAX_HEADER_NBYTES = 100_000_000
+"""The limit of the safetensors format itself; DeepSeek-V3's largest header has 0.1 MB."""
+METADATA_KEY = "__metadata__"
+"""The one header key that is no tensor."""
+
+_LENGTH_NBYTES = 8
+_MAX_INT = 2**63 - 1
+_MAX_REPORTED = 8
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_DTYPES = {dtype.value: dtype for dtype in DType}
+_DOWNLOAD = "Download or copy the file again; if that does not help, its publisher must save it again."
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file. A tuple, because a checkpoint has up to a hundred thousand of them."""
+
+    name: str
+    """Its name in the header."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Dimensions; ``()`` is one element."""
+    key: str
+    """The file that holds it."""
+    offset: int
+    """First byte, counted from the start of the file."""
+    nbytes: int
+    """Number of bytes."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements; 1 for ``()``."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What the header of one file says, found to agree with the file's size."""
+
+    key: str
+    """The file."""
+    nbytes: int
+    """Size of the whole file in bytes."""
+    data_start: int
+    """Byte at which the data begins."""
+    tensors: tuple[StoredTensor, ...]
+    """Its tensors in order of offset."""
+    metadata: Mapping[str, str]
+    """The texts under ``__metadata__``; empty when there is none."""
+    digest: str
+    """xxh3-128 of the header's JSON bytes as they stand in the file, in hexadecimal."""
+    version: str
+    """The store's version of the file that was read."""
+
+
+def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHeader:
+    """Read and check the header of ``key``, a file of ``nbytes`` bytes.
+
+    Raises:
+        CheckpointError: with every defect found, each with the file, the tensor and the numbers.
+    """
+    where = store.location(key)
+    raw = _raw_header(store, key, nbytes)
+    data_start = _LENGTH_NBYTES + len(raw)
+    entries = _entries(raw, where)
+    metadata, problems = _metadata(entries.pop(METADATA_KEY, {}), where)
+    tensors: list[StoredTensor] = []
+    for name, entry in entries.items():
+        tensor = _tensor(name, entry, key, data_start)
+        if isinstance(tensor, str):
+            problems.append(Problem(where, f"tensor {name!r} {tensor}.", _DOWNLOAD))
+        else:
+            tensors.append(tensor)
+    if not problems:
+        tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+        problems = _coverage(tensors, where, data_start=data_start, nbytes=nbytes)
+    if problems:
+        raise CheckpointError(_shortened(problems, where))
+    digest = xxhash.xxh3_128_hexdigest(raw)
+    return FileHeader(key, nbytes, data_start, tuple(tensors), metadata, digest, version)
+
+
+def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
+    where = store.location(key)
+    if nbytes < _LENGTH_NBYTES:
+        what = f"has {nbytes} bytes, too few for a safetensors file."
+        raise CheckpointError(Problem(where, what, _DOWNLOAD))
+    start = store.read(key, 0, _LENGTH_NBYTES)
+    if start == b"version ":
+        what = "is a Git LFS pointer, a note of where the weights are, not the weights."
+        raise CheckpointError(Problem(where, what, "Run `git lfs pull` in that directory."))
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER_NBYTES or length > nbytes - _LENGTH_NBYTES:
+        what = f"announces a header of {length} bytes, but the file has {nbytes} bytes in all"
+        what += f" and a header may have {MAX_HEADER_NBYTES}."
+        raise CheckpointError(Problem(where, what, f"It is cut off or no safetensors file. {_DOWNLOAD}"))
+    return store.read(key, _LENGTH_NBYTES, length)
+
+
+def _entries(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        entries = parse_strict_json(raw)
+    except ValueError as error:
+        raise CheckpointError(Problem(where, f"has a header that {error}.", _DOWNLOAD)) from error
+    # The first byte is part of the format: readers refuse a header that begins with white space.
+    if not isinstance(entries, dict) or not raw.startswith(b"{"):
+        raise CheckpointError(Problem(where, "has a header that is not a JSON object.", _DOWNLOAD))
+    return entries
+
+
+def _metadata(found: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
+    if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+        return found, []
+    what = f"has a {METADATA_KEY} that is not a map from text to text."
+    return {}, [Problem(where, what, _DOWNLOAD)]
+
+
+def _tensor(name: str, entry: Any, key: str, data_start: int) -> StoredTensor | str:
+    """The tensor, or what is wrong with its entry as a clause."""
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        return f"is described by {_brief(entry)}, not by dtype, shape and data_offsets"
+    if not _is_text(name):
+        return "has a name that cannot be written as UTF-8"
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        return f"has the dtype {_brief(dtype)}, which raymerge does not know"
+    if not _are_counts(shape):
+        return f"has the shape {_brief(shape)}, not a list of whole numbers from 0 to 2**63 - 1"
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"has the data_offsets {_brief(offsets)}, not a begin and an end"
+    # Zeros do not make up for the rest: readers multiply in 64 bits and refuse the overflow.
+    if math.prod(size or 1 for size in shape) > _MAX_INT:
+        return f"has the shape {_brief(shape)}, more elements than 2**63 - 1"
+    known = _DTYPES[dtype]
+    begin, end = offsets
+    num_bits = known.bits * math.prod(shape)
+    if (end - begin) * 8 != num_bits:
+        needed = f"{num_bits // 8} bytes" if num_bits % 8 == 0 else "no whole number of bytes"
+        return f"occupies {end - begin} bytes, but {dtype} {shape} needs {needed}"
+    return StoredTensor(name, known, tuple(shape), key, data_start + begin, end - begin)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no other reader takes
+        return False
+    return True
+
+
+def _are_counts(found: Any) -> bool:
+    # type() and not isinstance(): true and false are ints to Python, but not to the format.
+    return isinstance(found, list) and all(type(size) is int and 0 <= size <= _MAX_INT for size in found)
+
+
+def _coverage(tensors: list[StoredTensor], where: str, *, data_start: int, nbytes: int) -> list[Problem]:
+    """Overlaps, holes and a wrong end: the data must be covered exactly once."""
+    problems: list[Problem] = []
+    reached, previous = data_start, ""
+    for tensor in tensors:
+        if tensor.offset != reached:
+            what = _misfit(tensor, previous, reached)
+            problems.append(Problem(where, what, _DOWNLOAD))
+        reached = max(reached, tensor.offset + tensor.nbytes)
+        previous = tensor.name
+    if reached != nbytes:
+        kind = f"{reached - nbytes} too few" if reached > nbytes else f"{nbytes - reached} too many"
+        what = f"has {nbytes} bytes, but by its header it must have {reached}: {kind}."
+        problems.append(Problem(where, what, _DOWNLOAD))
+    return problems
+
+
+def _misfit(tensor: StoredTensor, previous: str, reached: int) -> str:
+    after = f"tensor {previous!r} ends" if previous else "the header ends"
+    kind = "overlaps what is before it" if tensor.offset < reached else "leaves a hole before it"
+    return f"tensor {tensor.name!r} begins at byte {tensor.offset} but {after} at {reached}: it {kind}."
+
+
+def _shortened(problems: list[Problem], where: str) -> list[Problem]:
+    more = len(problems) - _MAX_REPORTED
+    if more <= 1:
+        return problems
+    rest = Problem(where, f"has {more} more defects of this kind.", "")
+    return [*problems[:_MAX_REPORTED], rest]
+
+
+def _brief(found: Any) -> str:
+    text = repr(found)
+    return text if len(text) <= 80 else f"{text[:77]}..."

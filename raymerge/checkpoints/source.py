@@ -1,0 +1,220 @@
+"""A checkpoint as it lies in a directory: its config, tensors, files and companions, all checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
+from raymerge.checkpoints.index import check_index, find_weights
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.local import LocalStore
+from raymerge.storage.store import FileInfo, ReadStore
+
+CONFIG_FILE = "config.json"
+"""The file that describes the model's architecture."""
+
+_T = TypeVar("_T")
+_NUM_READERS = 8
+_COMPARE_NBYTES = 4 * 2**20
+# At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
+_DIGITS = re.compile(r"([0-9]{1,18})")
+# Made anew for the output, or belonging to the place and not to the model.
+_NOT_COPIED_AT_TOP = frozenset({CONFIG_FILE, "README.md"})
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5"),
+    *("*.msgpack", "*.npz", "*.safetensors.index.json", "*.bin.index.json"),
+)
+_TRAINING_LEFTOVERS = ("optimizer*", "scheduler*", "rng_state*", "trainer_state.json", "training_args.bin")
+_SKIPPED_DIRECTORIES = ("raymerge", "checkpoint-[0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file of weights, and what tells whether it is still the same."""
+
+    key: str
+    """The file."""
+    nbytes: int
+    """Size in bytes."""
+    header_digest: str
+    """xxh3-128 of its header, in hexadecimal."""
+    version: str
+    """The store's version of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Files and headers of one model; nothing of its data was read."""
+
+    name: str
+    """What messages call it."""
+    root: str
+    """Its directory."""
+    config: Mapping[str, Any]
+    """``config.json``."""
+    tensors: Mapping[str, StoredTensor]
+    """Every tensor by name; layer 2 comes before layer 10."""
+    files: tuple[WeightFile, ...]
+    """The files that hold the tensors, by key."""
+    companions: tuple[str, ...]
+    """Every other file that belongs to the model and is copied as it is (tokenizer, code, licence)."""
+    notes: tuple[str, ...]
+    """Things worth telling that stand in nobody's way."""
+
+
+def open_checkpoint(root: Path | str, name: str) -> Checkpoint:
+    """Read the config, index and headers in the directory ``root``.
+
+    Raises:
+        CheckpointError: with every problem of this checkpoint at once.
+    """
+    problems: list[Problem] = []
+    with LocalStore(Path(root)) as store:
+        files = store.files()
+        weights = _attempt(problems, lambda: _read_weights(store, files))
+        config = _attempt(problems, lambda: _read_config(store, files))
+    if problems or weights is None or config is None:
+        raise CheckpointError(problems)
+    headers, notes = weights
+    return Checkpoint(
+        name=name,
+        root=str(root),
+        config=config,
+        tensors=_in_order(headers),
+        files=tuple(WeightFile(h.key, h.nbytes, h.digest, h.version) for h in headers),
+        companions=tuple(info.key for info in files if is_companion(info.key)),
+        notes=notes,
+    )
+
+
+def is_companion(key: str) -> bool:
+    """Whether the file belongs to the model and is neither weights, nor made anew, nor left by a training."""
+    *directories, name = PurePosixPath(key).parts
+    hidden = any(part.startswith(".") for part in (*directories, name))
+    if hidden or (directories and _matches(directories[0], _SKIPPED_DIRECTORIES)):
+        return False
+    if not directories and name in _NOT_COPIED_AT_TOP:
+        return False
+    return not _matches(name, (*_WEIGHTS, *_TRAINING_LEFTOVERS))
+
+
+def main_dtype(checkpoint: Checkpoint) -> DType:
+    """The floating point dtype that most bytes of the checkpoint have, narrow ones (FP8) not counted.
+
+    Raises:
+        CheckpointError: no tensor has a dtype on which arithmetic means something.
+    """
+    sizes: Counter[DType] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype.is_mergeable:
+            sizes[tensor.dtype] += tensor.nbytes
+    if not sizes:
+        found = ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
+        what = f"no tensor is of F16, BF16, F32 or F64; there is {found}."
+        raise CheckpointError(Problem(checkpoint.root, what, "Take a checkpoint with unquantised weights."))
+    # The name decides between equals, so that the answer hangs on nothing else.
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.value))
+
+
+def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
+    """Sort key by which ``layers.2`` comes before ``layers.10``."""
+    pieces = _DIGITS.split(name)
+    # Texts and digits take turns in the pieces, so that like is compared with like.
+    return tuple(int(piece) if at % 2 else piece for at, piece in enumerate(pieces)), name
+
+
+def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors of ``checkpoint`` are equal in dtype, shape and every byte, read in pieces."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with LocalStore(Path(checkpoint.root)) as store:
+        for done in range(0, a.nbytes, _COMPARE_NBYTES):
+            nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
+            if store.read(a.key, a.offset + done, nbytes) != store.read(b.key, b.offset + done, nbytes):
+                return False
+    return True
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
+    try:
+        return action()
+    except CheckpointError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _read_weights(
+    store: ReadStore, files: Sequence[FileInfo]
+) -> tuple[tuple[FileHeader, ...], tuple[str, ...]]:
+    index = find_weights(store, files)
+    problems = list(index.problems)
+    keys = frozenset(index.keys)
+    headers = _read_headers(store, [info for info in files if info.key in keys], problems)
+    if not problems:
+        problems, notes = check_index(index, headers, store.location("."))
+    if problems:
+        raise CheckpointError(problems)
+    return headers, (*index.notes, *notes)
+
+
+def _read_headers(
+    store: ReadStore, files: Sequence[FileInfo], problems: list[Problem]
+) -> tuple[FileHeader, ...]:
+    """The readable headers in the order of ``files``; on a slow disk the waiting overlaps."""
+
+    def read(info: FileInfo) -> tuple[FileHeader | None, list[Problem]]:
+        own: list[Problem] = []
+        return _attempt(own, lambda: read_header(store, info.key, info.nbytes, info.version)), own
+
+    with ThreadPoolExecutor(max_workers=_NUM_READERS) as pool:
+        found = list(pool.map(read, files))
+    for _, own in found:
+        problems.extend(own)
+    return tuple(header for header, _ in found if header is not None)
+
+
+def _read_config(store: ReadStore, files: Sequence[FileInfo]) -> dict[str, Any]:
+    where = store.location(CONFIG_FILE)
+    info = next((info for info in files if info.key == CONFIG_FILE), None)
+    if info is None:
+        # Without weights this is no model, which is said already; that it lacks a config too is no news.
+        if not any(fnmatchcase(info.key, "model*.safetensors*") for info in files):
+            return {}
+        what = "is missing: it says what architecture the weights are of."
+        raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))
+    config = _parse_config(store.read(CONFIG_FILE, 0, info.nbytes), where)
+    if not isinstance(config, dict) or not config:
+        remedy = "Take config.json from the place the weights come from."
+        raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
+    return config
+
+
+def _parse_config(raw: bytes, where: str) -> Any:
+    """Not strict: transformers itself writes ``Infinity``, and takes the last of two equal keys."""
+    remedy = "Mend the file, or copy it again from the place the weights come from."
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        what = f"is not JSON: {error.msg}."
+        raise CheckpointError(Problem(f"{where}:{error.lineno}:{error.colno}", what, remedy)) from error
+    except (ValueError, RecursionError) as error:
+        what = f"is not JSON text that can be read ({str(error)[:80]})."
+        raise CheckpointError(Problem(where, what, remedy)) from error
+
+
+def _in_order(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name))}

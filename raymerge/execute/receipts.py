@@ -1,0 +1,34 @@
+"""What a worker reports of a finished segment: a few hundred bytes, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Proof that a segment's bytes are durable, with the digest of each row."""
+
+    segment: int
+    """Number of the segment."""
+    read_bytes: int
+    """Bytes read from sources."""
+    written_bytes: int
+    """Bytes written to shards."""
+    seconds: float
+    """Wall time of the segment."""
+    worker: str
+    """Name of the worker."""
+    digests: Mapping[str, str]
+    """xxh3_128 hex of each row's bytes, by row number."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, a line of the ledger."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Receipt:
+        """Inverse of ``to_json``."""
+        return Receipt(**data)

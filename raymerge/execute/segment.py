@@ -1,0 +1,262 @@
+"""Makes one segment: reads ahead, computes, writes behind, all under one byte budget."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from raymerge.errors import NonFiniteError, Problem
+from raymerge.execute.compute import PartComputation, encode, scatter
+from raymerge.execute.finite import first_non_finite
+from raymerge.execute.jobs import Jobs, RowJob
+from raymerge.execute.receipts import Receipt
+from raymerge.planner.memory import expression_passes, tiling
+from raymerge.planner.tables import Plan
+from raymerge.storage.store import ReadStore, WriteStore
+
+UNFINISHED = ".part"
+"""Ending of a shard's name until all of its segments are in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tile of one row in one pass."""
+
+    row: RowJob
+    """The row."""
+    start: int
+    """First element of the tile within the row."""
+    count: int
+    """Elements of the tile."""
+    pass_index: int
+    """Statistics pass, or -1 for the pass that writes."""
+    ends_pass: bool
+    """Whether this is the last tile of its pass."""
+    resident: bool
+    """Whether the bytes read are kept for the later passes."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    read_bytes: int = 0
+    written_bytes: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class SegmentRunner:
+    """Makes segments of one plan in one process; several threads may run segments at once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[ReadStore],
+        staging: WriteStore,
+        *,
+        device: torch.device,
+        budget: int,
+        name: str,
+    ) -> None:
+        """
+        Args:
+            plan: an executable plan.
+            sources: one store for each source, in the plan's order.
+            staging: where shards grow, under their names with ``UNFINISHED``.
+            device: where the arithmetic runs.
+            budget: bytes that this process may use for tiles.
+            name: the worker's name in receipts.
+        """
+        self._jobs = Jobs(plan)
+        self._names = [each["name"] for each in plan.manifest["sources"]]
+        self._seed = int(plan.manifest["seed"])
+        self._sources = sources
+        self._staging = staging
+        self._device = device
+        self._budget = budget
+        self._name = name
+        self._compute = threading.Lock()
+
+    def run(self, segment: int) -> Receipt:
+        """Make one segment and return when its bytes are durable.
+
+        Raises:
+            NonFiniteError: a source or a result holds NaN or infinity.
+            CheckpointError: a source cannot be read as it was when the plan was made.
+        """
+        started = time.monotonic()
+        counters = _Counters()
+        with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
+            self._pipeline(segment, reading, writing, counters)
+        for shard in self._jobs.shards(segment):
+            self._staging.sync(shard + UNFINISHED)
+        return Receipt(
+            segment, counters.read_bytes, counters.written_bytes, round(time.monotonic() - started, 6),
+            self._name, counters.digests,
+        )
+
+    def _pipeline(
+        self, segment: int, reading: ThreadPoolExecutor, writing: ThreadPoolExecutor, counters: _Counters
+    ) -> None:
+        work = _RowWork(self._seed, self._device)
+        kept: dict[tuple[int, int], list[torch.Tensor]] = {}
+        pending: Future[None] | None = None
+        steps = self._steps(self._jobs.rows(segment))
+        step = next(steps, None)
+        ahead = reading.submit(self._read, step, kept, counters) if step is not None else None
+        while step is not None and ahead is not None:
+            raw = ahead.result()
+            following = next(steps, None)
+            ahead = (
+                reading.submit(self._read, following, kept, counters) if following is not None else None
+            )
+            with self._compute:
+                data = work.step(step, raw)
+            if data is not None:
+                self._check(step, raw, data)
+                work.hash(step, data, counters)
+                if pending is not None:
+                    pending.result()
+                pending = writing.submit(self._write, step, data, counters)
+            step = following
+        if pending is not None:
+            pending.result()
+
+    def _steps(self, rows: Sequence[RowJob]) -> Iterator[Step]:
+        for row in rows:
+            passes = expression_passes(row.expression)
+            tile = tiling(row.need, row.num_elements, self._budget, passes=passes)
+            size = tile.elements if row.is_flat else max(1, row.num_elements)
+            for index in (*range(passes), -1):
+                for start in range(0, max(1, row.num_elements), size):
+                    count = min(size, row.num_elements - start)
+                    last = start + count >= row.num_elements
+                    yield Step(row, start, count, index, last, tile.resident)
+
+    def _read(
+        self, step: Step, kept: dict[tuple[int, int], list[torch.Tensor]], counters: _Counters
+    ) -> list[torch.Tensor]:
+        """The bytes of every input of a tile; of rows that stay resident, from memory after the first pass."""
+        key = (step.row.index, step.start)
+        if key in kept:
+            return kept.pop(key) if step.pass_index < 0 else kept[key]
+        found: list[torch.Tensor] = []
+        for each in step.row.inputs:
+            offset, nbytes = each.offset, each.nbytes
+            if step.row.is_flat and step.count < step.row.num_elements:
+                offset += each.dtype.nbytes(step.start)
+                nbytes = each.dtype.nbytes(step.count)
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._sources[each.source].read_into(each.key, offset, memoryview(buffer.numpy()))
+            counters.read_bytes += nbytes
+            found.append(buffer)
+        if step.resident:
+            kept[key] = found
+        return found
+
+    def _check(self, step: Step, raw: Sequence[torch.Tensor], data: torch.Tensor) -> None:
+        row = step.row
+        if not row.check_finite:
+            return
+        if first_non_finite(data.numpy(), row.expression.cast) is None:
+            return
+        for each, buffer in zip(row.inputs, raw, strict=True):
+            found = first_non_finite(buffer.numpy(), each.dtype)
+            if found is not None:
+                raise NonFiniteError(
+                    Problem(
+                        f"{self._names[each.source]}: {row.tensor}",
+                        f"the source holds NaN or infinity, first at byte "
+                        f"{each.offset + found * each.dtype.bits // 8} of {each.key} or later.",
+                        "Repair or replace that model; nothing was published.",
+                    )
+                )
+        raise NonFiniteError(
+            Problem(
+                row.tensor,
+                f"the sources are finite, but the merged values do not fit {row.expression.cast.value}.",
+                "Use a wider out_dtype (bfloat16, float32) or smaller weights; nothing was published.",
+            )
+        )
+
+    def _write(self, step: Step, data: torch.Tensor, counters: _Counters) -> None:
+        buffer = memoryview(data.numpy())
+        skipped = step.row.expression.cast.nbytes(step.start) if step.start else 0
+        for shard, offset in step.row.places:
+            self._staging.write_at(shard + UNFINISHED, offset + skipped, buffer)
+            counters.written_bytes += len(buffer)
+
+
+class _RowWork:
+    """State of the row in hand: its computations and the digest of its bytes so far."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        self._row = -1
+        self._parts: list[PartComputation] = []
+        self._hasher = xxhash.xxh3_128()
+
+    def step(self, step: Step, raw: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Take one tile through the kernel; the encoded bytes, or None in a statistics pass."""
+        row = step.row
+        if row.expression.is_copy:
+            self._begin(row, computes=False)
+            return raw[0]
+        self._begin(row, computes=True)
+        shares = _by_part(row, raw)
+        start = row.first_element + step.start
+        if step.pass_index >= 0:
+            for part, share in zip(self._parts, shares, strict=True):
+                part.observe(share, start, step.pass_index)
+                if step.ends_pass:
+                    part.conclude(step.pass_index)
+            return None
+        results = [part.apply(share, start) for part, share in zip(self._parts, shares, strict=True)]
+        whole = results[0] if row.is_flat else scatter(results, row)
+        return encode(whole, row.expression.cast)
+
+    def hash(self, step: Step, data: torch.Tensor, counters: _Counters) -> None:
+        """Add a written tile to its row's digest."""
+        self._hasher.update(memoryview(data.numpy()))
+        if step.ends_pass:
+            counters.digests[str(step.row.index)] = self._hasher.hexdigest()
+
+    def _begin(self, row: RowJob, *, computes: bool) -> None:
+        if row.index == self._row:
+            return
+        self._row = row.index
+        self._hasher = xxhash.xxh3_128()
+        self._parts = (
+            [
+                PartComputation(
+                    row.expression, part, num_elements=_part_elements(row, part.shape), seed=self._seed,
+                    device=self._device,
+                )
+                for part in row.parts
+            ]
+            if computes
+            else []
+        )
+
+
+def _part_elements(row: RowJob, shape: Sequence[int]) -> int:
+    if row.is_flat:
+        return row.num_elements
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _by_part(row: RowJob, raw: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    shares: list[Sequence[torch.Tensor]] = []
+    first = 0
+    for part in row.parts:
+        shares.append(raw[first : first + len(part.inputs)])
+        first += len(part.inputs)
+    return shares

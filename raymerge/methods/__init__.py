@@ -1,0 +1,33 @@
+"""Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
+
+from raymerge.methods.method import (
+    BLOCK,
+    Access,
+    BaseUse,
+    Kernel,
+    Method,
+    Parameter,
+    Settings,
+    Takes,
+    Tile,
+    Value,
+)
+from raymerge.methods.random import keep_mask, random_key
+from raymerge.methods.table import find_method, methods
+
+__all__ = [
+    "BLOCK",
+    "Access",
+    "BaseUse",
+    "Kernel",
+    "Method",
+    "Parameter",
+    "Settings",
+    "Takes",
+    "Tile",
+    "Value",
+    "find_method",
+    "keep_mask",
+    "methods",
+    "random_key",
+]

@@ -1,0 +1,255 @@
+"""What a merge method declares about itself, and what its kernel is given.
+
+A method is tensors in, a tensor out: no files, names, logging, clocks or ambient randomness. What it
+needs to know of a tensor beside its elements (parameters, random keys, shape) comes in ``Settings``.
+"""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+
+BLOCK = 65_536
+"""Elements; every tile of a TENSOR method starts at a multiple of it within its logical tensor."""
+
+Value: TypeAlias = float | bool | int | None
+
+
+class Access(StrEnum):
+    """How much of a logical tensor a kernel must see at once."""
+
+    ELEMENT = "element"
+    """Any run of elements by itself."""
+    ROW = "row"
+    """Whole rows (runs along the last dimension)."""
+    TENSOR = "tensor"
+    """Statistics over the whole tensor, streamed in block-aligned tiles, then any block-aligned tile."""
+    MATRIX = "matrix"
+    """The whole tensor as one tile."""
+
+
+class BaseUse(StrEnum):
+    """What the method does with the recipe's ``base_model``."""
+
+    REQUIRED = "required"
+    OPTIONAL = "optional"
+    UNUSED = "unused"
+
+
+class Takes(StrEnum):
+    """What the executor hands over as sources."""
+
+    WEIGHTS = "weights"
+    """The tensors themselves."""
+    DELTAS = "deltas"
+    """Source minus base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One setting of a method, as a recipe writes it."""
+
+    name: str
+    """The key in the recipe's ``parameters``."""
+    kind: Literal["float", "bool", "int"]
+    """The type of its value."""
+    scope: Literal["global", "source"]
+    """One value per tensor, or one per source and tensor."""
+    doc: str
+    """What it does, in a phrase."""
+    default: Value = None
+    """Value when the recipe gives none; None together with ``required=False`` means absent."""
+    required: bool = False
+    """Whether the recipe must give it."""
+    minimum: float | None = None
+    """Smallest value allowed."""
+    maximum: float | None = None
+    """Largest value allowed."""
+    effective: bool = True
+    """False when it is accepted so that mergekit's recipes run, and changes nothing."""
+
+    def coerce(self, value: float) -> float | bool | int:
+        """The recipe's number as this parameter's type.
+
+        Raises:
+            ValueError: not of the kind, not finite, or out of range; the message is a sentence.
+        """
+        if not math.isfinite(value):
+            raise ValueError(f"{self.name} must be a finite number, is {value}")
+        if self.kind == "bool":
+            return self._as_bool(value)
+        if not self._in_range(value):
+            raise ValueError(f"{self.name} must be {self._range()}, is {value}")
+        return self._as_int(value) if self.kind == "int" else float(value)
+
+    def _as_bool(self, value: float) -> bool:
+        if value not in (0, 1):
+            raise ValueError(f"{self.name} must be true or false, is {value}")
+        return bool(value)
+
+    def _as_int(self, value: float) -> int:
+        if value != int(value):
+            raise ValueError(f"{self.name} must be a whole number, is {value}")
+        return int(value)
+
+    def _in_range(self, value: float) -> bool:
+        above = self.minimum is None or value >= self.minimum
+        return above and (self.maximum is None or value <= self.maximum)
+
+    def _range(self) -> str:
+        if self.minimum is None:
+            return f"at most {self.maximum:g}"
+        if self.maximum is None:
+            return f"at least {self.minimum:g}"
+        return f"between {self.minimum:g} and {self.maximum:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a kernel may depend on besides the elements."""
+
+    values: Mapping[str, Value]
+    """Global parameters by name, defaults filled in."""
+    sources: tuple[Mapping[str, Value], ...]
+    """Per-source parameters in recipe order, defaults filled in; the base is not among them."""
+    keys: tuple[int, ...] = ()
+    """One 64-bit random key per source; empty unless the method is random."""
+    shape: tuple[int, ...] = ()
+    """Shape of the logical tensor."""
+
+    def number(self, name: str) -> float:
+        """A global parameter that has a value, as a float."""
+        return _number(self.values, name)
+
+    def flag(self, name: str) -> bool:
+        """A global switch."""
+        return bool(self.values[name])
+
+    def per_source(self, name: str) -> tuple[float, ...]:
+        """A parameter of each source, as floats in recipe order."""
+        return tuple(_number(source, name) for source in self.sources)
+
+
+def _number(values: Mapping[str, Value], name: str) -> float:
+    value = values[name]
+    if value is None:
+        raise ValueError(f"{name} has no value")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A run of elements of one logical tensor, from every input. Kernels never write into it."""
+
+    base: torch.Tensor | None
+    """float32 ``[n]``; None when the method uses no base."""
+    sources: tuple[torch.Tensor, ...]
+    """float32 ``[n]`` each, in recipe order: weights, or deltas for ``Takes.DELTAS``."""
+    start: int
+    """Index of the first element within the logical tensor."""
+
+    def require_base(self) -> torch.Tensor:
+        """The base's elements.
+
+        Raises:
+            ValueError: the tile was made without a base.
+        """
+        if self.base is None:
+            raise ValueError("this method needs the base's elements and the tile has none")
+        return self.base
+
+
+class Kernel(Protocol):
+    """The arithmetic of a method. Stateless itself: statistics live in the state that ``begin`` makes."""
+
+    def passes(self, settings: Settings) -> int:
+        """Statistics passes over the whole tensor that ``apply`` needs before it."""
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
+        """The state of one tensor's statistics; None when there are no passes."""
+
+    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Take in one tile; tiles come in order and cover the tensor exactly once per pass."""
+
+    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
+        """End a pass."""
+
+    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
+        """The result's elements for this tile, float32 ``[n]``, on the tile's device."""
+
+
+class SinglePass:
+    """The statistics half of a kernel that needs no statistics."""
+
+    def passes(self, settings: Settings) -> int:
+        """None: the tensor streams once."""
+        return 0
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> None:
+        """Nothing to keep."""
+
+    def observe(self, state: None, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Nothing to learn from a tile."""
+
+    def conclude(self, state: None, settings: Settings, pass_index: int) -> None:
+        """Nothing to end."""
+
+
+def no_objection(settings: Settings) -> str | None:  # noqa: ARG001
+    """The check of a method that any settings suit."""
+    return None
+
+
+def never_identity(settings: Settings) -> int | None:  # noqa: ARG001
+    """The identity of a method that always computes."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A merge method: what it needs, what it may be told, and its kernel."""
+
+    name: str
+    """As in the recipe's ``merge_method``."""
+    summary: str
+    """One sentence."""
+    paper: str
+    """arXiv id, or ``-``."""
+    access: Access
+    """How much it must see at once."""
+    base: BaseUse
+    """What it does with ``base_model``."""
+    takes: Takes
+    """What it gets as sources."""
+    kernel: Kernel
+    """Its arithmetic."""
+    parameters: tuple[Parameter, ...]
+    """What a recipe may set, in the order of the documentation."""
+    min_sources: int = 1
+    """Fewest sources, the base not counted."""
+    max_sources: int | None = None
+    """Most sources, the base not counted; None for any number."""
+    scratch: float = 1.0
+    """Temporaries of ``apply`` and ``observe`` beside inputs and result, counted in float32 tiles of
+    ``max(n, BLOCK)`` elements."""
+    scratch_per_source: float = 0.0
+    """The same, for each source."""
+    state_bytes: int = 0
+    """Bytes of statistics that the state holds for each source while a tensor is in work."""
+    random: bool = False
+    """Whether it draws on ``Settings.keys``."""
+    check: Callable[[Settings], str | None] = no_objection
+    """A sentence on why these settings cannot be computed with, or None."""
+    identity: Callable[[Settings], int | None] = never_identity
+    """Index of the one source whose bytes are the result unchanged, or None: such a tensor can be copied."""
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The parameter of that name, or None."""
+        return next((parameter for parameter in self.parameters if parameter.name == name), None)

@@ -1,0 +1,41 @@
+"""One source as it is, or scaled: what layer stacking is made of."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+
+
+class PassthroughKernel(SinglePass):
+    """``scale * T``, or T itself."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """The scaled source; without a scale the source's own tensor, which is then an alias."""
+        (source,) = tile.sources
+        if _identity(settings) is not None:
+            return source
+        (scale,) = settings.per_source("scale")
+        return source * scale
+
+
+def _identity(settings: Settings) -> int | None:
+    (source,) = settings.sources
+    return 0 if source.get("scale") in (None, 1) else None
+
+
+PASSTHROUGH = Method(
+    name="passthrough",
+    summary="One source unchanged, or multiplied by a scale.",
+    paper="-",
+    access=Access.ELEMENT,
+    base=BaseUse.UNUSED,
+    takes=Takes.WEIGHTS,
+    kernel=PassthroughKernel(),
+    parameters=(Parameter("scale", "float", "source", "factor on every element"),),
+    max_sources=1,
+    scratch=0.0,
+    identity=_identity,
+)

@@ -1,0 +1,138 @@
+"""The base plus a sum of weighted deltas (arXiv 2212.04089), and the arithmetic that its family shares:
+weighting, sign election, normalising and lambda."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+
+_ZERO_WEIGHT = 1e-8
+
+Term: TypeAlias = Callable[[int, torch.Tensor], None]
+"""Writes the weighted, thinned delta of one source (by its index) into a tensor, float32 ``[n]``."""
+
+
+def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> torch.Tensor:
+    """``B + lambda * D``, with D the sum of the terms, or of those that agree with the elected sign.
+
+    Under ``normalize`` D is divided by the weights that went into it. Terms are asked for more than
+    once rather than kept, so that memory does not grow with the number of sources.
+    """
+    factor = settings.number("lambda")
+    if elect:
+        merged = _elected_sum(tile, settings, term)
+    else:
+        merged = _sum(tile, term)
+        factor /= _total_weight(settings)
+    if factor != 1.0:
+        merged.mul_(factor)
+    return merged.add_(tile.require_base())
+
+
+def _sum(tile: Tile, term: Term) -> torch.Tensor:
+    total = torch.empty_like(tile.sources[0])
+    term(0, total)
+    if len(tile.sources) > 1:
+        delta = torch.empty_like(total)
+        for index in range(1, len(tile.sources)):
+            term(index, delta)
+            total.add_(delta)
+    return total
+
+
+def _total_weight(settings: Settings) -> float:
+    """Divisor under ``normalize``; weights that cancel out divide by 1."""
+    if not settings.flag("normalize"):
+        return 1.0
+    total = math.fsum(settings.per_source("weight"))
+    return total if abs(total) >= _ZERO_WEIGHT else 1.0
+
+
+def _elected_sum(tile: Tile, settings: Settings, term: Term) -> torch.Tensor:
+    """Sum of the terms whose sign is that of the sum of all terms; a sum of 0 counts as positive.
+
+    Times the elected sign, an agreeing term is positive and any other one is cut off at 0. The cut
+    lets NaN through, which a comparison of signs would drop.
+    """
+    sign = _elect_(_sum(tile, term))
+    merged, delta = torch.zeros_like(sign), torch.empty_like(sign)
+    divisor = torch.zeros_like(sign) if settings.flag("normalize") else None
+    for index, weight in enumerate(settings.per_source("weight")):
+        term(index, delta)
+        merged.add_(delta.mul_(sign).clamp_min_(0.0))
+        if divisor is not None:
+            divisor.add_(delta.sign_().mul_(weight))
+    merged.mul_(sign)
+    if divisor is not None:
+        merged.div_(divisor.add_(delta.copy_(divisor).eq_(0.0)))
+    return merged
+
+
+def _elect_(total: torch.Tensor) -> torch.Tensor:
+    """Overwrite the sums by -1 where they are negative and +1 elsewhere.
+
+    Here and below comparisons are made in place, as 0.0 and 1.0: many times faster than boolean masks.
+    """
+    return total.lt_(0.0).mul_(-2.0).add_(1.0)
+
+
+class TaskArithmeticKernel(SinglePass):
+    """Every delta whole, times its weight."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """``B + lambda * sum w_i d_i``, the sum divided by ``sum w_i`` under ``normalize``."""
+        weights = settings.per_source("weight")
+
+        def term(index: int, out: torch.Tensor) -> None:
+            torch.mul(tile.sources[index], weights[index], out=out)
+
+        return merge_deltas(tile, settings, term, elect=False)
+
+
+def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> tuple[Parameter, ...]:
+    """What every method of the family accepts, with its defaults; ``thins`` when density means something."""
+    return (
+        Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
+        Parameter(
+            "density",
+            "float",
+            "source",
+            "fraction of the delta's elements that is kept",
+            default=1.0,
+            minimum=0.0,
+            maximum=1.0,
+            effective=thins,
+        ),
+        Parameter("normalize", "bool", "global", "divide by the weights that went in", default=normalize),
+        Parameter(
+            "rescale",
+            "bool",
+            "global",
+            "make up for the elements that were not kept",
+            default=rescale,
+            effective=thins,
+        ),
+        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+        Parameter(
+            "int8_mask", "bool", "global", "mergekit's way to save memory", default=False, effective=False
+        ),
+    )
+
+
+TASK_ARITHMETIC = Method(
+    name="task_arithmetic",
+    summary="The base plus the weighted sum of the deltas.",
+    paper="2212.04089",
+    access=Access.ELEMENT,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=TaskArithmeticKernel(),
+    parameters=delta_parameters(normalize=False, rescale=False, thins=False),
+)

@@ -1,0 +1,94 @@
+"""What becomes of every tensor of every source. Each has exactly one disposition, or the plan is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from raymerge.planner.sources import Source
+
+
+class Disposition(StrEnum):
+    """The four fates of a source tensor."""
+
+    MERGED = "merged"
+    COPIED = "copied"
+    CONVERTED = "converted"
+    DROPPED = "dropped"
+
+
+class Rule(StrEnum):
+    """The rule by which a tensor got its disposition."""
+
+    METHOD = "method"
+    """The recipe's method used it."""
+    ONE_SOURCE = "one_source"
+    """It is the only source of its output and passes unchanged."""
+    DTYPE = "dtype"
+    """It is the only source of its output; the recipe's dtype converts it."""
+    UNNAMED_MODULE = "unnamed_module"
+    """Its module is not named in the recipe, so the lead's is copied."""
+    COPIED_FROM_LEAD = "copied_from_lead"
+    """Integers and recomputed buffers are not averaged: the lead's are kept."""
+    LEAD_HAS_IT = "lead_has_it"
+    """The lead's integers or buffers are kept instead of these."""
+    RECOMPUTED_BUFFER = "recomputed_buffer"
+    """A buffer that loaders recompute and the lead does not store."""
+    EQUALS_EMBEDDING = "equals_embedding"
+    """A stored head, byte-equal to the embedding that it is tied to."""
+    OUTSIDE_SLICES = "outside_slices"
+    """The recipe's slices do not take this layer or end of this source."""
+    OUTSIDE_MODULES = "outside_modules"
+    """The recipe's modules do not take this module of this source."""
+    CONFIG_ONLY = "config_only"
+    """The model gives only config, tokenizer and companion files."""
+    ONLY_IN_BASE = "only_in_base"
+    """Some source lacks it and the recipe says ``missing_tensors: copy_base``."""
+    EXTRA_DROPPED = "extra_dropped"
+    """The lead lacks it and the recipe says ``extra_tensors: drop``."""
+
+
+_STRENGTH = {
+    Disposition.DROPPED: 0,
+    Disposition.COPIED: 1,
+    Disposition.CONVERTED: 2,
+    Disposition.MERGED: 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Disposition and rule of one source tensor, with the output it goes to first."""
+
+    disposition: Disposition
+    rule: Rule
+    output: str = ""
+
+
+class Fates:
+    """Fates of all source tensors as planning goes on; a tensor used twice keeps its strongest disposition."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._fates: list[dict[str, Fate]] = [{} for _ in sources]
+
+    def settle(self, source: int, name: str, fate: Fate) -> None:
+        """Record a use (or a named drop) of a tensor."""
+        old = self._fates[source].get(name)
+        if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
+            self._fates[source][name] = fate
+
+    def unsettled(self) -> Iterator[tuple[int, str]]:
+        """Tensors that nothing has been said of yet."""
+        for source, fates in zip(self._sources, self._fates, strict=True):
+            for name in source.checkpoint.tensors:
+                if name not in fates:
+                    yield source.index, name
+
+    def rows(self) -> Iterator[tuple[int, str, Fate]]:
+        """Every settled tensor: source, name, fate, in the checkpoints' order."""
+        for source, fates in zip(self._sources, self._fates, strict=True):
+            for name in source.checkpoint.tensors:
+                if name in fates:
+                    yield source.index, name, fates[name]

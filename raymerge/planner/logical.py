@@ -1,0 +1,109 @@
+"""Where logical tensors lie in stored ones.
+
+A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. The same matrix is
+stored alone, or as a part of a fused tensor, possibly transposed or interleaved. This module finds it by its
+canonical name, so that a result does not depend on file layout and parents of different layouts merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raymerge.architectures import Role, TensorInfo, describe, fused_layout, logical_name, logical_names
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.views import View, blocks, fused_views
+from raymerge.planner.sources import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One logical tensor inside a contiguous block of a stored tensor. Counts are in elements."""
+
+    tensor: StoredTensor
+    """The stored tensor."""
+    start: int
+    """First element of the block within the stored tensor."""
+    num_elements: int
+    """Elements of the block."""
+    shape: tuple[int, ...]
+    """Logical shape."""
+    view: View | None
+    """Where its elements lie within the block; None: the block is the logical tensor, row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The smallest contiguous run of a stored tensor that holds complete logical tensors."""
+
+    start: int
+    """First element within the stored tensor."""
+    num_elements: int
+    """Its elements."""
+    members: tuple[tuple[str, Place], ...]
+    """Logical names and their places."""
+
+
+class LogicalTensors:
+    """The logical tensors of one source."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.infos: Mapping[str, TensorInfo] = {
+            name: describe(name, source.rules, num_layers=_main_layers(source))
+            for name in source.checkpoint.tensors
+        }
+        self._places: dict[str, Place] | None = None
+
+    def role(self, name: str) -> Role:
+        """Role of a stored tensor."""
+        return self.infos[name].role
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The stored tensor of that very name."""
+        return self._source.checkpoint.tensors.get(name)
+
+    def blocks(self, name: str) -> tuple[Block, ...] | None:
+        """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told."""
+        tensor = self._source.checkpoint.tensors[name]
+        info = self.infos[name]
+        layout = (
+            fused_layout(name, tensor.shape, self._source.checkpoint.config, self._source.rules)
+            if info.role is Role.EXPERT and info.expert is None
+            else None
+        )
+        if layout is None:
+            count = tensor.num_elements
+            place = Place(tensor, 0, count, tensor.shape, None)
+            return (Block(0, count, ((logical_name(name, self._source.rules), place),)),)
+        if layout.kind == "unknown":
+            return None
+        views = fused_views(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
+        names = logical_names(layout)
+        return tuple(
+            Block(start, count, tuple((names[i], _place(tensor, start, count, views[i])) for i in members))
+            for start, count, members in blocks(
+                layout.kind, tensor.shape, len(layout.projections), layout.num_experts
+            )
+        )
+
+    def find(self, logical: str) -> Place | None:
+        """The place of a logical tensor, whatever stored tensor holds it."""
+        if self._places is None:
+            self._places = {
+                member: place
+                for name in self._source.checkpoint.tensors
+                for block in self.blocks(name) or ()
+                for member, place in block.members
+            }
+        return self._places.get(logical)
+
+
+def _place(tensor: StoredTensor, start: int, count: int, view: View) -> Place:
+    inside = View(view.offset - start, view.shape, view.strides)
+    return Place(tensor, start, count, view.shape, None if inside.is_flat and inside.offset == 0 else inside)
+
+
+def _main_layers(source: Source) -> int | None:
+    stack = source.layer_stack(None)
+    return stack.num_layers if stack is not None else None

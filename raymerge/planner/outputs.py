@@ -1,0 +1,322 @@
+"""Makes each output tensor: finds its bytes in every member, binds its numbers, and says what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raymerge.architectures import Role
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import main_dtype
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.methods import Access, Method, Settings
+from raymerge.planner.align import Aligned
+from raymerge.planner.bind import Binder, BindError
+from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.expressions import (
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    conversion_expression,
+    copy_expression,
+    make_expression,
+)
+from raymerge.planner.findings import Findings
+from raymerge.planner.logical import Block, LogicalTensors, Place
+from raymerge.planner.precision import output_dtype
+from raymerge.planner.quantised import quantised_format
+from raymerge.planner.sources import Source
+from raymerge.planner.spans import Member
+from raymerge.recipes import Recipe
+
+class OutputBuilder:
+    """Builds the outputs of one plan; findings and fates collect on the way."""
+
+    def __init__(
+        self, recipe: Recipe, method: Method, sources: Sequence[Source], logical: Sequence[LogicalTensors]
+    ) -> None:
+        self.findings = Findings()
+        self.fates = Fates(sources)
+        self._recipe = recipe
+        self._method = method
+        self._sources = sources
+        self._logical = logical
+        self._main = [main_dtype(source.checkpoint) for source in sources]
+        self._binders: dict[int, Binder] = {}
+        self._expressions: dict[tuple[int, bool, DType], Expression] = {}
+
+    def output(self, aligned: Aligned) -> Output | None:
+        """The output for one aligned tensor, or None with a finding that says why not."""
+        lead = self._stored_lead(aligned)
+        role = self._logical[aligned.span.lead.source].role(aligned.lead)
+        dtype = output_dtype(self._recipe, lead, role, self._main[aligned.span.lead.source])
+        if role is Role.BUFFER or self._is_integer(lead, aligned.span.lead.source):
+            self._leave_others(aligned)
+            return self._from_lead(aligned, lead, lead.dtype, Rule.COPIED_FROM_LEAD)
+        if aligned.copied:
+            return self._from_lead(aligned, lead, dtype, Rule.UNNAMED_MODULE)
+        if self._recipe.missing_tensors == "copy_base" and self._lacking(aligned):
+            return self._from_lead(aligned, lead, dtype, Rule.ONLY_IN_BASE)
+        settings = self._settings(aligned)
+        if settings is None:
+            return None
+        whole = self._whole_copy(aligned, lead, settings, dtype)
+        if whole is not None:
+            return Output(aligned.output, dtype, lead.shape, (whole,), dtype.is_mergeable)
+        if not self._all_plain(aligned):
+            return None
+        rows = self._rows(aligned, lead, settings, dtype)
+        return None if rows is None else Output(aligned.output, dtype, lead.shape, rows, True)
+
+    def _stored_lead(self, aligned: Aligned) -> StoredTensor:
+        return self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
+
+    def _is_integer(self, lead: StoredTensor, source: int) -> bool:
+        return not lead.dtype.is_mergeable and (
+            quantised_format(lead, self._sources[source].checkpoint) is None
+        )
+
+    def _from_lead(
+        self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule
+    ) -> Output | None:
+        """The lead's tensor whatever the method: its bytes, or its values in another dtype."""
+        source = aligned.span.lead.source
+        alone = replace(
+            aligned, span=replace(aligned.span, members=(aligned.span.lead,), base=None), names=(aligned.lead,)
+        )
+        row = _copy_row(alone, lead, source)
+        disposition = Disposition.COPIED
+        if dtype is not lead.dtype:
+            if not self._all_plain(alone):
+                return None
+            disposition = Disposition.CONVERTED
+            row = replace(row, expression=conversion_expression(dtype))
+        self.fates.settle(source, aligned.lead, Fate(disposition, rule, aligned.output))
+        finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
+        return Output(aligned.output, dtype, lead.shape, (row,), finite)
+
+    def _lacking(self, aligned: Aligned) -> bool:
+        """Whether some member stores the tensor neither by this name nor within another."""
+        return any(
+            self._logical[member.source].stored(name) is None
+            and any(
+                self._logical[member.source].find(self._moved(aligned, logical, name)) is None
+                for block in self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
+                for logical, _ in block.members
+            )
+            for member, name in zip(aligned.span.everyone(), aligned.names, strict=True)
+        )
+
+    def _moved(self, aligned: Aligned, logical: str, name: str) -> str:
+        """A logical name of the lead, moved to the layer that ``name`` is in."""
+        return logical.replace(_layer_text(aligned.lead), _layer_text(name), 1)
+
+    def _leave_others(self, aligned: Aligned) -> None:
+        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
+            if self._logical[member.source].stored(name) is not None:
+                fate = Fate(Disposition.DROPPED, Rule.LEAD_HAS_IT, aligned.output)
+                self.fates.settle(member.source, name, fate)
+
+    def _settings(self, aligned: Aligned) -> Settings | None:
+        span = aligned.span
+        binder = self._binders.setdefault(id(span), Binder(self._recipe, self._method, span))
+        offset = 1 if span.base is not None else 0
+        try:
+            settings = binder.settings(
+                aligned.alias or aligned.output, aligned.names[offset:], aligned.t
+            )
+        except BindError as error:
+            self.findings.add(error.problem)
+            return None
+        objection = self._method.check(settings)
+        if objection is not None:
+            self.findings.tensor(
+                ("settings", objection),
+                where=self._recipe.where(*span.path),
+                what=f"{objection} ({{count}} tensors)",
+                remedy="Change the parameters.",
+                example=aligned.output,
+            )
+            return None
+        return settings
+
+    def _whole_copy(
+        self, aligned: Aligned, lead: StoredTensor, settings: Settings, dtype: DType
+    ) -> Row | None:
+        """A row that moves one source's stored tensor as it is, where the method changes nothing."""
+        chosen = self._method.identity(settings)
+        if chosen is None:
+            return None
+        position = chosen + (1 if aligned.span.base is not None else 0)
+        member, name = aligned.span.everyone()[position], aligned.names[position]
+        stored = self._logical[member.source].stored(name)
+        if stored is None or stored.shape != lead.shape or stored.dtype is not dtype:
+            return None
+        for other, its_name in zip(aligned.span.everyone(), aligned.names, strict=True):
+            if self._logical[other.source].stored(its_name) is not None:
+                fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
+                self.fates.settle(other.source, its_name, fate)
+        self.fates.settle(
+            member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output)
+        )
+        return _copy_row(aligned, stored, member.source)
+
+    def _all_plain(self, aligned: Aligned) -> bool:
+        plain = True
+        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
+            source = self._sources[member.source]
+            stored = self._logical[member.source].stored(name)
+            form = quantised_format(stored, source.checkpoint) if stored is not None else None
+            if stored is None or (form is None and stored.dtype.is_mergeable):
+                continue
+            plain = False
+            form = form or f"{stored.dtype.value} integers"
+            self.fates.settle(
+                member.source, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
+            )
+            self.findings.tensor(
+                ("quantised", source.name, form),
+                where=source.name,
+                what=f"{{count}} tensors are quantised as {form}, and raymerge does not combine or convert "
+                "quantised tensors yet; their raw codes mean nothing without their scales",
+                remedy="Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
+                "source unchanged (merge_method: passthrough, without dtype).",
+                example=f"{name} {stored.dtype.value}{list(stored.shape)}",
+            )
+        return plain
+
+    def _rows(
+        self, aligned: Aligned, lead: StoredTensor, settings: Settings, dtype: DType
+    ) -> tuple[Row, ...] | None:
+        blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead)
+        if blocks is None:
+            blocks = self._unknown_layout(aligned, lead)
+        if blocks is None:
+            return None
+        expression = self._expression(settings, aligned, dtype)
+        rows = [self._row(aligned, block, expression) for block in blocks]
+        return None if any(row is None for row in rows) else tuple(row for row in rows if row is not None)
+
+    def _unknown_layout(self, aligned: Aligned, lead: StoredTensor) -> tuple[Block, ...] | None:
+        """An expert stack of unknown orientation is one tensor for element-wise methods only."""
+        count = lead.num_elements
+        if self._method.access is Access.ELEMENT:
+            return (Block(0, count, ((aligned.lead, Place(lead, 0, count, lead.shape, None)),)),)
+        source = self._sources[aligned.span.lead.source]
+        self.findings.tensor(
+            ("layout", source.name),
+            where=source.name,
+            what=f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' does "
+            f"not tell, and {self._method.name} needs each expert's matrix by itself",
+            remedy="Use an element-wise method (linear, task_arithmetic, dare_linear), or report the model type.",
+            example=f"{aligned.lead} {list(lead.shape)}",
+        )
+        return None
+
+    def _expression(self, settings: Settings, aligned: Aligned, dtype: DType) -> Expression:
+        key = (id(settings), aligned.span.base is not None, dtype)
+        if key not in self._expressions:
+            self._expressions[key] = make_expression(
+                self._method, settings, has_base=aligned.span.base is not None, cast=dtype
+            )
+        return self._expressions[key]
+
+    def _row(self, aligned: Aligned, block: Block, expression: Expression) -> Row | None:
+        parts: list[Part] = []
+        reads: list[Read] = []
+        complete = True
+        for logical, place in block.members:
+            name = self._output_logical(aligned, logical)
+            for position, member in enumerate(aligned.span.everyone()):
+                found = self._find(aligned, position, member, logical)
+                if found is None or not self._same_shape(aligned, member, place, found):
+                    complete = False
+                    continue
+                self._use(aligned, member, found)
+                reads.append(_read(len(parts), member.source, found))
+            parts.append(Part(name, place.shape, place.view))
+        return Row(block.num_elements, expression, tuple(parts), tuple(reads)) if complete else None
+
+    def _output_logical(self, aligned: Aligned, logical: str) -> str:
+        """Name by which chance is drawn: the output's, so that a layer used twice draws twice."""
+        if aligned.alias:
+            return aligned.alias
+        if aligned.lead == aligned.output:
+            return logical
+        return self._moved(aligned, logical, aligned.output)
+
+    def _find(self, aligned: Aligned, position: int, member: Member, logical: str) -> Place | None:
+        source = self._logical[member.source]
+        name = aligned.names[position]
+        moved = self._moved(aligned, logical, name)
+        stored = source.stored(name)
+        if stored is not None:
+            own = source.blocks(name)
+            if own is None:
+                return Place(stored, 0, stored.num_elements, stored.shape, None)
+            places = dict(member for block in own for member in block.members)
+            if len(places) == 1:
+                return next(iter(places.values()))
+            if moved in places:
+                return places[moved]
+        found = source.find(moved)
+        if found is None:
+            self._missing(aligned, member, name)
+        return found
+
+    def _missing(self, aligned: Aligned, member: Member, name: str) -> None:
+        source = self._sources[member.source]
+        lead = self._sources[aligned.span.lead.source]
+        self.findings.tensor(
+            ("missing", source.name),
+            where=source.name,
+            what=f"it lacks {{count}} tensors that {lead.name} has and that the recipe merges",
+            remedy="Use a complete checkpoint, or say 'missing_tensors: copy_base' in the recipe to keep "
+            f"{lead.name}'s.",
+            example=name,
+        )
+
+    def _same_shape(self, aligned: Aligned, member: Member, place: Place, found: Place) -> bool:
+        if place.shape == found.shape:
+            return True
+        source, lead = self._sources[member.source], self._sources[aligned.span.lead.source]
+        fate = Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
+        self.fates.settle(member.source, found.tensor.name, fate)
+        self.findings.tensor(
+            ("shape", source.name),
+            where=source.name,
+            what=f"{{count}} tensors have other shapes than in {lead.name}",
+            remedy="Only models of one size can be merged; vocabularies of different length need a tokenizer "
+            "block, which raymerge does not carry out yet.",
+            example=f"{found.tensor.name} is {list(found.shape)} here and {list(place.shape)} there",
+        )
+        return False
+
+    def _use(self, aligned: Aligned, member: Member, found: Place) -> None:
+        alone = len(aligned.span.everyone()) == 1
+        disposition, rule = (
+            (Disposition.CONVERTED, Rule.DTYPE) if alone else (Disposition.MERGED, Rule.METHOD)
+        )
+        self.fates.settle(member.source, found.tensor.name, Fate(disposition, rule, aligned.output))
+
+
+def _layer_text(name: str) -> str:
+    """The ``.12.`` of a layered name, by which a canonical name is moved to another layer."""
+    number = next((piece for piece in name.split(".") if piece.isdigit()), None)
+    return f".{number}." if number is not None else ""
+
+
+def _copy_row(aligned: Aligned, stored: StoredTensor, source: int) -> Row:
+    read = Read(0, source, stored.key, stored.offset, stored.nbytes, stored.dtype, None)
+    part = Part(aligned.output, stored.shape, None)
+    return Row(stored.num_elements, copy_expression(stored.dtype), (part,), (read,))
+
+
+def _read(part: int, source: int, place: Place) -> Read:
+    tensor = place.tensor
+    first = tensor.offset + tensor.dtype.nbytes(place.start)
+    nbytes = tensor.dtype.nbytes(place.num_elements)
+    return Read(part, source, tensor.key, first, nbytes, tensor.dtype, place.view)

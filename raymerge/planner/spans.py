@@ -1,0 +1,259 @@
+"""From what the recipe says (``models``, ``slices`` or ``modules``) to spans: runs of output layers with members.
+
+``models`` is one span over whole models. ``slices`` is one span per output slice. ``modules`` is a list of either
+for each module of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from raymerge.errors import Problem
+from raymerge.methods import BaseUse, Method
+from raymerge.planner.sources import Path_, Source
+from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlice, Recipe, Setting
+
+Parameters = Mapping[str, Setting]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One source's part in a span."""
+
+    source: int
+    """Index of the source."""
+    first_layer: int
+    """Source layer that becomes the span's first output layer; 0 for whole models."""
+    parameters: Parameters
+    """Parameters written at this entry."""
+    path: Path_
+    """The entry's place in the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of output layers that is made in one way from the same members."""
+
+    members: tuple[Member, ...]
+    """What is merged, in recipe order, the base excluded where the method takes deltas or a base."""
+    base: Member | None
+    """The base, where the method uses one."""
+    lead: Member
+    """The member whose names, dtypes and layout the output takes."""
+    num_layers: int | None
+    """Output layers of the span; None: whole models."""
+    first_output: int
+    """Output number of its first layer."""
+    scopes: tuple[Parameters, ...]
+    """Parameters of the slice, the module and the recipe, nearest first."""
+    path: Path_
+    """The span's place in the recipe."""
+
+    def everyone(self) -> tuple[Member, ...]:
+        """Base first, then the members."""
+        return (self.base, *self.members) if self.base is not None else self.members
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The spans of one module, or of the whole model."""
+
+    module: str | None
+    """Module name, or None for everything."""
+    spans: tuple[Span, ...]
+    """In output order."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether layers keep their numbers (``models``), rather than being stacked (``slices``)."""
+        return self.spans[0].num_layers is None
+
+
+class SpanBuilder:
+    """Builds the sections of one recipe and collects what is wrong with them."""
+
+    def __init__(self, recipe: Recipe, method: Method, sources: Sequence[Source]) -> None:
+        self.problems: list[Problem] = []
+        self._recipe = recipe
+        self._method = method
+        self._sources = {source.reference: source for source in sources}
+
+    def sections(self) -> tuple[Section, ...]:
+        """The sections; ``problems`` holds what was wrong."""
+        recipe = self._recipe
+        if recipe.models:
+            return self._found(None, [self._whole(recipe.models, ("models",), ({}, {}, recipe.parameters))])
+        if recipe.slices:
+            return self._found(None, self._stacked(recipe.slices, None, ({}, recipe.parameters)))
+        return tuple(
+            section
+            for name, module in (recipe.modules or {}).items()
+            for section in self._module(name, module)
+        )
+
+    def _module(self, name: str, module: ModuleEntry) -> tuple[Section, ...]:
+        path: Path_ = ("modules", name)
+        scopes = (module.parameters, self._recipe.parameters)
+        if module.models:
+            return self._found(name, [self._whole(module.models, (*path, "models"), ({}, *scopes))])
+        return self._found(name, self._stacked(module.slices or (), name, scopes))
+
+    def _found(self, module: str | None, spans: Sequence[Span | None]) -> tuple[Section, ...]:
+        kept = tuple(span for span in spans if span is not None)
+        return (Section(module, kept),) if kept else ()
+
+    def _whole(
+        self, entries: Sequence[ModelEntry], path: Path_, scopes: tuple[Parameters, ...]
+    ) -> Span | None:
+        members = [
+            Member(self._sources[entry.model].index, 0, entry.parameters, (*path, index))
+            for index, entry in enumerate(entries)
+        ]
+        base = self._recipe.base_model
+        if base is not None and all(member.source != self._sources[base].index for member in members):
+            unlisted = Member(self._sources[base].index, 0, {}, ("base_model",))
+            if self._method.base is not BaseUse.UNUSED or self._averaged_in(scopes):
+                members.append(unlisted)
+        return self._span(members, base, num_layers=None, first_output=0, scopes=scopes, path=path)
+
+    def _averaged_in(self, scopes: tuple[Parameters, ...]) -> bool:
+        """Whether mergekit would count an unlisted base as one more source: its required parameters resolve."""
+        required = [p.name for p in self._method.parameters if p.required and p.scope == "source"]
+        return bool(required) and all(any(name in scope for scope in scopes) for name in required)
+
+    def _stacked(
+        self, slices: Sequence[OutputSlice], module: str | None, scopes: tuple[Parameters, ...]
+    ) -> Iterator[Span | None]:
+        first_output = 0
+        prefix: Path_ = () if module is None else ("modules", module)
+        for position, piece in enumerate(slices):
+            place: Path_ = (*prefix, "slices", position)
+            if not self._ranges_fit(piece, place, module):
+                continue
+            start, stop = piece.sources[0].layer_range
+            members = [
+                Member(
+                    self._sources[entry.model].index,
+                    entry.layer_range[0],
+                    entry.parameters,
+                    (*place, "sources", index),
+                )
+                for index, entry in enumerate(piece.sources)
+            ]
+            yield self._span(
+                members,
+                piece.base_model or self._recipe.base_model,
+                num_layers=stop - start,
+                first_output=first_output,
+                scopes=(piece.parameters, *scopes),
+                path=place,
+            )
+            first_output += stop - start
+
+    def _ranges_fit(self, piece: OutputSlice, place: Path_, module: str | None) -> bool:
+        before = len(self.problems)
+        for index, entry in enumerate(piece.sources):
+            where = self._recipe.where(*place, "sources", index, "layer_range")
+            source = self._sources[entry.model]
+            stack = source.layer_stack(module)
+            start, stop = entry.layer_range
+            if stack is None:
+                self._problem(
+                    where,
+                    f"{source.name} has no one stack of decoder layers that its config counts, "
+                    f"so layers [{start}, {stop}) of it cannot be taken.",
+                    "Merge whole models with 'models', or name its parts with 'modules'.",
+                )
+            elif stop > stack.num_layers:
+                self._problem(
+                    where,
+                    f"{source.name} has {stack.num_layers} layers; layer_range [{start}, {stop}] does not fit.",
+                    f"Use a range within [0, {stack.num_layers}].",
+                )
+        lengths = [entry.layer_range[1] - entry.layer_range[0] for entry in piece.sources]
+        if len(set(lengths)) > 1:
+            self._unequal(piece, place, lengths)
+        return len(self.problems) == before
+
+    def _unequal(self, piece: OutputSlice, place: Path_, lengths: Sequence[int]) -> None:
+        ranges = [
+            f"  - sources:\n      - model: {entry.model}\n        layer_range: [{entry.layer_range[0]}, "
+            f"{entry.layer_range[1]}]"
+            for entry in piece.sources
+        ]
+        shortest = min(lengths)
+        self._problem(
+            self._recipe.where(*place, "sources"),
+            f"the sources of this slice span {', '.join(map(str, lengths))} layers; the sources of one slice "
+            "are merged layer by layer, so they must span the same number of layers.",
+            f"To merge them, give each a range of {shortest} layers. To stack them one after another "
+            "(merge_method: passthrough), put each range in a slice of its own:\nslices:\n" + "\n".join(ranges),
+        )
+
+    def _span(
+        self,
+        members: Sequence[Member],
+        base: ModelReference | None,
+        *,
+        num_layers: int | None,
+        first_output: int,
+        scopes: tuple[Parameters, ...],
+        path: Path_,
+    ) -> Span | None:
+        base_index = self._sources[base].index if base is not None else None
+        base_member = next((member for member in members if member.source == base_index), None)
+        if self._method.base is BaseUse.REQUIRED and base_member is None:
+            self._base_missing(base, path)
+            return None
+        uses_base = self._method.base is not BaseUse.UNUSED
+        rest = [m for m in members if not (uses_base and _same_place(m, base_member))]
+        if not self._count_fits(rest, path):
+            return None
+        lead = base_member or members[0]
+        if num_layers is None and base_member is None and base_index is not None:
+            lead = Member(base_index, 0, {}, ("base_model",))
+        return Span(
+            members=tuple(rest),
+            base=base_member if uses_base else None,
+            lead=lead,
+            num_layers=num_layers,
+            first_output=first_output,
+            scopes=scopes,
+            path=path,
+        )
+
+    def _base_missing(self, base: ModelReference | None, path: Path_) -> None:
+        name = self._method.name
+        if base is None:
+            self._problem(
+                self._recipe.where("merge_method"),
+                f"merge_method {name} needs a base_model and the recipe names none.",
+                "Add a line such as 'base_model: PATH' with the model that the others were trained from.",
+            )
+        else:
+            self._problem(
+                self._recipe.where(*path),
+                f"base_model {base} is not among the sources of this slice, and {name} needs it there.",
+                f"Add '- model: {base}' with its layer_range to the slice's sources.",
+            )
+
+    def _count_fits(self, members: Sequence[Member], path: Path_) -> bool:
+        least, most = self._method.min_sources, self._method.max_sources
+        if least <= len(members) and (most is None or len(members) <= most):
+            return True
+        wanted = str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
+        beside = " beside the base" if self._method.base is not BaseUse.UNUSED else ""
+        self._problem(
+            self._recipe.where(*path),
+            f"{self._method.name} takes {wanted} model(s){beside}, but {len(members)} are listed here.",
+            "Add or remove models, or choose another merge_method.",
+        )
+        return False
+
+    def _problem(self, where: str, what: str, remedy: str) -> None:
+        self.problems.append(Problem(where, what, remedy))
+
+
+def _same_place(member: Member, base: Member | None) -> bool:
+    return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)

@@ -1,0 +1,122 @@
+"""Tied heads. A language-model head may be the embedding itself, stored once, or stored twice, or stored on its own.
+
+One copy is kept when all parents agree that head and embedding are one. When a merge makes them differ, both are
+written and ``tie_word_embeddings`` becomes false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raymerge.planner.align import Aligned
+from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.expressions import Output
+from raymerge.planner.sources import Source
+from raymerge.planner.spans import Section, Span
+
+
+@dataclass(frozen=True, slots=True)
+class TieDecision:
+    """What becomes of the head."""
+
+    head: str
+    """Output name of the head, or "" where the model has none."""
+    embedding: str
+    """Output name of the embedding."""
+    tied: bool | None
+    """New value of ``tie_word_embeddings``; None leaves the config as it is."""
+    reason: str
+    """One sentence for the plan."""
+
+
+def stores_own_head(source: Source) -> bool:
+    """Whether a source stores a head that is not just its embedding again."""
+    pair = source.pair
+    if pair is None or pair.head not in source.checkpoint.tensors:
+        return False
+    return not source.stored_head_is_embedding
+
+
+def with_heads(
+    aligned: Sequence[Aligned], sections: Sequence[Section], sources: Sequence[Source]
+) -> Iterator[Aligned]:
+    """The aligned outputs, with every head pointed at the bytes that hold it in each member.
+
+    A head that the lead does not store is added where a tie may have to be cut.
+    """
+    span = _head_span(sections)
+    pair = sources[span.lead.source].pair
+    if pair is None:
+        yield from aligned
+        return
+    everyone = span.everyone()
+    own = [stores_own_head(sources[member.source]) for member in everyone]
+    names = tuple(
+        head_name(sources[member.source]) if mine else embedding_name(sources[member.source])
+        for member, mine in zip(everyone, own, strict=True)
+    )
+    stored = pair.head in sources[span.lead.source].checkpoint.tensors
+    for each in aligned:
+        if each.copied or each.lead != pair.head:
+            yield each
+        elif any(own):
+            yield replace(each, names=names)
+        else:
+            yield replace(each, lead=pair.embedding, names=names, alias=pair.embedding)
+    if not stored and pair.declared is not False and pair.embedding in sources[span.lead.source].checkpoint.tensors:
+        yield Aligned(pair.head, span, pair.embedding, names, 0.0, alias="" if any(own) else pair.embedding)
+
+
+def settle_tie(
+    outputs: Sequence[Output],
+    sections: Sequence[Section],
+    sources: Sequence[Source],
+    fates: Fates,
+) -> tuple[tuple[Output, ...], TieDecision]:
+    """Keep one copy or two, now that it is known what head and embedding are made of."""
+    lead = sources[_head_span(sections).lead.source]
+    pair = lead.pair
+    head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
+    embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
+    if pair is None or head is None or embedding is None:
+        return tuple(outputs), TieDecision("", "", None, "no language-model head beside an embedding")
+    _settle_stored_heads(sources, fates)
+    equal = [row.content() for row in head.rows] == [row.content() for row in embedding.rows]
+    stored = pair.head in lead.checkpoint.tensors
+    if not equal:
+        tied = False if pair.declared or not stored else None
+        return tuple(outputs), TieDecision(
+            pair.head, pair.embedding, tied, "head and embedding differ in the result, so both are written"
+        )
+    if stored:
+        reason = "the head equals the embedding and is stored, as in the lead checkpoint"
+        return tuple(outputs), TieDecision(pair.head, pair.embedding, None, reason)
+    kept = tuple(output for output in outputs if output.name != pair.head)
+    return kept, TieDecision("", pair.embedding, None, "the head is the embedding, stored once")
+
+
+def head_name(source: Source) -> str:
+    """Name of a source's head."""
+    return source.pair.head if source.pair is not None else ""
+
+
+def embedding_name(source: Source) -> str:
+    """Name of a source's embedding."""
+    return source.pair.embedding if source.pair is not None else ""
+
+
+def _head_span(sections: Sequence[Section]) -> Span:
+    """The span that the head belongs to: the last one of the text model."""
+    text = next((s for s in sections if s.module in (None, "default", "text_decoder")), sections[0])
+    return text.spans[-1]
+
+
+def _settle_stored_heads(sources: Sequence[Source], fates: Fates) -> None:
+    for source in sources:
+        if source.pair is not None and source.stored_head_is_embedding:
+            fates.settle(
+                source.index,
+                source.pair.head,
+                Fate(Disposition.DROPPED, Rule.EQUALS_EMBEDDING, source.pair.embedding),
+            )

@@ -1,0 +1,181 @@
+"""What every part of a recipe has in common: known keys only, all faults at once, places for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
+from raymerge.recipes.faults import Fault, FaultError, faults_of, kind, show
+from raymerge.recipes.locate import Places
+from raymerge.recipes.readers import read_integer, read_text
+from raymerge.recipes.reference import (
+    Exists,
+    ModelReference,
+    never_exists,
+    plain_reference,
+    read_reference,
+)
+from raymerge.recipes.settings import Setting, plain_setting, read_setting
+from raymerge.recipes.suggest import closest, did_you_mean
+from raymerge.units import parse_size
+
+DEFAULT_SHARD_SIZE = 5 * 10**9
+"""Bytes of one output file, unless the recipe says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the validators need to know beside the data."""
+
+    places: Places = field(default_factory=lambda: Places("recipe"))
+    """Where each value stands."""
+    text: str | None = None
+    """The user's text, if there was one."""
+    exists: Exists = never_exists
+    """Whether a text is a local directory."""
+
+
+class Entry(BaseModel):
+    """A map in a recipe. Frozen; a key that is not a field is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    shape: ClassVar[str] = "a map of keys to values"
+    """How such a map is written, for one who wrote something else."""
+    advice: ClassVar[Mapping[str, str]] = {}
+    """Keys that are no fields but are met in the wild, and what to do about each."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """Faults that lie between keys. ``data`` is as the user wrote it: nothing in it is checked yet."""
+        del data
+        return ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _collect(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, cls):
+            return data
+        if not isinstance(data, Mapping):
+            what = f"{show(data)} is {kind(data)} where a map belongs."
+            raise FaultError(Fault((), what, f"Write {cls.shape}."))
+        faults = [cls._unknown(str(key)) for key in data if key not in cls.model_fields]
+        faults += cls.rules(data)
+        given = {key: data[key] for key in data if key in cls.model_fields and data[key] is not None}
+        try:
+            entry = handler(given)
+        except ValidationError as error:
+            raise FaultError([*faults, *faults_of(error)]) from None
+        if faults:
+            raise FaultError(faults)
+        return entry
+
+    @classmethod
+    def _unknown(cls, key: str) -> Fault:
+        known = tuple(cls.model_fields)
+        match = closest(key, (*known, *cls.advice))
+        what = f"unknown key '{key}'."
+        if match is None:
+            hint = "A parameter of the method goes below 'parameters'. " if "parameters" in known else ""
+            return Fault((key,), what, f"{hint}Keys known here: {', '.join(known)}.")
+        guess = "" if match == key else did_you_mean(key, (match,))
+        return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip())
+
+
+class Document(Entry):
+    """The top of a recipe."""
+
+    _places: Places = PrivateAttr(default_factory=lambda: Places("recipe"))
+    _text: str | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Keep where the recipe came from; it takes no part in comparisons."""
+        reading = reading_of(context)
+        self._places = reading.places
+        self._text = reading.text
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    @property
+    def text(self) -> str:
+        """The user's own text; for a recipe made from Python, a YAML text that says the same."""
+        return self._text if self._text is not None else self._as_yaml()
+
+    def where(self, *path: str | int) -> str:
+        """The place of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
+
+        What the text does not hold is given the place of its nearest parent. A recipe without a text
+        answers ``recipe: models[0].parameters.weight``.
+        """
+        return self._places.at(path)
+
+    def _as_yaml(self) -> str:
+        plain = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def reading_of(context: object) -> Reading:
+    """What a validator was told; nothing, when a part is made from Python."""
+    return context if isinstance(context, Reading) else Reading()
+
+
+def _reference(value: object, info: ValidationInfo) -> ModelReference:
+    return read_reference(value, reading_of(info.context).exists)
+
+
+def _dtype(value: object) -> DType:
+    if isinstance(value, DType) and value.is_mergeable:
+        return value
+    name = read_text(value)
+    names = ", ".join(dtype_names())
+    if name.removeprefix("torch.").lower().startswith(("int", "uint")):
+        what = f"'{name}' holds whole numbers only, and merging makes fractions."
+        remedy = f"Write one of: {names}. Integer tensors keep their dtype by themselves."
+        raise FaultError(Fault((), what, remedy))
+    try:
+        return parse_dtype(name)
+    except KeyError:
+        remedy = f"{did_you_mean(name, dtype_names())} Write one of: {names}.".lstrip()
+        raise FaultError(Fault((), f"'{name}' is not a dtype to merge to.", remedy)) from None
+
+
+def _shard_size(value: object) -> int:
+    try:
+        size = parse_size(value) if isinstance(value, (int, str)) else parse_size(read_integer(value))
+    except ValueError as error:
+        remedy = "Write a size like 5GB or 512MiB, or 0 for one file."
+        raise FaultError(Fault((), f"{show(value)} is not a size.", remedy)) from error
+    # mergekit's "5B" means five billion; five bytes is never what somebody who spells the unit wants.
+    if isinstance(value, str) and 0 < size < 1000:
+        raise FaultError(
+            Fault((), f"'{value}' means {size} bytes.", f"Write '{value.rstrip('Bb ')}GB' or so.")
+        )
+    return size
+
+
+def by(reader: Callable[[object], Any]) -> PlainValidator:
+    """Read a field by ``reader`` alone, without pydantic's own coercions."""
+    return PlainValidator(reader)
+
+
+Text: TypeAlias = Annotated[str, by(read_text)]
+Reference: TypeAlias = Annotated[ModelReference, PlainValidator(_reference), PlainSerializer(plain_reference)]
+MergeDType: TypeAlias = Annotated[DType, by(_dtype), PlainSerializer(config_name)]
+ShardSize: TypeAlias = Annotated[int, by(_shard_size)]
+Parameters: TypeAlias = Mapping[str, Annotated[Setting, by(read_setting), PlainSerializer(plain_setting)]]

@@ -1,0 +1,117 @@
+"""From a file, a text or a mapping to a checked recipe; everything that is wrong is told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raymerge.errors import Problem, RecipeError
+from raymerge.recipes.entry import Reading
+from raymerge.recipes.faults import Fault, faults_of
+from raymerge.recipes.locate import Places, read_document, spot
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.reference import Exists
+from raymerge.recipes.schema import Recipe
+
+MAX_TEXT_BYTES = 4 * 2**20
+"""Bytes of a recipe's text."""
+
+_MOE_KEYS = ("experts", "gate_mode")
+
+
+def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
+    """The recipe in a YAML file.
+
+    Args:
+        path: the file; messages name it as given.
+        exists: whether a text is a local directory. Paths of models are relative to the current
+            directory, not to the recipe.
+
+    Raises:
+        RecipeError: all that is wrong with it, each with ``file:line:column`` and what to write instead.
+    """
+    name = os.fspath(path)
+    return parse_recipe(_decode(_read(name), name), name, exists=exists)
+
+
+def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
+    """The recipe in a YAML text; ``name`` stands before line and column in messages.
+
+    Raises:
+        RecipeError: all that is wrong with it.
+    """
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_large(name)
+    document = read_document(text, name)
+    reading = Reading(document.places, text, exists)
+    return _validate(document.data, reading, list(document.faults))
+
+
+def recipe_from_mapping(
+    data: Mapping[str, Any], name: str = "recipe", *, exists: Exists = os.path.isdir
+) -> Recipe | MoeRecipe:
+    """The recipe that a mapping of plain values means; it has the keys of the YAML form.
+
+    Raises:
+        RecipeError: all that is wrong with it, by path: ``recipe: models[0].parameters.weight``.
+    """
+    return _validate(data, Reading(Places(name), None, exists), [])
+
+
+def canonical(recipe: Recipe | MoeRecipe) -> str:
+    """One line of JSON with every field that can change an output byte, for digests.
+
+    Equal recipes give equal texts, however they were spelled or laid out.
+    """
+    plain = recipe.model_dump(mode="json")
+    if isinstance(recipe, Recipe) and recipe.tokenizer is not None:
+        # Tokens are added in the order of the recipe, which sorted keys would hide.
+        plain["tokenizer"]["tokens"] = list(plain["tokenizer"]["tokens"].items())
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> Recipe | MoeRecipe:
+    document: type[Recipe] | type[MoeRecipe] = MoeRecipe if any(key in data for key in _MOE_KEYS) else Recipe
+    try:
+        recipe = document.model_validate(data, context=reading)
+    except ValidationError as error:
+        # What YAML could not give is missing below: one fault for one cause.
+        broken = {fault.path for fault in faults}
+        faults = [*faults, *(fault for fault in faults_of(error) if fault.path not in broken)]
+    if faults:
+        raise RecipeError(reading.places.problems(faults))
+    return recipe
+
+
+def _read(name: str) -> bytes:
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+    except FileNotFoundError:
+        raise RecipeError(Problem(name, "there is no such file.", "Check the path of the recipe.")) from None
+    except OSError as error:
+        reason = f"the recipe cannot be read ({error.strerror})."
+        raise RecipeError(Problem(name, reason, "Give the path of a readable YAML file.")) from error
+    if len(content) > MAX_TEXT_BYTES:
+        raise _too_large(name)
+    return content
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        mark = (before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
+        what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
+        raise RecipeError(Problem(spot(name, mark), what, "Save the recipe as UTF-8.")) from None
+
+
+def _too_large(name: str) -> RecipeError:
+    what = f"the recipe has more than {MAX_TEXT_BYTES} bytes."
+    return RecipeError(Problem(name, what, "Give the recipe, not a file of weights."))

@@ -1,0 +1,255 @@
+"""YAML text to plain data, together with the line and column of every value.
+
+Only maps, lists, texts, numbers, switches and null: no tags, nothing that runs code, and a bound on what
+aliases may blow up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from raymerge.errors import Problem, RecipeError
+from raymerge.recipes.faults import Fault, Path
+
+MAX_NODES = 10_000
+"""Values in one recipe, counted after aliases are replaced by what they stand for."""
+MAX_DEPTH = 64
+"""Levels of nesting in one recipe; an alias that holds itself goes beyond any such bound."""
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = frozenset(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq"))
+_MERGE_TAG = f"{_TAG}merge"
+_DATE_TAG = f"{_TAG}timestamp"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each value of a recipe stands in its text."""
+
+    name: str
+    """The recipe's name in messages: its path as the user gave it."""
+    marks: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
+    """Line and column, from 1, of each key and list item; empty for a recipe that was never a text."""
+
+    def mark(self, path: Path) -> tuple[int, int]:
+        """Line and column of ``path`` or of its nearest known parent; ``(0, 0)`` without a text."""
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path, (0, 0))
+
+    def at(self, path: Path) -> str:
+        """``recipe.yml:7:18``, or ``recipe: models[0].parameters.weight`` without a text."""
+        if self.marks:
+            return spot(self.name, self.mark(path))
+        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+        return f"{self.name}: {steps.removeprefix('.')}" if steps else self.name
+
+    def problems(self, faults: list[Fault]) -> list[Problem]:
+        """The faults with their places, in the order of the text."""
+        ordered = sorted(faults, key=lambda fault: self.mark(fault.path))
+        return [Problem(self.at(fault.path), self._named(fault), fault.remedy) for fault in ordered]
+
+    def _named(self, fault: Fault) -> str:
+        """The fact with its key before it, where neither the place nor the fact itself has the key."""
+        key = fault.path[-1] if fault.path else None
+        known = not self.marks or not isinstance(key, str) or key in fault.what
+        return fault.what if known else f"{key}: {fault.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A recipe's text, taken apart."""
+
+    data: Mapping[str, object]
+    """Maps, lists, texts, numbers, switches and null."""
+    places: Places
+    """The place of each of them."""
+    faults: tuple[Fault, ...]
+    """What is wrong with the YAML itself though it could be read: a repeated key, a tag."""
+
+
+def spot(name: str, mark: tuple[int, int]) -> str:
+    """``recipe.yml:7:18``."""
+    return f"{name}:{mark[0]}:{mark[1]}"
+
+
+def read_document(text: str, name: str) -> Located:
+    """The one YAML document in ``text``.
+
+    Raises:
+        RecipeError: no YAML, no document or several, no map at the top, or too large once expanded.
+    """
+    root = _compose(text, name)
+    if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
+        raise _error(name, root, "a recipe is a map of keys to values.", "Start with 'merge_method: ...'.")
+    walk = _Walk(name)
+    data = walk.mapping(root, (), 0)
+    return Located(data, Places(name, walk.marks), tuple(walk.faults))
+
+
+class _Walk:
+    """One pass over the node graph, which follows aliases and counts what it meets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.marks: dict[Path, tuple[int, int]] = {(): (1, 1)}
+        self.faults: list[Fault] = []
+        self._num_nodes = 0
+        self._scalars = yaml.SafeLoader("")
+
+    def value(self, node: Node, path: Path, depth: int) -> object:
+        self._count(node, depth)
+        if node.tag not in _PLAIN_TAGS and node.tag != _DATE_TAG:
+            self.faults.append(Fault(path, f"the tag {node.tag} has no meaning in a recipe.", "Remove it."))
+            return None
+        if isinstance(node, MappingNode):
+            return self.mapping(node, path, depth)
+        if isinstance(node, SequenceNode):
+            return [self._item(item, (*path, index), depth) for index, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def mapping(self, node: MappingNode, path: Path, depth: int) -> dict[str, object]:
+        """Own keys first, then those of ``<<`` that are not its own: the order in which they hold."""
+        own: dict[str, object] = {}
+        for key, value in self._own_pairs(node, path):
+            if key in own:
+                self._repeated(key, path, value[0])
+                continue
+            own[key] = self._entry(key, value, path, depth)
+        for key, value in self._merged_pairs(node, path, depth):
+            if key not in own:
+                own[key] = self._entry(key, value, path, depth)
+        return own
+
+    def _item(self, node: Node, path: Path, depth: int) -> object:
+        self.marks[path] = _mark(node)
+        return self.value(node, path, depth + 1)
+
+    def _entry(self, key: str, pair: tuple[Node, Node], path: Path, depth: int) -> object:
+        self.marks[(*path, key)] = _mark(pair[0])
+        return self.value(pair[1], (*path, key), depth + 1)
+
+    def _own_pairs(self, node: MappingNode, path: Path) -> Iterator[tuple[str, tuple[Node, Node]]]:
+        for key, value in node.value:
+            if key.tag == _MERGE_TAG:
+                continue
+            if isinstance(key, ScalarNode) and key.tag == f"{_TAG}str":
+                yield key.value, (key, value)
+            else:
+                self._bad_key(key, path)
+
+    def _merged_pairs(
+        self, node: MappingNode, path: Path, depth: int
+    ) -> Iterator[tuple[str, tuple[Node, Node]]]:
+        for key, value in node.value:
+            if key.tag != _MERGE_TAG:
+                continue
+            for source in value.value if isinstance(value, SequenceNode) else [value]:
+                self._count(source, depth)
+                if isinstance(source, MappingNode):
+                    for name, pair in self._own_pairs(source, path):
+                        self._count(pair[0], depth)
+                        yield name, pair
+                    yield from self._merged_pairs(source, path, depth + 1)
+                else:
+                    self.faults.append(
+                        Fault(path, "'<<' takes a map.", "Give it an alias of one: <<: *name.")
+                    )
+
+    def _scalar(self, node: Node, path: Path) -> object:
+        if node.tag == _DATE_TAG:
+            # YAML reads 2024-01-31 as a date; a recipe means a name or a revision.
+            return str(node.value)
+        try:
+            value: object = self._scalars.construct_object(node)
+        except (ValueError, KeyError, IndexError):
+            self.faults.append(Fault(path, f"'{node.value[:40]}' cannot be read.", "Put it in quotes."))
+            return None
+        return value
+
+    def _bad_key(self, key: Node, path: Path) -> None:
+        shown = f"'{key.value}'" if isinstance(key, ScalarNode) else "a list or map"
+        # No value of a map has a number for its step, so the place in the text may stand for a bad key.
+        place = (*path, key.start_mark.index)
+        self.marks[place] = _mark(key)
+        self.faults.append(Fault(place, f"the key {shown} is not a text.", "Put it in quotes."))
+
+    def _repeated(self, key: str, path: Path, again: Node) -> None:
+        first = self.marks[(*path, key)]
+        place = (*path, key, again.start_mark.index)
+        self.marks[place] = _mark(again)
+        what = f"the key '{key}' was given before, on line {first[0]}."
+        self.faults.append(Fault(place, what, "Remove one of the two."))
+
+    def _count(self, node: Node, depth: int) -> None:
+        self._num_nodes += 1
+        if depth > MAX_DEPTH:
+            what = f"the recipe is nested more than {MAX_DEPTH} levels deep here."
+            raise _error(self.name, node, what, "Remove the alias that holds itself, or the nesting.")
+        if self._num_nodes > MAX_NODES:
+            what = f"the recipe has more than {MAX_NODES} values once its aliases are expanded."
+            raise _error(self.name, node, what, "Use fewer aliases of large maps.")
+
+
+class _Loader(yaml.SafeLoader):
+    """Stops composing before a text of brackets exhausts the stack."""
+
+    depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self.depth += 1
+        if self.depth > 2 * MAX_DEPTH:
+            what = f"more than {2 * MAX_DEPTH} levels inside one another"
+            raise yaml.composer.ComposerError(None, None, what, self.get_mark())
+        node: Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _compose(text: str, name: str) -> Node:
+    try:
+        loader = _Loader(text)
+        node = loader.get_node() if loader.check_node() else None
+        another = loader.get_node() if loader.check_node() else None
+    except yaml.reader.ReaderError as error:
+        raise _unreadable(text, name, error) from None
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(name, error) from None
+    if node is None or (another is None and node.tag == f"{_TAG}null"):
+        raise RecipeError(Problem(f"{name}:1:1", "the recipe is empty.", "Start with 'merge_method: ...'."))
+    if another is not None:
+        what = "a second YAML document starts here; one recipe is one document."
+        raise _error(name, another, what, "Put each merge into a file of its own.")
+    return node
+
+
+def _unreadable(text: str, name: str, error: yaml.reader.ReaderError) -> RecipeError:
+    before = text[: error.position]
+    mark = (before.count("\n") + 1, len(before) - before.rfind("\n"))
+    what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
+    return RecipeError(Problem(spot(name, mark), what, "Remove it."))
+
+
+def _not_yaml(name: str, error: yaml.MarkedYAMLError) -> RecipeError:
+    mark = error.problem_mark or error.context_mark
+    place = f"{name}:1:1" if mark is None else spot(name, (mark.line + 1, mark.column + 1))
+    problem = error.problem or "it ends too early"
+    if "'\\t'" in problem:
+        return RecipeError(Problem(place, "a tab stands here.", "Indent with spaces: YAML allows no tabs."))
+    if error.context and "alias" in error.context:
+        return RecipeError(Problem(place, "'*' starts an alias here.", 'Put it in quotes: filter: "*".'))
+    context = f" ({error.context})" if error.context else ""
+    what = f"this is not YAML: {problem}{context}."
+    return RecipeError(Problem(place, what, "Check the indentation, colons, brackets and quotes before it."))
+
+
+def _mark(node: Node) -> tuple[int, int]:
+    return (node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _error(name: str, node: Node, what: str, remedy: str) -> RecipeError:
+    return RecipeError(Problem(spot(name, _mark(node)), what, remedy))

@@ -1,0 +1,169 @@
+"""References to models: a path or Hub name, a revision, and an adapter laid over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from raymerge.recipes.faults import Fault, FaultError, attempt, kind, show
+from raymerge.recipes.readers import read_text
+from raymerge.recipes.suggest import did_you_mean
+
+Exists = Callable[[str], bool]
+"""Whether a text is the path of a directory on this machine."""
+
+_REFERENCE_KEYS = ("model", "lora", "override_architecture")
+_PATH_KEYS = ("path", "revision")
+_MAP_FORM = "If the path itself holds '+' or '@', write {model: {path: PATH}}."
+_FORMS = "Write PATH[@REVISION][+ADAPTER[@REVISION]], or {model: {path: PATH, revision: REVISION}}."
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReference:
+    """One source, as the recipe names it. Two are equal if every part is, letter by letter."""
+
+    path: str
+    """A local directory, relative to the current one, or a Hub name."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub name."""
+    lora_path: str | None = None
+    """An adapter to add to the model's weights."""
+    lora_revision: str | None = None
+    """Branch, tag or commit of the adapter."""
+    override_architecture: str | None = None
+    """Takes the place of the ``architectures`` entry in the model's config."""
+
+    def __str__(self) -> str:
+        text = _join(self.path, self.revision)
+        if self.lora_path is not None:
+            text = f"{text}+{_join(self.lora_path, self.lora_revision)}"
+        return text if self.override_architecture is None else f"{text} as {self.override_architecture}"
+
+
+def never_exists(_path: str) -> bool:
+    """The ``exists`` that knows no directory: every text is split by the grammar."""
+    return False
+
+
+def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReference:
+    """The reference meant by ``PATH[@REVISION][+ADAPTER[@REVISION]]``.
+
+    Args:
+        text: what the recipe says.
+        exists: asked only about a text with ``+`` or ``@``; a directory of exactly that name is the path.
+
+    Raises:
+        FaultError: an empty piece, a third ``+`` piece or a second ``@`` in one.
+    """
+    if ("+" in text or "@" in text) and exists(text):
+        return ModelReference(text)
+    pieces = text.split("+")
+    if len(pieces) > 2:
+        raise FaultError(Fault((), f"'{text}' names more than one adapter ('+' twice).", _MAP_FORM))
+    path, revision = _split_revision(pieces[0], text)
+    if len(pieces) == 1:
+        return ModelReference(path, revision)
+    return ModelReference(path, revision, *_split_revision(pieces[1], text))
+
+
+def read_reference(value: object, exists: Exists = never_exists) -> ModelReference:
+    """The reference that a recipe's value means, be it a text or a map.
+
+    Raises:
+        FaultError: every part that does not say a model.
+    """
+    if isinstance(value, ModelReference):
+        return value
+    if isinstance(value, str):
+        return parse_reference(read_text(value), exists=exists)
+    if isinstance(value, Mapping):
+        return _read_map(value, exists)
+    raise FaultError(
+        Fault((), f"{show(value)} is {kind(value)}; expected a model.", f"{_FORMS} Quote a number.")
+    )
+
+
+def plain_reference(reference: ModelReference) -> object:
+    """The reference as a recipe writes it: a text where that says all, else a map."""
+    if reference.override_architecture is None and _is_plain(reference):
+        return str(reference)
+    parts: dict[str, object] = {"model": _plain_path(reference.path, reference.revision)}
+    if reference.lora_path is not None:
+        parts["lora"] = _plain_path(reference.lora_path, reference.lora_revision)
+    if reference.override_architecture is not None:
+        parts["override_architecture"] = reference.override_architecture
+    return parts
+
+
+def _join(path: str, revision: str | None) -> str:
+    return path if revision is None else f"{path}@{revision}"
+
+
+def _is_plain(reference: ModelReference) -> bool:
+    try:
+        return parse_reference(str(reference)) == reference
+    except FaultError:
+        return False
+
+
+def _plain_path(path: str, revision: str | None) -> dict[str, str]:
+    return {"path": path} if revision is None else {"path": path, "revision": revision}
+
+
+def _split_revision(piece: str, text: str) -> tuple[str, str | None]:
+    path, *revisions = piece.split("@")
+    if len(revisions) > 1:
+        raise FaultError(Fault((), f"'{text}' gives one model two revisions ('@' twice).", _MAP_FORM))
+    if not path.strip() or "" in revisions:
+        raise FaultError(Fault((), f"'{text}' has an empty path or revision.", _FORMS))
+    return path, revisions[0] if revisions else None
+
+
+def _read_map(value: Mapping[object, object], exists: Exists) -> ModelReference:
+    faults = _unknown_keys(value, _REFERENCE_KEYS)
+    model = _optional(lambda part: _read_path(part, exists), value, "model", faults)
+    lora = _optional(lambda part: _read_path(part, exists), value, "lora", faults)
+    architecture = _optional(read_text, value, "override_architecture", faults)
+    if value.get("model") is None:
+        faults.append(Fault((), "the map names no model.", "Write {model: {path: PATH}} or just PATH."))
+    if faults or model is None:
+        raise FaultError(faults)
+    lora_path, lora_revision = lora or (None, None)
+    return ModelReference(*model, lora_path, lora_revision, architecture)
+
+
+def _read_path(value: object, exists: Exists) -> tuple[str, str | None]:
+    """Path and revision of ``PATH[@REVISION]`` or ``{path, revision}``; the map's path is taken verbatim."""
+    if not isinstance(value, Mapping):
+        text = read_text(value)
+        return (text, None) if exists(text) else _split_revision(text, text)
+    faults = _unknown_keys(value, _PATH_KEYS)
+    path = _optional(read_text, value, "path", faults)
+    revision = _optional(read_text, value, "revision", faults)
+    if not value.get("path"):
+        faults.append(Fault((), "the map has no path.", "Add 'path: PATH'."))
+    if faults or path is None:
+        raise FaultError(faults)
+    return path, revision
+
+
+def _optional(
+    read: Callable[[object], T], value: Mapping[object, object], key: str, faults: list[Fault]
+) -> T | None:
+    part = value.get(key)
+    return None if part is None else attempt(read, part, (key,), faults)
+
+
+def _unknown_keys(value: Mapping[object, object], known: tuple[str, ...]) -> list[Fault]:
+    return [
+        Fault(
+            (str(key),),
+            f"unknown key '{key}'.",
+            did_you_mean(str(key), known) or f"Keys known here: {', '.join(known)}.",
+        )
+        for key in value
+        if key not in known
+    ]

@@ -1,0 +1,199 @@
+"""The recipe: what is asked for. mergekit's YAML, with the choices that change bytes added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import PlainSerializer, ValidationInfo, field_validator
+
+from raymerge.recipes.entry import (
+    DEFAULT_SHARD_SIZE,
+    Document,
+    Entry,
+    MergeDType,
+    Parameters,
+    Reference,
+    ShardSize,
+    Text,
+    by,
+)
+from raymerge.recipes.faults import Fault, FaultError, show
+from raymerge.recipes.readers import between, choice_of
+from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource
+
+MAX_SEED = 2**64 - 1
+"""Largest seed: the random masks take 64 bits."""
+
+FLAG_ADVICE: Mapping[str, str] = {
+    "clone_tensors": "In mergekit that is the flag --clone-tensors; it is not needed here, since every "
+    "tensor gets its own bytes. Remove the key.",
+    "allow_crimes": "In mergekit that is the flag --allow-crimes; it is not needed here, since checkpoints "
+    "merge when names, shapes and dtypes agree. Remove the key.",
+    "lazy_unpickle": "In mergekit that is the flag --lazy-unpickle; it changes no result. Remove the key.",
+    "cuda": "In mergekit that is the flag --cuda; here the device is the run option --device. "
+    "Remove the key.",
+    "low_cpu_memory": "In mergekit that is the flag --low-cpu-memory; here memory is bounded by the "
+    "run option --memory. Remove the key.",
+    "out_shard_size": "In mergekit that is the flag --out-shard-size; here write 'shard_size: 5GB'.",
+    "random_seed": "In mergekit that is the flag --random-seed; here write 'seed: 7'.",
+    "copy_tokenizer": "In mergekit that is the flag --copy-tokenizer; here the tokenizer is always copied. "
+    "Remove the key.",
+    "trust_remote_code": "In mergekit that is the flag --trust-remote-code; code that comes with a model is "
+    "never run here. Remove the key.",
+    "write_model_card": "In mergekit that is the flag --write-model-card; here the card is always written. "
+    "Remove the key.",
+}
+"""Command-line flags of mergekit that are met in recipes; ``-`` and ``_`` are the same."""
+
+Seed = Annotated[int, by(between(0, MAX_SEED))]
+Duplicates = Annotated[Literal["keep", "share"], by(choice_of("keep", "share"))]
+
+
+class ModelEntry(Entry):
+    """A source that is merged as a whole."""
+
+    shape: ClassVar[str] = "a map like {model: PATH, parameters: {weight: 0.5}}"
+    advice: ClassVar[Mapping[str, str]] = {
+        "layer_range": "mergekit ignores it here. Layers are chosen below 'slices': "
+        "slices: [{sources: [{model: PATH, layer_range: [0, 8]}]}].",
+    }
+
+    model: Reference
+    """The source."""
+    parameters: Parameters = {}
+    """Settings that hold for this source only."""
+
+
+class SliceSource(Entry):
+    """Some consecutive layers of a source."""
+
+    shape: ClassVar[str] = "a map like {model: PATH, layer_range: [0, 8]}"
+
+    model: Reference
+    """The source."""
+    layer_range: Annotated[tuple[int, int], PlainSerializer(list)]
+    """First layer, and the one after the last."""
+    parameters: Parameters = {}
+    """Settings that hold for this source in this slice only."""
+
+    @field_validator("layer_range", mode="plain")
+    @classmethod
+    def _check_range(cls, value: object, info: ValidationInfo) -> tuple[int, int]:
+        model = info.data.get("model", "the source")
+        match value:
+            case [int(start), int(end)] if not isinstance(start, bool) and not isinstance(end, bool):
+                return _ordered(start, end, model)
+        what = f"layer_range {show(value)} of {model} is not a pair of whole numbers."
+        raise FaultError(Fault((), what, "Write [first layer, layer after the last], like [0, 8]."))
+
+
+class OutputSlice(Entry):
+    """Consecutive layers of the output, merged from as many layers of each source."""
+
+    shape: ClassVar[str] = "a map like {sources: [{model: PATH, layer_range: [0, 8]}]}"
+    advice: ClassVar[Mapping[str, str]] = {
+        "residual_weight": "mergekit reads it and never uses it: it never had an effect. Remove the key.",
+    }
+
+    sources: tuple[SliceSource, ...]
+    """What is merged; at least one."""
+    base_model: Reference | None = None
+    """Takes the place of the recipe's base in this slice."""
+    parameters: Parameters = {}
+    """Settings that hold in this slice."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """A slice has sources."""
+        if data.get("sources") in ([], ()):
+            yield Fault(("sources",), "the slice has no sources.", "Add {model: PATH, layer_range: [0, 8]}.")
+
+
+class ModuleEntry(Entry):
+    """One module of a model that has several, such as the text decoder of a vision model."""
+
+    shape: ClassVar[str] = "a map with 'models' or 'slices'"
+
+    slices: tuple[OutputSlice, ...] = ()
+    """Layers of the output, in order; or empty."""
+    models: tuple[ModelEntry, ...] = ()
+    """Sources merged whole; or empty."""
+    parameters: Parameters = {}
+    """Settings that hold in this module."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """Exactly one of models and slices."""
+        return _exactly_one(data, ("models", "slices"))
+
+
+class Recipe(Document):
+    """A merge: every field can change a byte of the output, and nothing else can.
+
+    Python callers may build it from plain values; ``load_recipe`` also gives places for messages.
+    """
+
+    shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"
+    advice: ClassVar[Mapping[str, str]] = {
+        **FLAG_ADVICE,
+        "name": "A recipe has no name: the output is named when the merge is run. Remove the key.",
+    }
+
+    merge_method: Text
+    """Name of the method; the planner knows which there are."""
+    models: tuple[ModelEntry, ...] = ()
+    """Sources merged whole. Exactly one of models, slices and modules is not empty."""
+    slices: tuple[OutputSlice, ...] = ()
+    """Layers of the output, in order."""
+    modules: Mapping[str, ModuleEntry] = {}
+    """Module by module, by name."""
+    base_model: Reference | None = None
+    """What deltas are taken from; gives config, tokenizer and companion files."""
+    dtype: MergeDType | None = None
+    """dtype of the merged tensors, unless ``out_dtype`` is given; None keeps the checkpoint's own."""
+    out_dtype: MergeDType | None = None
+    """dtype of the merged tensors in the output."""
+    parameters: Parameters = {}
+    """Settings that hold wherever nothing nearer says otherwise."""
+    tokenizer_source: TokenizerSource | None = None
+    """Short form of ``tokenizer: {source: ...}``."""
+    tokenizer: Tokenizer | None = None
+    """The output's vocabulary; None keeps the donor's."""
+    chat_template: Text | None = None
+    """``auto``, the name of a template, or its text."""
+    seed: Seed = 0
+    """Chooses the random masks, together with names and element numbers."""
+    shard_size: ShardSize = DEFAULT_SHARD_SIZE
+    """Bytes that one output file may have; 0 for a single file."""
+    duplicates: Duplicates = "keep"
+    """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """Exactly one of models, slices and modules; at most one way to choose the tokenizer."""
+        yield from _exactly_one(data, ("models", "slices", "modules"))
+        if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:
+            what = "'tokenizer_source' and 'tokenizer' both choose the vocabulary."
+            yield Fault(("tokenizer_source",), what, "Write 'tokenizer: {source: ...}' only.")
+
+
+def _ordered(start: int, end: int, model: object) -> tuple[int, int]:
+    if 0 <= start < end:
+        return start, end
+    what = f"layer_range [{start}, {end}] of {model} " + (
+        "starts below layer 0." if start < 0 else "is empty." if start == end else "runs backwards."
+    )
+    remedy = f"Write [{end}, {start}]." if 0 <= end < start else "Write [first layer, layer after the last]."
+    raise FaultError(Fault((), what, remedy))
+
+
+def _exactly_one(data: Mapping[str, Any], keys: tuple[str, ...]) -> Iterable[Fault]:
+    given = [key for key in keys if data.get(key)]
+    if len(given) > 1:
+        both = " and ".join(f"'{key}'" for key in given)
+        yield Fault((given[1],), f"{both} are both given.", f"Keep one of: {', '.join(keys)}.")
+    if not given:
+        empty = next((key for key in keys if key in data), None)
+        what = "nothing says what to merge." if empty is None else f"'{empty}' is empty."
+        yield Fault((empty,) if empty else (), what, f"Fill one of: {', '.join(keys)}.")

@@ -1,0 +1,86 @@
+"""Models of the Hugging Face Hub as local directories."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from raymerge.errors import CheckpointError, Problem
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_LOOKUP_TIMEOUT_SECONDS = 5.0
+_NOT_WANTED = (
+    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.npz"),
+    # The vendor's second copy of the same weights under other names: as big as the model itself.
+    "consolidated*.safetensors",
+)
+_REASONS = {
+    "RepositoryNotFoundError": "it has no such repository, or it is private",
+    "GatedRepoError": "access to it must be asked for on its page first",
+    "RevisionNotFoundError": "it has no such revision",
+    "LocalEntryNotFoundError": "the Hub did not answer, and its local cache has no copy",
+    "IncompleteSnapshotError": "the Hub did not answer, and its local cache has only a part",
+}
+
+
+def resolve_model(
+    path: str, revision: str | None = None, *, offline: bool = False, cache_dir: Path | None = None
+) -> Path:
+    """The local directory of a model given by path or by Hub name (``org/name``).
+
+    An existing directory wins. Otherwise the model's safetensors and small files are fetched into the
+    Hub's cache (``cache_dir``, by default where its own tools keep it); ``offline`` looks only there.
+
+    Raises:
+        CheckpointError: there is no such directory, and the Hub gave no such model.
+    """
+    # os.path and not pathlib, which raises on names too long for the file system.
+    directory = os.path.expanduser(path)
+    if os.path.isdir(directory):
+        if revision is not None:
+            raise CheckpointError(_revision_of_directory(path, revision))
+        return Path(directory)
+    is_file = os.path.exists(directory)
+    if is_file or not _HUB_ID.fullmatch(path) or ".." in path:
+        raise CheckpointError(_no_directory(path or "''", is_file=is_file))
+    try:
+        return _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
+    except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
+        raise CheckpointError(_no_repository(path, revision, error)) from error
+
+
+def _snapshot(name: str, revision: str | None, *, offline: bool, cache_dir: Path | None) -> Path:
+    # Imported here because it takes long and most models are local.
+    from huggingface_hub import snapshot_download
+
+    found = snapshot_download(
+        name,
+        revision=revision,
+        cache_dir=cache_dir,
+        local_files_only=offline,
+        etag_timeout=_LOOKUP_TIMEOUT_SECONDS,
+        ignore_patterns=list(_NOT_WANTED),
+    )
+    return Path(found)
+
+
+def _no_repository(path: str, revision: str | None, error: Exception) -> Problem:
+    text = str(error).strip()
+    reason = _REASONS.get(type(error).__name__) or (text.splitlines()[0][:120] if text else repr(error))
+    where = path if revision is None else f"{path}@{revision}"
+    what = f"there is no such directory, and the Hub gave no such model ({reason})."
+    remedy = "Check the path (it is taken from the current directory) or the Hub name and your access to it."
+    return Problem(where, what, remedy)
+
+
+def _no_directory(path: str, *, is_file: bool) -> Problem:
+    if is_file:
+        what = "is a file, but a model is a directory with config.json and its safetensors files."
+        return Problem(path, what, "Give the directory.")
+    return Problem(path, "there is no such directory.", "Check the path.")
+
+
+def _revision_of_directory(path: str, revision: str) -> Problem:
+    what = f"revision {revision!r} is asked for, but this is a local directory, which has no revisions."
+    return Problem(path, what, "Take the revision out, or give a Hub name that is not also a directory here.")

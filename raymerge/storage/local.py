@@ -1,0 +1,268 @@
+"""A directory of a POSIX file system as a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.open_files import OpenFiles
+from raymerge.storage.store import Buffer, FileInfo
+from raymerge.units import format_size
+
+_MAX_OPEN_FILES = 64
+_OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+
+class LocalStore:
+    """Files below ``root``. Thread-safe; pickles as its root alone, without open files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._open_files = OpenFiles(_MAX_OPEN_FILES)
+
+    def __getstate__(self) -> Path:
+        return self.root
+
+    def __setstate__(self, root: Path) -> None:
+        self.__init__(root)  # type: ignore[misc]
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what is open; the store may be used again afterwards."""
+        self._open_files.close()
+
+    def location(self, key: str) -> str:
+        """The path of ``key``.
+
+        Raises:
+            ValueError: the key is empty, absolute or leads out of the root.
+        """
+        path = PurePosixPath(key)
+        if not key or "\0" in key or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
+        return str(self.root / path)
+
+    # Reading
+
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every regular file below the root, sorted by key.
+
+        Links to files count as the files they lead to (the Hub's cache is made of them); links to
+        directories are not entered, so that no loop can occur; hidden directories are skipped.
+
+        Raises:
+            CheckpointError: a directory cannot be listed.
+        """
+        return tuple(sorted(_walk(self.root, ""), key=lambda info: info.key))
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
+        data = bytearray(nbytes)
+        self.read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole ``buffer`` from ``offset``.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before the buffer is full.
+        """
+        path = self.location(key)
+        try:
+            with self._open_files.borrow(path, writable=False) as descriptor:
+                done = _read_fully(descriptor, offset, buffer)
+        except OSError as error:
+            raise CheckpointError(_unreadable(path, offset, error)) from error
+        if done < buffer.nbytes:
+            raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes, got=done))
+
+    # Writing
+
+    def create(self, key: str, nbytes: int) -> None:
+        """Make a file of exactly ``nbytes`` bytes with its space reserved; bytes already there stay.
+
+        Raises:
+            OptionError: the file system has no room for it.
+        """
+        path = self.location(key)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        with self._open_files.borrow(path, writable=True) as descriptor:
+            size = os.fstat(descriptor).st_size
+            try:
+                _resize(descriptor, size, nbytes)
+            except OSError as error:
+                os.ftruncate(descriptor, size)
+                raise _room_error(path, nbytes - size, error) from error
+
+    def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
+        """Write all of ``buffer`` at ``offset`` of a created file.
+
+        Raises:
+            OptionError: the file system has no room for it.
+        """
+        path = self.location(key)
+        with self._open_files.borrow(path, writable=True) as descriptor:
+            try:
+                _write_fully(descriptor, offset, buffer)
+            except OSError as error:
+                raise _room_error(path, memoryview(buffer).nbytes, error) from error
+
+    def sync(self, key: str) -> None:
+        """Return once the file's bytes would survive a power cut."""
+        with self._open_files.borrow(self.location(key), writable=True) as descriptor:
+            _sync_data(descriptor)
+
+    def sync_directory(self, key: str = ".") -> None:
+        """Return once the names in the directory ``key`` would survive a power cut."""
+        descriptor = os.open(self.location(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another key, replacing what was there, in one step."""
+        source, target = self.location(old), self.location(new)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.replace(source, target)
+        self._open_files.forget(source)
+        self._open_files.forget(target)
+
+    def remove(self, key: str) -> None:
+        """Delete a file; one that is not there is fine."""
+        path = self.location(key)
+        Path(path).unlink(missing_ok=True)
+        self._open_files.forget(path)
+
+    def write_atomic(self, key: str, data: bytes) -> None:
+        """Write a small file durably: readers see the old bytes or the new, never a part.
+
+        Raises:
+            OptionError: the file system has no room for it.
+        """
+        parent, name = os.path.split(PurePosixPath(key))
+        part = str(PurePosixPath(parent) / f".{name}.{uuid.uuid4().hex[:12]}.part")
+        try:
+            self.create(part, len(data))
+            self.write_at(part, 0, data)
+            self.sync(part)
+            self.rename(part, key)
+        finally:
+            self.remove(part)
+        self.sync_directory(parent or ".")
+
+
+def _walk(directory: Path, prefix: str) -> Iterator[FileInfo]:
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError as error:
+        raise CheckpointError(_unlistable(directory, error)) from error
+    for entry in entries:
+        key = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if not entry.name.startswith("."):
+                yield from _walk(directory / entry.name, key + "/")
+        elif (status := _regular_file(entry)) is not None:
+            yield FileInfo(key, status.st_size, str(status.st_mtime_ns))
+
+
+def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        status = entry.stat()
+    except OSError:  # a link that leads nowhere; an index that names it says so better than we could
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def _read_fully(descriptor: int, offset: int, buffer: memoryview) -> int:
+    view = _as_bytes(buffer)
+    done = 0
+    while done < len(view):
+        got = os.preadv(descriptor, [view[done:]], offset + done)
+        if not got:
+            break
+        done += got
+    return done
+
+
+def _write_fully(descriptor: int, offset: int, buffer: Buffer) -> None:
+    view = _as_bytes(buffer)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def _as_bytes(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _resize(descriptor: int, size: int, nbytes: int) -> None:
+    if nbytes > size and _reserve(descriptor, size, nbytes - size):
+        return
+    if nbytes != size:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _reserve(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Reserve space, so that a full disk shows now; False where the file system cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno in _CANNOT_RESERVE:
+            return False
+        raise
+    return True
+
+
+def _sync_data(descriptor: int) -> None:
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(descriptor)
+    else:
+        os.fsync(descriptor)
+
+
+def _room_error(path: str, wanted: int, error: OSError) -> OSError | OptionError:
+    if error.errno not in _OUT_OF_ROOM:
+        return error
+    status = os.statvfs(os.path.dirname(path))
+    free = status.f_bavail * status.f_frsize
+    missing = max(0, wanted - free)
+    lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else os.strerror(error.errno)
+    what = f"cannot take {wanted} more bytes: the file system has {free} free, {lack}."
+    return OptionError(Problem(path, what, "Free space there, or choose another output directory."))
+
+
+def _unreadable(path: str, offset: int, error: OSError) -> Problem:
+    what = f"cannot be read at byte {offset}: {error.strerror}."
+    return Problem(path, what, "Check that the file is there, whole and readable, then run again.")
+
+
+def _ends_early(path: str, offset: int, *, wanted: int, got: int) -> Problem:
+    what = f"ends at byte {offset + got}, but bytes {offset} to {offset + wanted} were wanted."
+    return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
+
+
+def _unlistable(directory: Path, error: OSError) -> Problem:
+    if isinstance(error, FileNotFoundError):
+        return Problem(str(directory), "there is no such directory.", "Check the path.")
+    what = f"cannot be listed: {error.strerror}."
+    return Problem(str(directory), what, "Give the directory of a model that may be read.")

@@ -1,0 +1,83 @@
+"""A bounded set of open file descriptors that threads share without closing one under another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Handle:
+    descriptor: int
+    users: int = 0
+    retired: bool = False
+
+
+class OpenFiles:
+    """Keeps the most recently used descriptors open, at most ``limit`` of them while idle.
+
+    A checkpoint has hundreds of files and thousands of reads of each: opening per read costs more than
+    reading on network file systems, and keeping all open meets the limit of the process.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[tuple[str, bool], _Handle] = OrderedDict()
+
+    @contextmanager
+    def borrow(self, path: str, *, writable: bool) -> Iterator[int]:
+        """A descriptor of ``path`` that stays open until the block ends."""
+        handle = self._acquire(path, writable)
+        try:
+            yield handle.descriptor
+        finally:
+            self._release(handle)
+
+    def forget(self, path: str) -> None:
+        """Drop the descriptors of ``path``, which was renamed, replaced or removed."""
+        with self._lock:
+            for writable in (False, True):
+                handle = self._handles.pop((path, writable), None)
+                if handle is not None:
+                    _retire(handle)
+
+    def close(self) -> None:
+        """Drop every descriptor; those in use are closed by their last user."""
+        with self._lock:
+            for handle in self._handles.values():
+                _retire(handle)
+            self._handles.clear()
+
+    def _acquire(self, path: str, writable: bool) -> _Handle:
+        with self._lock:
+            handle = self._handles.get((path, writable))
+            if handle is None:
+                flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+                handle = self._handles[path, writable] = _Handle(os.open(path, flags))
+            self._handles.move_to_end((path, writable))
+            handle.users += 1
+            self._evict()
+            return handle
+
+    def _release(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.users -= 1
+            if handle.retired and not handle.users:
+                os.close(handle.descriptor)
+
+    def _evict(self) -> None:
+        excess = len(self._handles) - self._limit
+        idle = [key for key, handle in self._handles.items() if not handle.users] if excess > 0 else []
+        for key in idle[:excess]:
+            _retire(self._handles.pop(key))
+
+
+def _retire(handle: _Handle) -> None:
+    handle.retired = True
+    if not handle.users:
+        os.close(handle.descriptor)

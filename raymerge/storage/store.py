@@ -1,0 +1,73 @@
+"""What raymerge asks of a place that holds files: bytes by key, at offsets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+"""C-contiguous bytes to write (an array's memory, not a copy of it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file of a store, as it is now."""
+
+    key: str
+    """Path relative to the store's root, with forward slashes."""
+    nbytes: int
+    """Size in bytes."""
+    version: str
+    """Changes whenever the file is written again; two readings with equal versions saw one file."""
+
+
+class ReadStore(Protocol):
+    """A place to read from. Every method may be called from many threads at once."""
+
+    def location(self, key: str) -> str:
+        """The full name of ``key``, for messages."""
+
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every file, sorted by key; what lies in hidden directories is left out."""
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole ``buffer`` from ``offset``; raises as ``read`` does."""
+
+    def close(self) -> None:
+        """Give back what is held open; the store may be used again afterwards."""
+
+
+class WriteStore(ReadStore, Protocol):
+    """A place that can also be written at offsets, in any order and by several writers."""
+
+    def create(self, key: str, nbytes: int) -> None:
+        """Make a file of ``nbytes`` bytes with its space reserved; bytes that are already there stay.
+
+        Raises:
+            OptionError: there is not enough room.
+        """
+
+    def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
+        """Write all of ``buffer`` at ``offset`` of a created file."""
+
+    def sync(self, key: str) -> None:
+        """Return once the file's bytes would survive a power cut."""
+
+    def sync_directory(self, key: str = ".") -> None:
+        """Return once the names in the directory ``key`` would survive a power cut."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another key, replacing what was there, in one step."""
+
+    def remove(self, key: str) -> None:
+        """Delete a file; one that is not there is fine."""
+
+    def write_atomic(self, key: str, data: bytes) -> None:
+        """Write a small file durably, so that a reader sees the old bytes or the new, never a part."""

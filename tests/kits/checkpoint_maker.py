@@ -1,0 +1,276 @@
+"""Small real checkpoints, and big ones of which only the headers are real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from raymerge.checkpoints.layout import TensorSpec, index_json, lay_out, shard_names
+from raymerge.dtypes import DType
+
+TOKENIZER_FILES: Mapping[str, str] = {
+    "tokenizer.json": '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}\n',
+    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}\n',
+    "special_tokens_map.json": '{"bos_token": "<s>", "eos_token": "</s>"}\n',
+    "generation_config.json": '{"bos_token_id": 1, "eos_token_id": 2}\n',
+}
+"""Companion files that look as a tokenizer's do; raymerge copies them without reading."""
+
+V3_NUM_TENSORS = 91_991
+"""Tensors of DeepSeek-V3 in FP8, the multi-token-prediction layer included."""
+V3_NBYTES = 688_574_839_360
+"""Bytes of their data."""
+V3_NUM_FILES = 163
+"""Files that it was published in."""
+V3_CONFIG: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
+"""``config.json`` of DeepSeek-V3, as far as a merge looks at it."""
+
+
+def write_checkpoint(
+    root: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    files: int = 1,
+    extra: Mapping[str, str | bytes] | None = None,
+) -> Path:
+    """A checkpoint as transformers saves it, its tensors dealt out over ``files`` files; returns ``root``."""
+    root.mkdir(parents=True, exist_ok=True)
+    names = shard_names(files)
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(names):
+        members = {name: tensors[name].contiguous() for name in sorted(tensors)[number::files]}
+        save_file(members, root / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(members, file)
+    if files > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        write_json(
+            root / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+    write_json(root / "config.json", config)
+    for key, content in (extra or {}).items():
+        path = root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+def write_json(path: Path, value: object) -> None:
+    """``value`` as a JSON file the way transformers writes them."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def llama_config(
+    *,
+    layers: int = 3,
+    hidden: int = 32,
+    vocab: int = 64,
+    tie: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """``config.json`` of a tiny Llama with four heads, two of them for keys, and an MLP twice as wide."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": tie,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": vocab,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a Llama with ``config`` has."""
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    narrow = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        shapes |= {
+            f"{block}.input_layernorm.weight": (hidden,),
+            f"{block}.post_attention_layernorm.weight": (hidden,),
+            f"{block}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{block}.self_attn.k_proj.weight": (narrow, hidden),
+            f"{block}.self_attn.v_proj.weight": (narrow, hidden),
+            f"{block}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{block}.mlp.gate_proj.weight": (width, hidden),
+            f"{block}.mlp.up_proj.weight": (width, hidden),
+            f"{block}.mlp.down_proj.weight": (hidden, width),
+        }
+    return shapes
+
+
+def tiny_llama(
+    root: Path,
+    seed: int,
+    *,
+    layers: int = 3,
+    hidden: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    tie: bool = False,
+    vocab: int = 64,
+    base: Path | None = None,
+    scale: float = 0.02,
+    files: int = 1,
+) -> Path:
+    """A Llama that transformers loads, with random weights that hang on ``seed`` alone.
+
+    With ``base`` (a directory made by this function with the same sizes) it is that model plus noise of
+    standard deviation ``scale``, as a fine-tune is; else the weights themselves are such noise.
+    """
+    config = llama_config(layers=layers, hidden=hidden, vocab=vocab, tie=tie, dtype=dtype)
+    parents = read_tensors(base) if base is not None else {}
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in llama_shapes(config).items():
+        noise = torch.randn(shape, generator=generator) * scale
+        start = parents[name].float() if base is not None else torch.ones(shape) * float(len(shape) == 1)
+        tensors[name] = (start + noise).to(dtype)
+    return write_checkpoint(root, tensors, config, files=files, extra=TOKENIZER_FILES)
+
+
+def read_tensors(root: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, read by safetensors itself."""
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor
+        for path in sorted(root.glob("model*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def sparse_checkpoint(
+    root: Path,
+    headers: Sequence[Sequence[TensorSpec]],
+    config: Mapping[str, Any],
+    *,
+    names: Sequence[str] | None = None,
+) -> Path:
+    """Real headers and index, and data that is one hole: hundreds of gigabytes in a few MB of disk."""
+    root.mkdir(parents=True, exist_ok=True)
+    files = names or shard_names(len(headers))
+    layouts = [lay_out(specs) for specs in headers]
+    for file, layout in zip(files, layouts, strict=True):
+        with open(root / file, "wb") as stream:
+            stream.write(layout.header)
+            stream.truncate(layout.nbytes)
+    if len(headers) > 1:
+        (root / "model.safetensors.index.json").write_bytes(index_json(layouts, files))
+    write_json(root / "config.json", config)
+    return root
+
+
+def deepseek_v3_names() -> tuple[str, ...]:
+    """The names of DeepSeek-V3's files, whose count has six digits."""
+    return tuple(
+        f"model-{number:05d}-of-{V3_NUM_FILES:06d}.safetensors" for number in range(1, V3_NUM_FILES + 1)
+    )
+
+
+def deepseek_v3_specs() -> list[list[TensorSpec]]:
+    """All tensors of DeepSeek-V3 in FP8, in 163 runs of about equal bytes."""
+    specs = list(_v3_tensors())
+    share = sum(spec.nbytes for spec in specs) / V3_NUM_FILES
+    files: list[list[TensorSpec]] = [[] for _ in range(V3_NUM_FILES)]
+    before = 0
+    for spec in specs:
+        files[min(int(before / share), V3_NUM_FILES - 1)].append(spec)
+        before += spec.nbytes
+    return files
+
+
+def _v3_tensors() -> Iterator[TensorSpec]:
+    yield TensorSpec("model.embed_tokens.weight", DType.BF16, (129280, 7168))
+    for layer in range(62):
+        yield from _v3_layer(f"model.layers.{layer}", dense=layer < 3)
+    yield from _v3_prediction("model.layers.61")
+    yield TensorSpec("model.norm.weight", DType.BF16, (7168,))
+    yield TensorSpec("lm_head.weight", DType.BF16, (129280, 7168))
+
+
+def _v3_prediction(block: str) -> Iterator[TensorSpec]:
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (7168,))
+    yield TensorSpec(f"{block}.eh_proj.weight", DType.BF16, (7168, 14336))
+    for name in ("embed_tokens", "shared_head.head"):
+        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (129280, 7168))
+
+
+def _v3_layer(block: str, *, dense: bool) -> Iterator[TensorSpec]:
+    norms = {"input_layernorm": 7168, "post_attention_layernorm": 7168}
+    norms |= {"self_attn.q_a_layernorm": 1536, "self_attn.kv_a_layernorm": 512}
+    for name, size in norms.items():
+        yield TensorSpec(f"{block}.{name}.weight", DType.BF16, (size,))
+    yield from _fp8(f"{block}.self_attn.q_a_proj", 1536, 7168)
+    yield from _fp8(f"{block}.self_attn.q_b_proj", 128 * 192, 1536)
+    yield from _fp8(f"{block}.self_attn.kv_a_proj_with_mqa", 576, 7168)
+    yield from _fp8(f"{block}.self_attn.kv_b_proj", 128 * 256, 512)
+    yield from _fp8(f"{block}.self_attn.o_proj", 7168, 128 * 128)
+    if dense:
+        yield from _v3_mlp(f"{block}.mlp", 18432)
+        return
+    yield TensorSpec(f"{block}.mlp.gate.weight", DType.BF16, (256, 7168))
+    yield TensorSpec(f"{block}.mlp.gate.e_score_correction_bias", DType.F32, (256,))
+    yield from _v3_mlp(f"{block}.mlp.shared_experts", 2048)
+    for expert in range(256):
+        yield from _v3_mlp(f"{block}.mlp.experts.{expert}", 2048)
+
+
+def _v3_mlp(block: str, width: int) -> Iterator[TensorSpec]:
+    yield from _fp8(f"{block}.gate_proj", width, 7168)
+    yield from _fp8(f"{block}.up_proj", width, 7168)
+    yield from _fp8(f"{block}.down_proj", 7168, width)
+
+
+def _fp8(module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{module}.weight", DType.F8_E4M3, (rows, columns))
+    yield TensorSpec(f"{module}.weight_scale_inv", DType.F32, (-(-rows // 128), -(-columns // 128)))

@@ -1,0 +1,43 @@
+"""The ``raymerge`` command, run inside the test's process: no interpreter to start, no imports to repeat."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+WIDE = {"COLUMNS": "1000", "TERM": "dumb", "NO_COLOR": "1"}
+"""A terminal that neither wraps nor colours, so that messages can be searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    """Exit code."""
+    text: str
+    """Standard output and standard error, in the order of writing."""
+
+
+def run_command(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
+    """Run ``raymerge ARGS`` in ``cwd``, as the installed entry point would."""
+    from raymerge.cli.main import main
+
+    written = io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        patch("sys.argv", ["raymerge", *args]),
+        patch.dict(os.environ, {**WIDE, **(env or {})}),
+        contextlib.redirect_stdout(written),
+        contextlib.redirect_stderr(written),
+    ):
+        try:
+            code: object = main()
+        except SystemExit as end:
+            code = end.code
+    return Outcome(code if isinstance(code, int) else int(code is not None), written.getvalue())

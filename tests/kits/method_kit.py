@@ -1,0 +1,338 @@
+"""Tests that every merge method inherits. They try to falsify what it declares about itself.
+
+A new method's test is a subclass that names the method and gives a few cases::
+
+    class TestTies(MethodKit):
+        name = "ties"
+        cases = (Case({"normalize": True}, ({"weight": 0.5, "density": 0.3},) * 3),)
+
+``merge`` is a small executor, for any test that wants a method's result without running a plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from raymerge.methods import (
+    BLOCK,
+    Access,
+    BaseUse,
+    Method,
+    Settings,
+    Takes,
+    Tile,
+    Value,
+    find_method,
+    random_key,
+)
+
+CPU = torch.device("cpu")
+LARGE = (5, BLOCK + 77)
+"""A shape of several blocks, rows that no block divides, and a last block that is not full."""
+FEW_BYTES = 4096
+"""What may be allocated beside tiles: scalars and the like."""
+
+inherited = hypothesis_settings(
+    deadline=None, max_examples=10, suppress_health_check=[HealthCheck.differing_executors]
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings to try a method with; what is not given takes its default."""
+
+    values: Mapping[str, Value] = field(default_factory=dict)
+    """Global parameters."""
+    sources: tuple[Mapping[str, Value], ...] = ({},)
+    """Per-source parameters, which also say how many sources there are."""
+    fixes_equal_inputs: bool = True
+    """Whether inputs that are all the same give that same tensor (to rounding; for deltas exactly)."""
+
+
+def make_settings(method: Method, case: Case, shape: tuple[int, ...] = ()) -> Settings:
+    """Settings as the planner makes them: defaults filled in, keys only for random methods."""
+    values = {p.name: p.default for p in method.parameters if p.scope == "global"}
+    source = {p.name: p.default for p in method.parameters if p.scope == "source"}
+    keys = tuple(random_key(7, "tensor", index) for index in range(len(case.sources)))
+    return Settings(
+        values={**values, **case.values},
+        sources=tuple({**source, **given_} for given_ in case.sources),
+        keys=keys if method.random else (),
+        shape=shape,
+    )
+
+
+def granule(method: Method, shape: tuple[int, ...]) -> int:
+    """Elements: tiles may be cut at its multiples."""
+    whole = max(1, torch.Size(shape).numel())
+    row = max(1, shape[-1]) if shape else 1
+    return {Access.ELEMENT: 1, Access.ROW: row, Access.TENSOR: BLOCK, Access.MATRIX: whole}[method.access]
+
+
+def merge(
+    method: Method,
+    settings: Settings,
+    base: torch.Tensor | None,
+    sources: Sequence[torch.Tensor],
+    cuts: Sequence[int] = (),
+) -> torch.Tensor:
+    """What the executor does with one logical tensor: passes over its tiles, cut at ``cuts``."""
+    shape = sources[0].shape
+    tiles = list(_tiles(method, base, sources, sorted({0, *cuts, shape.numel()})))
+    state = method.kernel.begin(settings, shape.numel(), sources[0].device)
+    for pass_index in range(method.kernel.passes(settings)):
+        for tile in tiles:
+            method.kernel.observe(state, tile, settings, pass_index)
+        method.kernel.conclude(state, settings, pass_index)
+    results = [method.kernel.apply(tile, settings, state) for tile in tiles]
+    return torch.cat(results).view(shape) if results else sources[0].new_empty(shape)
+
+
+def _tiles(
+    method: Method, base: torch.Tensor | None, sources: Sequence[torch.Tensor], bounds: Sequence[int]
+) -> Iterator[Tile]:
+    flat_base = None if base is None or method.base is BaseUse.UNUSED else base.flatten()
+    flat = [source.flatten() for source in sources]
+    for begin, end in itertools.pairwise(bounds):
+        inputs = [source[begin:end] for source in flat]
+        tile_base = None if flat_base is None else flat_base[begin:end]
+        if method.takes is Takes.DELTAS:
+            assert tile_base is not None
+            inputs = [source - tile_base for source in inputs]
+        yield Tile(tile_base, tuple(inputs), begin)
+
+
+def random_inputs(
+    num_sources: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A base and sources near it, as float32 tensors of values that ``dtype`` holds."""
+    generator = torch.Generator().manual_seed(20)
+    base = torch.randn(shape, generator=generator)
+    sources = [base + 0.05 * torch.randn(shape, generator=generator) for _ in range(num_sources)]
+    return base.to(dtype).float(), [source.to(dtype).float() for source in sources]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equality that tells -0.0 from 0.0 and finds NaN equal to itself."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Another number of torch's own threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class MemoryMeter:
+    """Peak of what torch's allocator hands out within the ``with``, temporaries inside operators included."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> MemoryMeter:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._profile.__exit__(None, None, None)
+        events = self._profile.profiler.kineto_results.events()
+        memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+        self.peak_bytes = max(itertools.accumulate((e.nbytes() for e in memory), initial=0))
+
+
+class MethodKit:
+    """Inherit, name a method, give cases."""
+
+    name: ClassVar[str]
+    """The method under test."""
+    cases: ClassVar[tuple[Case, ...]]
+    """Settings to run every test with."""
+    may_alias: ClassVar[bool] = False
+    """Whether the result may be the source's own memory."""
+    is_symmetric: ClassVar[bool] = True
+    """Whether the order of the sources, with their settings, does not matter (but for rounding)."""
+
+    def method(self) -> Method:
+        """The declaration under test."""
+        method = find_method(self.name)
+        assert method is not None
+        return method
+
+    def runs(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[Case, Settings, torch.Tensor, list[torch.Tensor]]]:
+        """Every case with its settings and inputs."""
+        for case in self.cases:
+            yield case, make_settings(self.method(), case, shape), *random_inputs(
+                len(case.sources), shape, dtype
+            )
+
+    def test_declaration_holds_together(self) -> None:
+        method = self.method()
+        names = [parameter.name for parameter in method.parameters]
+        assert len(names) == len(set(names))
+        assert method.summary.endswith(".")
+        assert method.takes is Takes.WEIGHTS or method.base is BaseUse.REQUIRED
+        assert all(p.default is None for p in method.parameters if p.required)
+        assert all(p.coerce(p.default) == p.default for p in method.parameters if p.default is not None)
+
+    def test_cases_are_allowed(self) -> None:
+        method = self.method()
+        for case, settings, _, _ in self.runs((3, 4)):
+            assert method.check(settings) is None
+            assert len(case.sources) >= method.min_sources
+            assert method.max_sources is None or len(case.sources) <= method.max_sources
+            for parameter in method.parameters:
+                given_ = [case.values] if parameter.scope == "global" else case.sources
+                assert not parameter.required or all(parameter.name in values for values in given_)
+
+    @inherited
+    @given(data=st.data())
+    def test_any_tiling_gives_the_same_bits(self, data: st.DataObject) -> None:
+        step = granule(self.method(), LARGE)
+        last = (torch.Size(LARGE).numel() - 1) // step
+        cuts = [step * n for n in data.draw(st.lists(st.integers(0, last), max_size=4))]
+        for _, settings, base, sources in self.runs(LARGE):
+            whole = merge(self.method(), settings, base, sources)
+            assert same_bits(merge(self.method(), settings, base, sources, cuts), whole)
+
+    def test_smallest_tiles_give_the_same_bits(self) -> None:
+        shape = (6, 5) if granule(self.method(), (6, 5)) < BLOCK else LARGE
+        step = granule(self.method(), shape)
+        for _, settings, base, sources in self.runs(shape):
+            cuts = range(0, torch.Size(shape).numel(), step)
+            tiled = merge(self.method(), settings, base, sources, cuts)
+            assert same_bits(tiled, merge(self.method(), settings, base, sources))
+
+    def test_threads_do_not_change_a_bit(self) -> None:
+        for _, settings, base, sources in self.runs(LARGE):
+            with threads(1):
+                alone = merge(self.method(), settings, base, sources)
+            with threads(2):
+                assert same_bits(merge(self.method(), settings, base, sources), alone)
+
+    def test_twice_the_same(self) -> None:
+        for _, settings, base, sources in self.runs((31, 9)):
+            first = merge(self.method(), settings, base, sources)
+            assert same_bits(merge(self.method(), settings, base, sources), first)
+
+    def test_tiles_are_not_written_to(self) -> None:
+        method = self.method()
+        for _, settings, base, sources in self.runs((31, 9)):
+            (tile,) = _tiles(method, base, sources, (0, base.numel()))
+            inputs = [*tile.sources] if tile.base is None else [tile.base, *tile.sources]
+            before = [tensor.clone() for tensor in inputs]
+            result = _run(method, tile, settings)
+            result.fill_(1.0) if not self.may_alias else None
+            assert all(same_bits(*pair) for pair in zip(inputs, before, strict=True))
+
+    def test_result_is_a_float32_run_of_the_same_length(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for _, settings, base, sources in self.runs((17, 33), dtype):
+                (tile,) = _tiles(self.method(), base, sources, (0, base.numel()))
+                result = _run(self.method(), tile, settings)
+                assert result.dtype is torch.float32
+                assert result.shape == (17 * 33,)
+                assert bool(result.isfinite().all())
+
+    @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (2, 3, 4)])
+    def test_unusual_shapes(self, shape: tuple[int, ...]) -> None:
+        for _, settings, base, sources in self.runs(shape):
+            result = merge(self.method(), settings, base, sources)
+            assert result.shape == shape
+            assert bool(result.isfinite().all())
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_what_is_not_finite_reaches_the_result(self, bad: float) -> None:
+        for _, settings, base, sources in self.runs((40, 5)):
+            for index, position in itertools.product(range(len(sources)), (0, 63, 199)):
+                broken = [source.clone() for source in sources]
+                broken[index].view(-1)[position] = bad
+                result = merge(self.method(), settings, base, broken).view(-1)
+                assert not bool(result[position].isfinite())
+
+    def test_equal_inputs_are_left_alone(self) -> None:
+        for case, settings, base, sources in self.runs((31, 9)):
+            if not case.fixes_equal_inputs:
+                continue
+            result = merge(self.method(), settings, base, [base] * len(sources))
+            if self.method().takes is Takes.DELTAS:
+                assert torch.equal(result, base)
+            torch.testing.assert_close(result, base, rtol=3e-7, atol=0)
+
+    def test_deltas_are_all_it_knows_of_the_sources(self) -> None:
+        """The merged delta must not depend on the base that it is added to."""
+        method = self.method()
+        if method.takes is not Takes.DELTAS:
+            return
+        for _, settings, base, sources in self.runs((31, 9)):
+            deltas = tuple((source - base).flatten() for source in sources)
+            merged = _run(method, Tile(torch.zeros(base.numel()), deltas, 0), settings)
+            shifted = _run(method, Tile(base.flatten(), deltas, 0), settings)
+            assert torch.equal(shifted, merged + base.flatten())
+
+    def test_order_of_sources(self) -> None:
+        if not self.is_symmetric:
+            return
+        for _, settings, base, sources in self.runs((31, 9)):
+            turned = replace(settings, sources=settings.sources[::-1], keys=settings.keys[::-1])
+            result = merge(self.method(), turned, base, sources[::-1])
+            torch.testing.assert_close(result, merge(self.method(), settings, base, sources))
+
+    def test_identity_tells_the_truth(self) -> None:
+        for _, settings, base, sources in self.runs((31, 9)):
+            index = self.method().identity(settings)
+            if index is not None:
+                assert same_bits(merge(self.method(), settings, base, sources), sources[index])
+
+    @pytest.mark.parametrize("shape", [(300,), (BLOCK,), (9, BLOCK)])
+    def test_memory_stays_within_the_declaration(self, shape: tuple[int, ...]) -> None:
+        method = self.method()
+        for case, settings, base, sources in self.runs(shape):
+            (tile,) = _tiles(method, base, sources, (0, base.numel()))
+            size, count = 4 * max(base.numel(), BLOCK), len(case.sources)
+            declared = size * (method.scratch + count * method.scratch_per_source) + FEW_BYTES
+            with MemoryMeter() as begun:
+                state = method.kernel.begin(settings, base.numel(), CPU)
+            assert begun.peak_bytes <= method.state_bytes * count + FEW_BYTES
+            for pass_index in range(method.kernel.passes(settings)):
+                with MemoryMeter() as observed:
+                    method.kernel.observe(state, tile, settings, pass_index)
+                    method.kernel.conclude(state, settings, pass_index)
+                assert observed.peak_bytes <= declared
+            with MemoryMeter() as applied:
+                result = method.kernel.apply(tile, settings, state)
+            assert applied.peak_bytes <= declared + result.nbytes
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_a_gpu_gives_the_same_to_rounding(self) -> None:
+        for _, settings, base, sources in self.runs(LARGE):
+            on_gpu = merge(self.method(), settings, base.cuda(), [source.cuda() for source in sources])
+            on_cpu = merge(self.method(), settings, base, sources)
+            torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-6, atol=1e-7)
+
+
+def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:
+    """The result of a tensor that is one tile."""
+    state = method.kernel.begin(settings, tile.sources[0].numel(), CPU)
+    for pass_index in range(method.kernel.passes(settings)):
+        method.kernel.observe(state, tile, settings, pass_index)
+        method.kernel.conclude(state, settings, pass_index)
+    return method.kernel.apply(tile, settings, state)

@@ -1,0 +1,183 @@
+"""Every method of the table through the kit; and the kit on methods that lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kits.method_kit import Case, MethodKit
+
+from raymerge.methods import Method, Settings, Tile, find_method, methods
+from raymerge.methods.method import SinglePass
+
+
+def _sources(*weights: float, density: float = 1.0) -> tuple[dict[str, float], ...]:
+    return tuple({"weight": weight, "density": density} for weight in weights)
+
+
+class TestLinear(MethodKit):
+    name = "linear"
+    cases = (
+        Case(sources=({"weight": 0.5}, {"weight": 0.3}, {"weight": -0.2})),
+        Case({"normalize": False}, ({"weight": 0.5}, {"weight": 0.7}), fixes_equal_inputs=False),
+        Case(sources=({"weight": 0.3},)),
+        Case({"normalize": False}, ({"weight": 1.0},)),
+    )
+
+
+class TestPassthrough(MethodKit):
+    name = "passthrough"
+    may_alias = True
+    cases = (
+        Case(),
+        Case(sources=({"scale": 1.0},)),
+        Case(sources=({"scale": 0.3},), fixes_equal_inputs=False),
+    )
+
+
+class TestTaskArithmetic(MethodKit):
+    name = "task_arithmetic"
+    cases = (
+        Case(sources=_sources(0.5, 0.3, -0.2)),
+        Case({"normalize": True, "lambda": 0.7}, _sources(0.5, 0.3)),
+        Case({"normalize": True}, _sources(0.5, -0.5)),
+        Case(sources=_sources(1.0)),
+    )
+
+
+class TestSlerp(MethodKit):
+    name = "slerp"
+    cases = (Case({"t": 0.4}), Case({"t": 0.0}), Case({"t": 1.3}))
+
+
+class TestTies(MethodKit):
+    name = "ties"
+    cases = (
+        Case(sources=_sources(0.5, 0.3, 0.4, density=0.3)),
+        Case({"normalize": False, "rescale": True}, _sources(1.0, -0.5, density=0.1)),
+        Case({"lambda": 1.5}, (*_sources(0.5, density=0.5), *_sources(0.3))),
+        Case(sources=_sources(0.5, 0.3)),
+        Case(sources=_sources(1.0, density=0.0)),
+    )
+
+
+class TestDareLinear(MethodKit):
+    name = "dare_linear"
+    cases = (
+        Case(sources=_sources(0.5, 0.3, -0.2, density=0.4)),
+        Case({"rescale": False, "normalize": True, "lambda": 2.0}, _sources(0.5, 0.3, density=0.7)),
+        Case(sources=(*_sources(0.5, density=0.0), *_sources(0.3))),
+    )
+
+
+class TestDareTies(MethodKit):
+    name = "dare_ties"
+    cases = (
+        Case(sources=_sources(0.5, 0.3, 0.4, density=0.4)),
+        Case({"normalize": True, "rescale": False}, _sources(0.5, -0.3, density=0.7)),
+        Case(sources=(*_sources(0.5, density=0.5), *_sources(0.3))),
+    )
+
+
+def test_every_method_is_in_the_kit() -> None:
+    assert {kit.name for kit in MethodKit.__subclasses__()} == set(methods())
+
+
+class _TileMean(SinglePass):
+    """Depends on how the tensor is cut."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0] - tile.sources[0].mean()
+
+
+class _Overwriting(SinglePass):
+    """Writes into its input."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0].mul_(0.5)
+
+
+class _Swallowing(SinglePass):
+    """Loses what is not finite."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return torch.nan_to_num(tile.sources[0] * 1.0, 0.0, 0.0, 0.0)
+
+
+class _Greedy(SinglePass):
+    """Takes more memory than it says."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0].double().mul_(1.0).float()
+
+
+class _FirstCounts(SinglePass):
+    """Sees the sources in their order."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0] * 1.0
+
+
+class _Forgetful(SinglePass):
+    """Gives another answer each time."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0] + torch.rand(1)
+
+
+class _BaseReader(SinglePass):
+    """Looks at the weights behind the deltas."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        base = tile.require_base()
+        return base + tile.sources[0] * base
+
+
+class _Liar(MethodKit):
+    """Two sources, all else as declared for ``linear``."""
+
+    cases = (Case(sources=({"weight": 0.5}, {"weight": 0.3})),)
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+
+    def method(self) -> Method:
+        return self._method
+
+
+_Liar.name = "linear"
+
+LIES = [
+    ("linear", _TileMean(), "test_any_tiling_gives_the_same_bits"),
+    ("linear", _TileMean(), "test_smallest_tiles_give_the_same_bits"),
+    ("linear", _Overwriting(), "test_tiles_are_not_written_to"),
+    ("linear", _FirstCounts(), "test_order_of_sources"),
+    ("linear", _Forgetful(), "test_twice_the_same"),
+    ("linear", _TileMean(), "test_equal_inputs_are_left_alone"),
+    ("task_arithmetic", _BaseReader(), "test_deltas_are_all_it_knows_of_the_sources"),
+]
+
+
+@pytest.mark.parametrize(("like", "kernel", "test"), LIES)
+def test_the_kit_finds_lies(like: str, kernel: SinglePass, test: str) -> None:
+    honest = find_method(like)
+    assert honest is not None
+    with pytest.raises(AssertionError):
+        getattr(_Liar(replace(honest, kernel=kernel)), test)()
+
+
+def test_the_kit_finds_swallowed_nan_and_hidden_memory() -> None:
+    honest = find_method("linear")
+    assert honest is not None
+    with pytest.raises(AssertionError):
+        _Liar(replace(honest, kernel=_Swallowing())).test_what_is_not_finite_reaches_the_result(float("nan"))
+    with pytest.raises(AssertionError):
+        _Liar(replace(honest, kernel=_Greedy())).test_memory_stays_within_the_declaration((9, 65_536))
+
+
+def test_the_kit_finds_a_false_identity() -> None:
+    honest = find_method("linear")
+    assert honest is not None
+    with pytest.raises(AssertionError):
+        _Liar(replace(honest, identity=lambda settings: 1)).test_identity_tells_the_truth()

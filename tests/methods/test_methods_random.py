@@ -1,0 +1,177 @@
+"""Masks: a function of key and index, and as good as chance."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.methods import keep_mask, random_key
+from raymerge.methods import reduce as reduce_module
+
+CPU = torch.device("cpu")
+MANY = 1 << 20
+
+GOLDEN_KEY = 4517192690449279934
+GOLDEN_START = "1011111011101010110111010110010000001110100110100100000111001111"
+GOLDEN_FAR = "0100000111000001001001001000000000000000110100110000100001001000"
+
+
+def plain_keep(key: int, index: int, density: float) -> bool:
+    """The definition in Python's own integers."""
+    word = 1 << 64
+    digest = hashlib.blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"raymerge word").digest()
+    state = (index * 0x9E3779B97F4A7C15 + key) % word
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % word
+    state = (state + int.from_bytes(digest, "little")) % word
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % word
+    signed = state - word if state >= word // 2 else state
+    return signed < round(density * word) - word // 2
+
+
+def as_text(mask: torch.Tensor) -> str:
+    return "".join("01"[value] for value in mask.tolist())
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    key=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 2**45),
+    density=st.floats(0.001, 0.999),
+)
+def test_mask_follows_its_definition(key: int, start: int, density: float) -> None:
+    mask = keep_mask(key, start, 20, density, CPU)
+    assert mask.tolist() == [plain_keep(key, start + offset, density) for offset in range(20)]
+
+
+def test_masks_never_change() -> None:
+    """Frozen: another text here means other bytes in every DARE merge ever published."""
+    key = random_key(42, "model.layers.0.mlp.up_proj.weight", 1)
+    assert key == GOLDEN_KEY
+    assert as_text(keep_mask(key, 0, 64, 0.5, CPU)) == GOLDEN_START
+    assert as_text(keep_mask(key, 2**33 + 5, 64, 0.25, CPU)) == GOLDEN_FAR
+
+
+@settings(deadline=None, max_examples=30)
+@given(start=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 5000), max_size=4))
+def test_any_split_gives_the_same_mask(start: int, cuts: list[int]) -> None:
+    bounds = sorted({0, *cuts, 5000})
+    parts = [
+        keep_mask(9, start + begin, end - begin, 0.3, CPU)
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    assert torch.equal(torch.cat(parts), keep_mask(9, start, 5000, 0.3, CPU))
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = keep_mask(3, 11, MANY, 0.4, CPU)
+    monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", reduce_module.PIECE)
+    assert torch.equal(keep_mask(3, 11, MANY, 0.4, CPU), whole)
+
+
+def test_indices_do_not_wrap_at_32_bits() -> None:
+    near = keep_mask(5, 0, 4096, 0.5, CPU)
+    for start in (2**31, 2**32, 2**33, 2**40):
+        agreement = (keep_mask(5, start, 4096, 0.5, CPU) == near).float().mean().item()
+        assert abs(agreement - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.0, 1.5])
+def test_nothing_and_everything(density: float) -> None:
+    mask = keep_mask(1, 7, 100, density, CPU)
+    assert bool(mask.all()) if density >= 1 else not bool(mask.any())
+
+
+def test_empty_range() -> None:
+    assert keep_mask(1, 7, 0, 0.5, CPU).shape == (0,)
+
+
+@pytest.mark.parametrize("density", [0.003, 0.1, 0.3, 0.5, 0.9, 0.997])
+@pytest.mark.parametrize("start", [0, 2**34 + 17])
+def test_frequency(density: float, start: int) -> None:
+    kept = int(keep_mask(random_key(0, "t", 0), start, MANY, density, CPU).sum())
+    spread = math.sqrt(MANY * density * (1 - density))
+    assert abs(kept - MANY * density) < 4.5 * spread
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("lag", [1, 2, 3, 64, 4096, 65536])
+def test_elements_are_independent_of_later_ones(density: float, lag: int) -> None:
+    mask = keep_mask(random_key(1, "t", 0), 0, MANY + lag, density, CPU)
+    both = int((mask[:-lag] & mask[lag:]).sum())
+    expected = MANY * density**2
+    assert abs(both - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
+def test_runs_of_eight_are_equally_likely_patterns(density: float) -> None:
+    """Chi-square over all 256 patterns of eight neighbours."""
+    bits = keep_mask(random_key(2, "t", 0), 0, MANY, density, CPU).view(-1, 8).int()
+    patterns = (bits << torch.arange(8, dtype=torch.int32)).sum(dim=1)
+    observed = torch.bincount(patterns, minlength=256).double()
+    ones = torch.tensor([number.bit_count() for number in range(256)])
+    expected = density**ones * (1 - density) ** (8 - ones) * (MANY // 8)
+    usual = expected > 5
+    chi_square = float(((observed - expected) ** 2 / expected)[usual].sum())
+    freedom = int(usual.sum()) - 1
+    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_blocks_hold_as_many_as_chance_gives() -> None:
+    """Chi-square of the counts per block of 1024: neither clumped nor too even."""
+    counts = keep_mask(random_key(3, "t", 0), 0, MANY, 0.3, CPU).view(-1, 1024).sum(dim=1).double()
+    chi_square = float(((counts - 1024 * 0.3) ** 2 / (1024 * 0.3 * 0.7)).sum())
+    assert abs(chi_square - 1024) < 5 * math.sqrt(2 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0, 1),
+        (12345, 12345 ^ (1 << 63)),
+        (7, 7 + 0x9E3779B97F4A7C15),
+        (random_key(0, "a", 0), random_key(0, "a", 1)),
+        (random_key(0, "a", 0), random_key(1, "a", 0)),
+    ],
+)
+def test_keys_are_independent(one: int, other: int) -> None:
+    """Also keys that differ by a step of the sequence: their masks must not be shifted copies."""
+    other %= 1 << 64
+    masks = keep_mask(one, 0, MANY, 0.5, CPU), keep_mask(other, 0, MANY, 0.5, CPU)
+    for shift in (-1, 0, 1):
+        agreeing = int((masks[0][1:-1] == masks[1].roll(shift)[1:-1]).sum())
+        assert abs(agreeing - MANY / 2) < 5 * math.sqrt(MANY) / 2
+
+
+def test_every_key_bit_changes_half_of_the_mask() -> None:
+    reference = keep_mask(random_key(4, "t", 0), 0, 8192, 0.5, CPU)
+    for bit in range(64):
+        mask = keep_mask(random_key(4, "t", 0) ^ (1 << bit), 0, 8192, 0.5, CPU)
+        assert abs(float((mask != reference).float().mean()) - 0.5) < 0.03
+
+
+def test_a_smaller_density_keeps_a_part_of_what_a_larger_one_keeps() -> None:
+    few, many = keep_mask(8, 0, 4096, 0.2, CPU), keep_mask(8, 0, 4096, 0.6, CPU)
+    assert not bool((few & ~many).any())
+
+
+def test_keys_tell_seed_tensor_and_source_apart() -> None:
+    keys = {
+        random_key(seed, tensor, source)
+        for seed in (0, 1, 11, -1)
+        for tensor in ("a", "b", "1/a", "é")
+        for source in (0, 1, 11)
+    }
+    assert len(keys) == 4 * 4 * 3
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_bits() -> None:
+    gpu = torch.device("cuda")
+    for start in (0, 2**33 + 5):
+        assert torch.equal(keep_mask(5, start, MANY, 0.3, gpu).cpu(), keep_mask(5, start, MANY, 0.3, CPU))

@@ -1,0 +1,185 @@
+"""Settings: forms, evaluation by hand-computed cases, filters, faults, writing back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.recipes.faults import Fault, FaultError
+from raymerge.recipes.settings import (
+    Choice,
+    Conditional,
+    Gradient,
+    Scalar,
+    Setting,
+    evaluate,
+    plain_setting,
+    read_setting,
+)
+
+ATTENTION = "model.layers.3.self_attn.q_proj.weight"
+MLP = "model.layers.3.mlp.up_proj.weight"
+FINITE = st.floats(-1e6, 1e6)
+SCALARS = FINITE.map(Scalar)
+GRADIENTS = st.lists(FINITE, min_size=1, max_size=6).map(lambda values: Gradient(tuple(values)))
+CHOICES = st.builds(Choice, st.none() | st.sampled_from(["mlp", "*", "q_proj"]), SCALARS | GRADIENTS)
+CONDITIONALS = st.lists(CHOICES, min_size=1, max_size=4).map(lambda rows: Conditional(tuple(rows)))
+SETTINGS = SCALARS | GRADIENTS | CONDITIONALS
+
+
+def faults_in(value: object) -> list[Fault]:
+    with pytest.raises(FaultError) as caught:
+        read_setting(value)
+    return list(caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [
+        (0.5, Scalar(0.5)),
+        (1, Scalar(1.0)),
+        (True, Scalar(1.0)),
+        (False, Scalar(0.0)),
+        ("1e-5", Scalar(1e-5)),
+        ([0, 1], Gradient((0.0, 1.0))),
+        ((0, "0.5"), Gradient((0.0, 0.5))),
+        ([True, False], Gradient((1.0, 0.0))),
+        ([3], Gradient((3.0,))),
+        ([{"value": 1}], Conditional((Choice(None, Scalar(1.0)),))),
+        ([{"filter": None, "value": 1}], Conditional((Choice(None, Scalar(1.0)),))),
+        (
+            [{"filter": "mlp", "value": [0, 1]}, {"value": 0.5}],
+            Conditional((Choice("mlp", Gradient((0.0, 1.0))), Choice(None, Scalar(0.5)))),
+        ),
+        # mergekit accepts a single map and then fails on it; here it is a list of one.
+        ({"filter": "mlp", "value": 0.3}, Conditional((Choice("mlp", Scalar(0.3)),))),
+    ],
+)
+def test_forms(value: object, setting: Setting) -> None:
+    assert read_setting(value) == setting
+    assert read_setting(setting) is setting
+
+
+def test_a_scalar_is_itself_everywhere() -> None:
+    assert evaluate(Scalar(0.3), ATTENTION, 0.0) == 0.3
+    assert evaluate(Scalar(0.3), "lm_head.weight", 1.0) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("values", "t", "expected"),
+    [
+        ((5.0,), 0.0, 5.0),
+        ((5.0,), 1.0, 5.0),
+        ((0.0, 1.0), 0.25, 0.25),
+        ((0.0, 1.0), 1.0, 1.0),
+        ((0.0, 10.0, 0.0), 0.25, 5.0),
+        ((0.0, 10.0, 0.0), 0.5, 10.0),
+        ((0.0, 10.0, 0.0), 0.75, 5.0),
+        ((1.0, 0.5, 0.7, 0.3, 0.0), 1 / 3, (1 - (4 / 3 - 1)) * 0.5 + (4 / 3 - 1) * 0.7),
+    ],
+)
+def test_a_gradient_is_straight_between_its_numbers(
+    values: tuple[float, ...], t: float, expected: float
+) -> None:
+    assert evaluate(Gradient(values), MLP, t) == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(FINITE, min_size=1, max_size=8), st.floats(0, 1))
+def test_a_gradient_stays_within_its_numbers(values: list[float], t: float) -> None:
+    result = evaluate(Gradient(tuple(values)), MLP, t)
+    assert result is not None
+    slack = 1e-9 * max(1.0, *map(abs, values))
+    assert min(values) - slack <= result <= max(values) + slack
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(FINITE, min_size=2, max_size=8))
+def test_a_gradient_passes_through_its_numbers(values: list[float]) -> None:
+    last = len(values) - 1
+    for index, value in enumerate(values):
+        found = evaluate(Gradient(tuple(values)), MLP, index / last)
+        assert found is not None
+        assert math.isclose(found, value, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_filters_look_for_a_part_of_the_name_and_the_first_match_holds() -> None:
+    setting = read_setting(
+        [
+            {"filter": "self_attn", "value": [0.0, 1.0]},
+            {"filter": "mlp", "value": 2},
+            {"filter": "layers.3", "value": 3},
+        ]
+    )
+    assert evaluate(setting, ATTENTION, 0.5) == 0.5
+    assert evaluate(setting, MLP, 0.5) == 2.0
+    assert evaluate(setting, "model.layers.3.input_layernorm.weight", 0.0) == 3.0
+
+
+def test_without_a_match_there_is_no_number() -> None:
+    assert evaluate(read_setting([{"filter": "mlp", "value": 1}]), ATTENTION, 0.0) is None
+
+
+@pytest.mark.parametrize("catch_all", [{"value": 4}, {"filter": "*", "value": 4}])
+def test_a_missing_filter_and_a_star_match_everything(catch_all: dict[str, object]) -> None:
+    setting = read_setting([{"filter": "mlp", "value": 1}, catch_all, {"filter": "q_proj", "value": 9}])
+    assert evaluate(setting, ATTENTION, 0.0) == 4.0
+
+
+def test_filters_are_no_patterns() -> None:
+    assert evaluate(read_setting([{"filter": "layers.*", "value": 1}]), MLP, 0.0) is None
+    assert evaluate(read_setting([{"filter": "layers[.]3", "value": 1}]), MLP, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "words"),
+    [
+        (None, (), "no value"),
+        ("abc", (), "expected a number"),
+        ([], (), "empty"),
+        ([1, "x"], (1,), "'x' is a text"),
+        ([[1]], (0,), "[1] is a list"),
+        ({}, (), "without a value"),
+        ({"filter": "mlp"}, (), "without a value"),
+        ([{"filter": "mlp", "vlaue": 1}], (0, "vlaue"), "unknown key 'vlaue'"),
+        ([{"filter": 3, "value": 1}], (0, "filter"), "3 is a number"),
+        ([{"value": None}], (0, "value"), "no value"),
+        ([{"value": [{"value": 1}]}], (0, "value", 0), "expected a number"),
+        ([{"value": 1}, 2], (1,), "2 is a number among filters"),
+        ([{"value": {"value": 1}}], (0, "value"), "is a map"),
+    ],
+)
+def test_a_fault_has_its_place_within_the_setting(
+    value: object, path: tuple[object, ...], words: str
+) -> None:
+    (fault,) = faults_in(value)
+    assert fault.path == path
+    assert words in fault.what
+    assert fault.remedy
+
+
+def test_the_remedy_of_a_misspelled_key_is_the_key() -> None:
+    (fault,) = faults_in([{"filter": "mlp", "vlaue": 1}])
+    assert fault.remedy == "Did you mean 'value'?"
+    (fault,) = faults_in([{"zzz": 1, "value": 1}])
+    assert fault.remedy == "Keys known here: filter, value."
+
+
+def test_all_faults_come_together() -> None:
+    faults = faults_in([{"filter": 1, "value": "x"}, 7, {"value": [1, "y"]}])
+    assert [fault.path for fault in faults] == [(0, "filter"), (0, "value"), (1,), (2, "value", 1)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(SETTINGS)
+def test_a_setting_survives_being_written_and_read(setting: Setting) -> None:
+    assert read_setting(plain_setting(setting)) == setting
+
+
+def test_settings_are_frozen_and_hashable() -> None:
+    assert len({Scalar(1.0), Scalar(1.0), Gradient((1.0,)), Choice(None, Scalar(1.0))}) == 3
+    with pytest.raises(AttributeError):
+        Scalar(1.0).value = 2.0  # type: ignore[misc]

@@ -1,0 +1,441 @@
+"""A directory as a store: what it lists, reads and writes, and how it says no."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raymerge.errors import CheckpointError, OptionError
+from raymerge.storage.local import LocalStore
+from raymerge.storage.store import ReadStore, WriteStore
+
+OUTSIDE = ["", "/etc/passwd", "..", "../x", "a/../../x", "a/..", "x\0y"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "root")
+
+
+def put(store: LocalStore, key: str, data: bytes) -> Path:
+    path = store.root / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_it_is_a_store_to_read_and_to_write(store: LocalStore) -> None:
+    reader: ReadStore = store
+    writer: WriteStore = store
+    assert reader is writer
+
+
+class TestFiles:
+    def test_lists_every_level_sorted_by_key_with_sizes(self, store: LocalStore) -> None:
+        for key, size in {"b.txt": 3, "a/c.txt": 0, "a.txt": 5, "a/b/c.txt": 7}.items():
+            put(store, key, b"x" * size)
+        listed = [(info.key, info.nbytes) for info in store.files()]
+        assert listed == [("a.txt", 5), ("a/b/c.txt", 7), ("a/c.txt", 0), ("b.txt", 3)]
+
+    def test_skips_hidden_directories_and_keeps_hidden_files(self, store: LocalStore) -> None:
+        for key in (".git/config", ".cache/huggingface/x", "a/.ipynb/x", ".gitattributes", "a/x"):
+            put(store, key, b"")
+        assert [info.key for info in store.files()] == [".gitattributes", "a/x"]
+
+    def test_a_link_to_a_file_counts_as_the_file(self, store: LocalStore, tmp_path: Path) -> None:
+        blob = tmp_path / "blobs" / "abc"
+        blob.parent.mkdir()
+        blob.write_bytes(b"12345")
+        os.utime(blob, ns=(1, 987_654_321))
+        put(store, "other", b"")
+        (store.root / "model.safetensors").symlink_to(blob)
+        info = store.files()[0]
+        assert (info.key, info.nbytes, info.version) == ("model.safetensors", 5, "987654321")
+
+    def test_enters_no_linked_directory_and_so_no_loop(self, store: LocalStore) -> None:
+        put(store, "a/x", b"")
+        (store.root / "a" / "again").symlink_to(store.root)
+        (store.root / "b").symlink_to(store.root / "a")
+        assert [info.key for info in store.files()] == ["a/x"]
+
+    def test_leaves_out_what_cannot_be_read_as_a_file(self, store: LocalStore) -> None:
+        put(store, "x", b"")
+        (store.root / "nowhere").symlink_to(store.root / "gone")
+        (store.root / "itself").symlink_to(store.root / "itself")
+        os.mkfifo(store.root / "pipe")
+        assert [info.key for info in store.files()] == ["x"]
+
+    def test_the_root_may_be_a_link(self, store: LocalStore, tmp_path: Path) -> None:
+        put(store, "x", b"1")
+        (tmp_path / "link").symlink_to(store.root)
+        assert LocalStore(tmp_path / "link").files() == store.files()
+
+    def test_writing_again_changes_the_version(self, store: LocalStore) -> None:
+        path = put(store, "x", b"1")
+        before = store.files()[0]
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        assert store.files()[0].version != before.version
+
+    def test_a_missing_root_is_named(self, store: LocalStore) -> None:
+        with pytest.raises(CheckpointError, match=r"root: there is no such directory\. Check the path"):
+            store.files()
+
+    def test_a_file_as_root_is_named(self, store: LocalStore) -> None:
+        put(store, "x", b"")
+        with pytest.raises(CheckpointError, match="root/x: cannot be listed: Not a directory"):
+            LocalStore(store.root / "x").files()
+
+
+class TestKeys:
+    @pytest.mark.parametrize("key", OUTSIDE)
+    def test_none_leaves_the_root(self, store: LocalStore, key: str) -> None:
+        for action in (
+            lambda: store.location(key),
+            lambda: store.read(key, 0, 0),
+            lambda: store.create(key, 1),
+            lambda: store.write_at(key, 0, b"x"),
+            lambda: store.rename("a", key),
+            lambda: store.rename(key, "a"),
+            lambda: store.remove(key),
+            lambda: store.sync(key),
+            lambda: store.sync_directory(key),
+            lambda: store.write_atomic(key, b"x"),
+        ):
+            with pytest.raises(ValueError, match="is not a key"):
+                action()
+
+    def test_location_is_the_path(self, store: LocalStore) -> None:
+        assert store.location("a/b") == str(store.root / "a" / "b")
+        assert store.location(".") == str(store.root)
+
+
+class TestReading:
+    def test_reads_any_piece(self, store: LocalStore) -> None:
+        data = bytes(range(256)) * 40
+        put(store, "x", data)
+        assert store.read("x", 0, len(data)) == data
+        assert store.read("x", 1000, 17) == data[1000:1017]
+        assert store.read("x", len(data), 0) == b""
+
+    def test_reads_into_memory_of_any_element_type(self, store: LocalStore) -> None:
+        numbers = np.arange(12, dtype=np.float32)
+        put(store, "x", b"head" + numbers.tobytes())
+        found = np.zeros((3, 4), dtype=np.float32)
+        store.read_into("x", 4, memoryview(found))
+        assert np.array_equal(found.ravel(), numbers)
+
+    def test_reads_nothing_into_an_array_without_elements(self, store: LocalStore) -> None:
+        put(store, "x", b"")
+        store.read_into("x", 0, memoryview(np.zeros((0, 3), dtype=np.float32)))
+
+    def test_goes_on_after_short_reads(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = bytes(range(100))
+        put(store, "x", data)
+        whole = os.preadv
+
+        def stingy(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            return whole(descriptor, [buffers[0][:7]], offset)
+
+        monkeypatch.setattr(os, "preadv", stingy)
+        assert store.read("x", 3, 90) == data[3:93]
+
+    @pytest.mark.parametrize(("offset", "ends"), [(0, 10), (5, 10), (10, 10), (50, 50)])
+    def test_an_early_end_names_file_and_bytes(self, store: LocalStore, offset: int, ends: int) -> None:
+        put(store, "x", b"0123456789")
+        message = rf"root/x: ends at byte {ends}, but bytes {offset} to {offset + 11} were wanted"
+        with pytest.raises(CheckpointError, match=message):
+            store.read("x", offset, 11)
+
+    def test_a_missing_file_is_named(self, store: LocalStore) -> None:
+        with pytest.raises(CheckpointError, match=r"root/x: cannot be read at byte 3: No such file"):
+            store.read("x", 3, 1)
+
+    def test_a_failing_disk_is_named(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        put(store, "x", b"0123456789")
+
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(CheckpointError, match="root/x: cannot be read at byte 4: Input/output error"):
+            store.read("x", 4, 2)
+
+    def test_many_threads_read_more_files_than_stay_open(self, store: LocalStore) -> None:
+        count = 150
+        for number in range(count):
+            put(store, f"{number}", number.to_bytes(4, "little") * 64)
+
+        def check(turn: int) -> bool:
+            number = turn * 37 % count
+            return store.read(f"{number}", 8, 4) == number.to_bytes(4, "little")
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(check, range(1500)))
+        assert 0 < open_below(store.root) <= 64
+        store.close()
+        assert open_below(store.root) == 0
+
+    def test_works_again_after_close(self, store: LocalStore) -> None:
+        put(store, "x", b"1")
+        with store as same:
+            assert same.read("x", 0, 1) == b"1"
+        assert open_below(store.root) == 0
+        assert store.read("x", 0, 1) == b"1"
+        store.close()
+
+    def test_pickles_as_its_root_alone(self, store: LocalStore) -> None:
+        put(store, "x", b"1")
+        store.read("x", 0, 1)
+        copy = pickle.loads(pickle.dumps(store))
+        assert copy.root == store.root
+        assert copy.read("x", 0, 1) == b"1"
+        assert len(pickle.dumps(store)) < 300 + len(str(store.root))
+
+
+class TestWriting:
+    def test_writes_at_offsets_in_any_order(self, store: LocalStore) -> None:
+        store.create("a/b/x", 10)
+        store.write_at("a/b/x", 5, b"56789")
+        store.write_at("a/b/x", 0, memoryview(bytearray(b"01234")))
+        store.sync("a/b/x")
+        store.sync_directory("a/b")
+        assert (store.root / "a/b/x").read_bytes() == b"0123456789"
+
+    def test_reserves_the_space(self, store: LocalStore) -> None:
+        store.create("x", 1 << 20)
+        status = (store.root / "x").stat()
+        assert status.st_size == 1 << 20
+
+    def test_creating_again_keeps_the_bytes(self, store: LocalStore) -> None:
+        store.create("x", 8)
+        store.write_at("x", 0, b"12345678")
+        store.create("x", 8)
+        assert store.read("x", 0, 8) == b"12345678"
+
+    @pytest.mark.parametrize("nbytes", [0, 3, 8, 20])
+    def test_creating_again_gives_the_size_asked(self, store: LocalStore, nbytes: int) -> None:
+        store.create("x", 8)
+        store.create("x", nbytes)
+        assert (store.root / "x").stat().st_size == nbytes
+
+    def test_writes_arrays_of_any_element_type(self, store: LocalStore) -> None:
+        numbers = np.arange(6, dtype=np.int64).reshape(2, 3)
+        store.create("x", 48)
+        store.write_at("x", 0, memoryview(numbers))
+        store.write_at("x", 0, memoryview(np.zeros((0, 3))))
+        assert store.read("x", 0, 48) == numbers.tobytes()
+
+    def test_goes_on_after_short_writes(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.create("x", 100)
+        whole = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:7], offset))
+        store.write_at("x", 10, bytes(range(90)))
+        assert store.read("x", 10, 90) == bytes(range(90))
+
+    def test_writing_to_a_file_never_created_is_a_bug_of_ours(self, store: LocalStore) -> None:
+        store.root.mkdir()
+        with pytest.raises(FileNotFoundError):
+            store.write_at("x", 0, b"1")
+
+    def test_threads_write_one_file(self, store: LocalStore) -> None:
+        store.create("x", 64 * 1000)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda at: store.write_at("x", at * 1000, bytes([at]) * 1000), range(64)))
+        assert store.read("x", 0, 64_000) == b"".join(bytes([at]) * 1000 for at in range(64))
+
+    @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.randoms())
+    def test_any_cut_in_any_order_gives_the_same_file(
+        self, tmp_path: Path, data: bytes, cuts: list[int], seed: object
+    ) -> None:
+        store = LocalStore(tmp_path)
+        edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+        pieces = list(pairwise(edges))
+        seed.shuffle(pieces)  # type: ignore[attr-defined]
+        store.remove("x")
+        store.create("x", len(data))
+        for begin, end in pieces:
+            store.write_at("x", begin, data[begin:end])
+        assert (tmp_path / "x").read_bytes() == data
+        store.close()
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        monkeypatch.setattr(os, "pwrite", refuse)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096))
+
+    @pytest.mark.usefixtures("full")
+    def test_creating_says_how_many_bytes_are_missing(self, store: LocalStore) -> None:
+        with pytest.raises(OptionError) as caught:
+            store.create("x", 1_040_960)
+        message = str(caught.value)
+        assert message.startswith(str(store.root / "x"))
+        assert "1000000 bytes (1.00 MB) are missing" in message
+        assert "40960 free" in message
+        assert caught.value.exit_code == 2
+
+    @pytest.mark.usefixtures("full")
+    def test_creating_leaves_no_half_reserved_file(self, store: LocalStore) -> None:
+        with pytest.raises(OptionError):
+            store.create("x", 1_000_000)
+        assert (store.root / "x").stat().st_size == 0
+
+    def test_growing_counts_only_what_is_new(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.create("x", 600)
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OptionError, match="cannot take 400 more bytes"):
+            store.create("x", 1000)
+        assert (store.root / "x").stat().st_size == 600
+
+    def test_writing_says_so_too(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.create("x", 10)
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+        with pytest.raises(OptionError, match="cannot take 10 more bytes"):
+            store.write_at("x", 0, b"0123456789")
+
+    @pytest.mark.usefixtures("full")
+    def test_an_atomic_write_cleans_up(self, store: LocalStore) -> None:
+        with pytest.raises(OptionError):
+            store.write_atomic("x", b"0123456789")
+        assert store.files() == ()
+
+    def test_other_errors_stay_what_they_are(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.create("x", 10)
+
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "pwrite", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.write_at("x", 0, b"1")
+
+    @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+    def test_without_reservation_the_size_is_still_right(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def unsupported(*_: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "posix_fallocate", unsupported)
+        store.create("x", 5000)
+        assert (store.root / "x").stat().st_size == 5000
+
+    def test_without_the_calls_of_linux(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(os, "posix_fallocate")
+        monkeypatch.delattr(os, "fdatasync")
+        store.create("x", 5000)
+        store.sync("x")
+        assert (store.root / "x").stat().st_size == 5000
+
+
+class TestNames:
+    def test_rename_replaces_and_is_seen_by_readers(self, store: LocalStore) -> None:
+        put(store, "new", b"old")
+        assert store.read("new", 0, 3) == b"old"
+        store.create("part", 3)
+        store.write_at("part", 0, b"yes")
+        store.rename("part", "new")
+        assert store.read("new", 0, 3) == b"yes"
+        with pytest.raises(CheckpointError):
+            store.read("part", 0, 1)
+
+    def test_rename_makes_the_directory(self, store: LocalStore) -> None:
+        put(store, "x", b"1")
+        store.rename("x", "a/b/x")
+        assert store.read("a/b/x", 0, 1) == b"1"
+
+    def test_remove_is_final_and_may_be_repeated(self, store: LocalStore) -> None:
+        put(store, "x", b"1")
+        store.read("x", 0, 1)
+        store.remove("x")
+        store.remove("x")
+        with pytest.raises(CheckpointError, match="No such file"):
+            store.read("x", 0, 1)
+
+    def test_sync_directory_syncs_the_root_by_default(self, store: LocalStore) -> None:
+        store.root.mkdir()
+        store.sync_directory()
+
+
+class TestWriteAtomic:
+    @pytest.mark.parametrize("key", ["x", "a/b/x"])
+    @pytest.mark.parametrize("data", [b"", b"12345"])
+    def test_writes_and_replaces(self, store: LocalStore, key: str, data: bytes) -> None:
+        for content in (b"the one before", data):
+            store.write_atomic(key, content)
+        assert (store.root / key).read_bytes() == data
+        assert [info.key for info in store.files()] == [key]
+
+    def test_gives_the_usual_rights(self, store: LocalStore) -> None:
+        put(store, "plain", b"")
+        store.write_atomic("x", b"")
+        assert (store.root / "x").stat().st_mode == (store.root / "plain").stat().st_mode
+
+    def test_a_reader_sees_the_old_or_the_new(self, store: LocalStore) -> None:
+        contents = [bytes([number]) * 5000 for number in range(40)]
+        store.write_atomic("x", contents[0])
+        done = threading.Event()
+        seen: set[bytes] = set()
+
+        def watch() -> None:
+            while not done.is_set():
+                seen.add((store.root / "x").read_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for content in contents:
+            store.write_atomic("x", content)
+        done.set()
+        watcher.join()
+        assert seen <= set(contents)
+
+    def test_a_failure_keeps_the_old(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.write_atomic("x", b"old")
+
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "replace", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.write_atomic("x", b"new")
+        assert [info.key for info in store.files()] == ["x"]
+        assert store.read("x", 0, 3) == b"old"
+
+
+def open_below(root: Path) -> int:
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            count += os.readlink(entry).startswith(str(root))
+        except OSError:
+            continue
+    return count

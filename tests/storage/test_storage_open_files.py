@@ -1,0 +1,118 @@
+"""Descriptors shared by threads: never closed under a user, never kept beyond the limit."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from raymerge.storage.open_files import OpenFiles
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    found = [tmp_path / f"{number}" for number in range(5)]
+    for number, path in enumerate(found):
+        path.write_bytes(bytes([number]))
+    return [str(path) for path in found]
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_same_file_is_opened_once(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[0], writable=False) as first, files.borrow(paths[0], writable=False) as again:
+        assert first == again
+    with files.borrow(paths[0], writable=False) as later:
+        assert later == first
+    files.close()
+
+
+def test_reading_and_writing_have_their_own_descriptors(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[0], writable=False) as reader, files.borrow(paths[0], writable=True) as writer:
+        assert reader != writer
+        assert os.pwrite(writer, b"x", 0) == 1
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(reader, b"x", 0)
+    files.close()
+
+
+def test_the_longest_unused_goes_first(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    descriptors = {}
+    for number in (0, 1, 0):
+        with files.borrow(paths[number], writable=False) as descriptors[number]:
+            pass
+    with files.borrow(paths[2], writable=False):
+        assert is_open(descriptors[0])
+        kept = os.fstat(descriptors[0]).st_ino
+        assert kept == Path(paths[0]).stat().st_ino
+    files.close()
+    assert not is_open(descriptors[0])
+
+
+def test_files_in_use_are_kept_beyond_the_limit(paths: list[str]) -> None:
+    files = OpenFiles(1)
+    with ExitStack() as stack:
+        borrowed = [stack.enter_context(files.borrow(path, writable=False)) for path in paths]
+        assert [os.pread(descriptor, 1, 0)[0] for descriptor in borrowed] == [0, 1, 2, 3, 4]
+    with files.borrow(paths[0], writable=False):
+        assert sum(map(is_open, borrowed)) == 1
+    files.close()
+
+
+@pytest.mark.parametrize("action", ["forget", "close"])
+def test_a_dropped_file_lives_until_its_last_user_ends(paths: list[str], action: str) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[3], writable=False) as descriptor:
+        if action == "forget":
+            files.forget(paths[3])
+        else:
+            files.close()
+        assert os.pread(descriptor, 1, 0) == b"\x03"
+    assert not is_open(descriptor)
+
+
+def test_a_forgotten_file_is_opened_anew(paths: list[str]) -> None:
+    files = OpenFiles(2)
+    with files.borrow(paths[0], writable=False):
+        pass
+    os.replace(paths[1], paths[0])
+    files.forget(paths[0])
+    with files.borrow(paths[0], writable=False) as descriptor:
+        assert os.pread(descriptor, 1, 0) == b"\x01"
+    files.close()
+
+
+def test_an_error_of_the_user_gives_the_file_back(paths: list[str]) -> None:
+    files = OpenFiles(2)
+
+    def fail() -> None:
+        with files.borrow(paths[0], writable=False) as descriptor:
+            raise RuntimeError(descriptor)
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    files.close()
+    assert not is_open(int(str(caught.value)))
+
+
+def test_a_file_that_cannot_be_opened_leaves_nothing_behind(paths: list[str], tmp_path: Path) -> None:
+    files = OpenFiles(2)
+    missing = str(tmp_path / "missing")
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError), files.borrow(missing, writable=False):
+            pass
+    Path(missing).write_bytes(b"!")
+    with files.borrow(missing, writable=False) as descriptor:
+        assert os.pread(descriptor, 1, 0) == b"!"
+    files.close()

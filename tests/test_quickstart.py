@@ -1,0 +1,109 @@
+"""The quickstart's evaluation: the loss it reports is the loss, and its verdict is the exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart"
+BASE = QUICKSTART / "models" / "base"
+
+
+@pytest.fixture(scope="module")
+def evaluate() -> ModuleType:
+    """The script as a module; dataclasses look their module up, so it is registered while it is made."""
+    spec = importlib.util.spec_from_file_location("quickstart_evaluate", QUICKSTART / "evaluate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """The base without one of its tensors."""
+    target = tmp_path / "broken"
+    shutil.copytree(BASE, target)
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _row(evaluate: ModuleType, name: str, *losses: float) -> object:
+    return evaluate.Row(name, dict(zip(evaluate.TEXTS, losses, strict=True)))
+
+
+def test_windows_are_whole_and_begin_with_the_start_token(evaluate: ModuleType) -> None:
+    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+    text = (QUICKSTART / "texts" / "valid-code.txt").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text).ids
+    made = evaluate.windows(tokenizer, text, 7)
+    assert made.shape == (len(ids) // 255, 256)
+    assert made[:, 0].tolist() == [7] * len(made)
+    assert made[:, 1:].flatten().tolist() == ids[: 255 * len(made)]
+
+
+def test_the_loss_of_a_model_that_knows_nothing_is_that_of_guessing(evaluate: ModuleType) -> None:
+    model = evaluate.load_strictly(BASE)
+    with torch.inference_mode():
+        model.lm_head.weight.zero_()
+        loss = evaluate.mean_loss(model, torch.arange(512).view(2, 256))
+    assert loss == pytest.approx(
+        math.log(json.loads((BASE / "config.json").read_text())["vocab_size"]), abs=1e-5
+    )
+
+
+def test_the_loss_does_not_depend_on_how_windows_are_batched(
+    evaluate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = evaluate.load_strictly(BASE), torch.arange(3 * 256).view(3, 256)
+    with torch.inference_mode():
+        together = evaluate.mean_loss(model, batch)
+        monkeypatch.setattr(evaluate, "WINDOWS_AT_ONCE", 1)
+        alone = evaluate.mean_loss(model, batch)
+    assert alone == pytest.approx(together, abs=1e-5)
+
+
+def test_the_base_has_the_loss_that_its_makers_measured(evaluate: ModuleType) -> None:
+    row = evaluate.measure("base", BASE)
+    assert row.losses == pytest.approx({"code": 3.20775, "English": 3.17429, "French": 2.81668}, abs=6e-4)
+    assert row.mean == pytest.approx(3.06624, abs=6e-4)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_measured(evaluate: ModuleType, broken: Path) -> None:
+    with pytest.raises(ValueError, match=r"missing_keys.*up_proj"):
+        evaluate.load_strictly(broken)
+
+
+def test_the_best_of_every_column_is_marked(evaluate: ModuleType) -> None:
+    rows = [_row(evaluate, "one", 1.0, 3.0, 3.0), _row(evaluate, "two", 2.0, 2.0, 2.5)]
+    console = Console(width=100, no_color=True, record=True, file=io.StringIO())
+    console.print(evaluate.loss_table(rows))
+    lines = console.export_text().splitlines()
+    assert [line.count("*") for line in lines if "one" in line or "two" in line] == [1, 3]
+
+
+@pytest.mark.parametrize(("mean", "won", "said"), [(1.9, True, "beats every"), (2.0, False, "does NOT beat")])
+def test_the_verdict_compares_with_the_best_parent(
+    evaluate: ModuleType, mean: float, won: bool, said: str
+) -> None:
+    parents = [_row(evaluate, "weak", 3.0, 3.0, 3.0), _row(evaluate, "strong", 2.0, 2.0, 2.0)]
+    verdict, sentence = evaluate.verdict(parents, _row(evaluate, "merged", mean, mean, mean))
+    assert verdict is won
+    assert said in sentence
+    assert "strong" in sentence
