@@ -76,7 +76,7 @@ class _Restacking:
         )
 
     def listed(self) -> None:
-        """Lists (and strings) of one entry a layer, and lists of layer numbers, these also in tables inside."""
+        """Lists (and strings) of one entry a layer, and lists of layer numbers, also in tables inside."""
         for key, value in self._section.items():
             if isinstance(value, list):
                 self._section[key] = self._list(key, value)

@@ -121,7 +121,7 @@ def _entries(raw: bytes, where: str) -> dict[str, Any]:
         entries = parse_strict_json(raw)
     except ValueError as error:
         raise CheckpointError(Problem(where, f"has a header that {error}.", _DOWNLOAD)) from error
-    # The first byte is part of the format: readers refuse a header that begins with white space.
+    # The first byte is part of the format, though not every reader insists on it.
     if not isinstance(entries, dict) or not raw.startswith(b"{"):
         raise CheckpointError(Problem(where, "has a header that is not a JSON object.", _DOWNLOAD))
     return entries

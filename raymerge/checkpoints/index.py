@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _INDEX_NAME = re.compile(r"model.*\.safetensors\.index\.json", re.DOTALL)
 _PART_NAME = re.compile(r"model-([0-9]{5,6})-of-([0-9]{5,6})\.safetensors")
 _NUM_NAMED = 3
-_NOT_PUBLISHED_SO = "Download the checkpoint again, or ask its publisher for an index that fits."
+_GET_A_FIT = "Download the checkpoint again, or ask its publisher for an index that fits."
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def check_index(
         return problems, []
     sizes = f"{INDEX_FILE} gives metadata.total_size as {index.total_size}, the headers add up to {total}"
     if index.total_size * 2 < total:
-        problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _NOT_PUBLISHED_SO))
+        problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _GET_A_FIT))
         return problems, []
     return problems, [f"{sizes} bytes; the headers count."]
 
@@ -131,9 +131,9 @@ def _parse_index(raw: bytes, where: str) -> dict[str, Any]:
     try:
         parsed = parse_strict_json(raw)
     except ValueError as error:
-        raise CheckpointError(Problem(where, f"the index {error}.", _NOT_PUBLISHED_SO)) from error
+        raise CheckpointError(Problem(where, f"the index {error}.", _GET_A_FIT)) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(Problem(where, "the index is not a JSON object.", _NOT_PUBLISHED_SO))
+        raise CheckpointError(Problem(where, "the index is not a JSON object.", _GET_A_FIT))
     return parsed
 
 
@@ -141,9 +141,9 @@ def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:
     found = parsed.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         what = "weight_map is missing or is not a map from tensor names to file names."
-        raise CheckpointError(Problem(where, what, _NOT_PUBLISHED_SO))
+        raise CheckpointError(Problem(where, what, _GET_A_FIT))
     if not found:
-        raise CheckpointError(Problem(where, "weight_map names no tensor.", _NOT_PUBLISHED_SO))
+        raise CheckpointError(Problem(where, "weight_map names no tensor.", _GET_A_FIT))
     return found
 
 
@@ -163,7 +163,7 @@ def _unfit_files(
             problems.append(Problem(where, what, "Download or copy that file again."))
         elif not key.endswith(".safetensors"):
             what = f"names {key}, which is not a safetensors file."
-            problems.append(Problem(where, what, _NOT_PUBLISHED_SO))
+            problems.append(Problem(where, what, _GET_A_FIT))
     return problems
 
 
@@ -230,8 +230,8 @@ def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Proble
     if not twice:
         return []
     keys = " and ".join(holders[twice[0]][:_NUM_NAMED])
-    what = f"{_tensors(twice)} in more than one file (the first in {keys})."
-    return [Problem(where, what, _NOT_PUBLISHED_SO)]
+    what = f"holds {_tensors(twice)} in more than one file (the first in {keys})."
+    return [Problem(where, what, _GET_A_FIT)]
 
 
 def _disagreements(
@@ -245,26 +245,21 @@ def _disagreements(
         for key in keys:
             if weight_map.get(name) != key:
                 unnamed[key].append(name)
-    return [
-        *(
-            Problem(
-                where, f"{_tensors(names)} placed in {key} by {INDEX_FILE}, but not there.", _NOT_PUBLISHED_SO
-            )
-            for key, names in sorted(absent.items())
-        ),
-        *(
-            Problem(
-                where, f"{_tensors(names)} in {key}, but not placed there by {INDEX_FILE}.", _NOT_PUBLISHED_SO
-            )
-            for key, names in sorted(unnamed.items())
-        ),
+    problems = [
+        f"{INDEX_FILE} places {_tensors(names)} in {key}, which does not hold them."
+        for key, names in sorted(absent.items())
     ]
+    problems += [
+        f"{key} holds {_tensors(names)} that {INDEX_FILE} does not place there."
+        for key, names in sorted(unnamed.items())
+    ]
+    return [Problem(where, what, _GET_A_FIT) for what in problems]
 
 
 def _tensors(names: Sequence[str]) -> str:
-    verb = "tensor is" if len(names) == 1 else "tensors are"
+    noun = "tensor" if len(names) == 1 else "tensors"
     some = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
-    return f"{len(names)} {verb} ({some})"
+    return f"{len(names)} {noun} ({some})"
 
 
 def _some(names: Sequence[str]) -> str:

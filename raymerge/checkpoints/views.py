@@ -2,7 +2,8 @@
 
 The same experts are published one by one, stacked ``[E, 2F, d]``, stacked and transposed, interleaved or
 flattened. A view says where one projection of one expert lies, so that the arithmetic is always done on
-``[out, in]`` matrices. E is the number of experts, P the projections stored together, F the rows of one projection, d its columns.
+``[out, in]`` matrices. E is the number of experts, P the projections stored together, F the rows of one
+projection, d its columns.
 """
 
 from __future__ import annotations

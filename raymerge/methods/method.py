@@ -173,7 +173,7 @@ class Kernel(Protocol):
         """Statistics passes over the whole tensor that ``apply`` needs before it."""
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
-        """The state of one tensor's statistics; None when there are no passes."""
+        """The state of one tensor's statistics; asked for only when there are passes."""
 
     def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Take in one tile; tiles come in order and cover the tensor exactly once per pass."""
@@ -182,7 +182,8 @@ class Kernel(Protocol):
         """End a pass."""
 
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
-        """The result's elements for this tile, float32 ``[n]``, on the tile's device."""
+        """The result's elements for this tile, float32 ``[n]``, on the tile's device; ``state`` is None
+        when there were no passes."""
 
 
 class SinglePass:

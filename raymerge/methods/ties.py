@@ -56,12 +56,13 @@ class TiesKernel:
             if selection is not None:
                 selection.conclude(pass_index)
 
-    def apply(self, tile: Tile, settings: Settings, state: _Selections) -> torch.Tensor:
+    def apply(self, tile: Tile, settings: Settings, state: _Selections | None) -> torch.Tensor:
         """Base plus lambda times the elected sum of the trimmed deltas."""
         weights = settings.per_source("weight")
+        selections = state or (None,) * len(weights)
 
         def term(index: int, out: torch.Tensor) -> None:
-            delta, selection = tile.sources[index], state[index]
+            delta, selection = tile.sources[index], selections[index]
             if selection is None:
                 torch.mul(delta, weights[index], out=out)
                 return

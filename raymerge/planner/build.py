@@ -194,7 +194,7 @@ def _settle_rest(
     """Give every tensor that no output used its rule, or report it."""
     used = {member.source for section in sections for span in section.spans for member in span.everyone()}
     for source, name in list(builder.fates.unsettled()):
-        rule = _rule(recipe, aligner, source, name, used=used, role=logical[source].role(name))
+        rule = _rule(recipe, aligner, source, name, used=used, role=logical[source].part(name))
         if rule is not None:
             builder.fates.settle(source, name, Fate(Disposition.DROPPED, rule))
             continue

@@ -92,7 +92,7 @@ def _expert_layers(logical: LogicalTensors, source: Source, section: Section) ->
     return frozenset(
         info.layer
         for info in logical.infos.values()
-        if info.layer is not None and info.stack == prefix and info.role in (Role.EXPERT, Role.ROUTER)
+        if info.layer is not None and info.stack == prefix and info.part in (Role.EXPERT, Role.ROUTER)
     )
 
 

@@ -50,14 +50,14 @@ class LogicalTensors:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.infos: Mapping[str, TensorInfo] = {
-            name: describe(name, source.rules, num_layers=_main_layers(source))
+            name: describe(name, source.rules, stacks=source.stacks)
             for name in source.checkpoint.tensors
         }
         self._places: dict[str, Place] | None = None
 
-    def role(self, name: str) -> Role:
-        """Role of a stored tensor."""
-        return self.infos[name].role
+    def part(self, name: str) -> Role:
+        """What a stored tensor does within its layer."""
+        return self.infos[name].part
 
     def stored(self, name: str) -> StoredTensor | None:
         """The stored tensor of that very name."""
@@ -69,7 +69,7 @@ class LogicalTensors:
         info = self.infos[name]
         layout = (
             fused_layout(name, tensor.shape, self._source.checkpoint.config, self._source.rules)
-            if info.role is Role.EXPERT and info.expert is None
+            if info.part in (Role.EXPERT, Role.SHARED_EXPERT) and info.expert is None
             else None
         )
         if layout is None:
@@ -103,7 +103,3 @@ def _place(tensor: StoredTensor, start: int, count: int, view: View) -> Place:
     inside = View(view.offset - start, view.shape, view.strides)
     return Place(tensor, start, count, view.shape, None if inside.is_flat and inside.offset == 0 else inside)
 
-
-def _main_layers(source: Source) -> int | None:
-    stack = source.layer_stack(None)
-    return stack.num_layers if stack is not None else None

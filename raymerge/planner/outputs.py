@@ -51,7 +51,7 @@ class OutputBuilder:
     def output(self, aligned: Aligned) -> Output | None:
         """The output for one aligned tensor, or None with a finding that says why not."""
         lead = self._stored_lead(aligned)
-        role = self._logical[aligned.span.lead.source].role(aligned.lead)
+        role = self._logical[aligned.span.lead.source].part(aligned.lead)
         dtype = output_dtype(self._recipe, lead, role, self._main[aligned.span.lead.source])
         if role is Role.BUFFER or self._is_integer(lead, aligned.span.lead.source):
             self._leave_others(aligned)

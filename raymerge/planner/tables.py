@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.ipc
 
 from raymerge.checkpoints.layout import FileLayout

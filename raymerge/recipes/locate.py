@@ -56,8 +56,10 @@ class Places:
     def _named(self, fault: Fault) -> str:
         """The fact with its key before it, where neither the place nor the fact itself has the key."""
         key = fault.path[-1] if fault.path else None
-        known = not self.marks or not isinstance(key, str) or key in fault.what
-        return fault.what if known else f"{key}: {fault.what}"
+        if not self.marks or not isinstance(key, str):
+            return fault.what
+        named = f"'{key}'" in fault.what or fault.what.startswith(f"{key} ")
+        return fault.what if named else f"{key}: {fault.what}"
 
 
 @dataclass(frozen=True, slots=True)

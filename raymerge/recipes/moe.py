@@ -110,7 +110,7 @@ def _enough(experts: Sequence[object], per_token: object) -> Iterable[Fault]:
     if not experts or len(experts) >= wanted:
         return
     names = _names(experts)
-    what = f"experts_per_token is {wanted}, and there are only {len(experts)} experts: {names}."
+    what = f"experts_per_token is {wanted}, but 'experts' has only {len(experts)}: {names}."
     remedy = f"Add experts, or write experts_per_token: {len(experts)}."
     yield Fault(("experts_per_token",) if per_token is not None else ("experts",), what, remedy)
 
@@ -122,7 +122,7 @@ def _prompted(experts: Sequence[object], gate: str) -> Iterable[Fault]:
             yield Fault(("experts", index), what, "Give it some, or write gate_mode: random.")
     prompts = [(_get(e, "positive_prompts"), _get(e, "negative_prompts")) for e in experts]
     if len(prompts) > 1 and prompts[0][0] and all(pair == prompts[0] for pair in prompts):
-        what = f"the experts {_names(experts)} all have the same prompts, so the router could not tell them apart."
+        what = f"experts {_names(experts)} all have the same prompts; no router tells them apart."
         yield Fault(("experts",), what, "Give each its own, or write gate_mode: random.")
 
 

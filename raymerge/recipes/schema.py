@@ -48,6 +48,8 @@ FLAG_ADVICE: Mapping[str, str] = {
 
 Seed = Annotated[int, by(between(0, MAX_SEED))]
 Duplicates = Annotated[Literal["keep", "share"], by(choice_of("keep", "share"))]
+MissingTensors = Annotated[Literal["error", "copy_base"], by(choice_of("error", "copy_base"))]
+ExtraTensors = Annotated[Literal["error", "drop"], by(choice_of("error", "drop"))]
 
 
 class ModelEntry(Entry):
@@ -168,6 +170,10 @@ class Recipe(Document):
     """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
     """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
+    missing_tensors: MissingTensors = "error"
+    """A tensor that some source lacks: ``error``, or ``copy_base`` to keep the base's as it is."""
+    extra_tensors: ExtraTensors = "error"
+    """A tensor that the base lacks: ``error``, or ``drop`` to leave it out."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_MAX_NAME = 96
 _LOOKUP_TIMEOUT_SECONDS = 5.0
 _NOT_WANTED = (
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.npz"),
@@ -42,12 +43,16 @@ def resolve_model(
             raise CheckpointError(_revision_of_directory(path, revision))
         return Path(directory)
     is_file = os.path.exists(directory)
-    if is_file or not _HUB_ID.fullmatch(path) or ".." in path:
+    if is_file or not _is_hub_name(path):
         raise CheckpointError(_no_directory(path or "''", is_file=is_file))
     try:
         return _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
         raise CheckpointError(_no_repository(path, revision, error)) from error
+
+
+def _is_hub_name(path: str) -> bool:
+    return len(path) <= _MAX_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
 def _snapshot(name: str, revision: str | None, *, offline: bool, cache_dir: Path | None) -> Path:

@@ -90,13 +90,24 @@ def merge(
     """What the executor does with one logical tensor: passes over its tiles, cut at ``cuts``."""
     shape = sources[0].shape
     tiles = list(_tiles(method, base, sources, sorted({0, *cuts, shape.numel()})))
-    state = method.kernel.begin(settings, shape.numel(), sources[0].device)
-    for pass_index in range(method.kernel.passes(settings)):
+    state = gather(method, settings, tiles, shape.numel(), sources[0].device)
+    results = [method.kernel.apply(tile, settings, state) for tile in tiles]
+    return torch.cat(results).view(shape) if results else sources[0].new_empty(shape)
+
+
+def gather(
+    method: Method, settings: Settings, tiles: Sequence[Tile], num_elements: int, device: torch.device
+) -> object:
+    """The statistics of one tensor; None, and nothing begun, for a method that asks for no pass."""
+    passes = method.kernel.passes(settings)
+    if not passes:
+        return None
+    state = method.kernel.begin(settings, num_elements, device)
+    for pass_index in range(passes):
         for tile in tiles:
             method.kernel.observe(state, tile, settings, pass_index)
         method.kernel.conclude(state, settings, pass_index)
-    results = [method.kernel.apply(tile, settings, state) for tile in tiles]
-    return torch.cat(results).view(shape) if results else sources[0].new_empty(shape)
+    return state
 
 
 def _tiles(
@@ -180,8 +191,10 @@ class MethodKit:
     ) -> Iterator[tuple[Case, Settings, torch.Tensor, list[torch.Tensor]]]:
         """Every case with its settings and inputs."""
         for case in self.cases:
-            yield case, make_settings(self.method(), case, shape), *random_inputs(
-                len(case.sources), shape, dtype
+            yield (
+                case,
+                make_settings(self.method(), case, shape),
+                *random_inputs(len(case.sources), shape, dtype),
             )
 
     def test_declaration_holds_together(self) -> None:
@@ -240,7 +253,8 @@ class MethodKit:
             inputs = [*tile.sources] if tile.base is None else [tile.base, *tile.sources]
             before = [tensor.clone() for tensor in inputs]
             result = _run(method, tile, settings)
-            result.fill_(1.0) if not self.may_alias else None
+            if not self.may_alias:
+                result.fill_(1.0)
             assert all(same_bits(*pair) for pair in zip(inputs, before, strict=True))
 
     def test_result_is_a_float32_run_of_the_same_length(self) -> None:
@@ -307,19 +321,15 @@ class MethodKit:
         method = self.method()
         for case, settings, base, sources in self.runs(shape):
             (tile,) = _tiles(method, base, sources, (0, base.numel()))
-            size, count = 4 * max(base.numel(), BLOCK), len(case.sources)
-            declared = size * (method.scratch + count * method.scratch_per_source) + FEW_BYTES
-            with MemoryMeter() as begun:
-                state = method.kernel.begin(settings, base.numel(), CPU)
-            assert begun.peak_bytes <= method.state_bytes * count + FEW_BYTES
-            for pass_index in range(method.kernel.passes(settings)):
-                with MemoryMeter() as observed:
-                    method.kernel.observe(state, tile, settings, pass_index)
-                    method.kernel.conclude(state, settings, pass_index)
-                assert observed.peak_bytes <= declared
+            count = len(case.sources)
+            scratch = 4 * max(base.numel(), BLOCK) * (method.scratch + count * method.scratch_per_source)
+            kept = method.state_bytes * count
+            with MemoryMeter() as gathered:
+                state = gather(method, settings, [tile], base.numel(), CPU)
+            assert gathered.peak_bytes <= scratch + kept + FEW_BYTES
             with MemoryMeter() as applied:
                 result = method.kernel.apply(tile, settings, state)
-            assert applied.peak_bytes <= declared + result.nbytes
+            assert applied.peak_bytes <= scratch + result.nbytes + FEW_BYTES
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_gpu_gives_the_same_to_rounding(self) -> None:
@@ -331,8 +341,5 @@ class MethodKit:
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:
     """The result of a tensor that is one tile."""
-    state = method.kernel.begin(settings, tile.sources[0].numel(), CPU)
-    for pass_index in range(method.kernel.passes(settings)):
-        method.kernel.observe(state, tile, settings, pass_index)
-        method.kernel.conclude(state, settings, pass_index)
+    state = gather(method, settings, [tile], tile.sources[0].numel(), CPU)
     return method.kernel.apply(tile, settings, state)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit
+from kits.method_kit import Case, MethodKit, granule
 
-from raymerge.methods import Method, Settings, Tile, find_method, methods
+from raymerge.methods import BLOCK, Access, Method, Settings, Tile, find_method, methods
 from raymerge.methods.method import SinglePass
 
 
@@ -180,4 +180,11 @@ def test_the_kit_finds_a_false_identity() -> None:
     honest = find_method("linear")
     assert honest is not None
     with pytest.raises(AssertionError):
-        _Liar(replace(honest, identity=lambda settings: 1)).test_identity_tells_the_truth()
+        _Liar(replace(honest, identity=lambda _: 1)).test_identity_tells_the_truth()
+
+
+def test_the_kit_cuts_where_the_access_class_allows() -> None:
+    honest = find_method("linear")
+    assert honest is not None
+    steps = {access: granule(replace(honest, access=access), (2, 3, 4)) for access in Access}
+    assert steps == {Access.ELEMENT: 1, Access.ROW: 4, Access.TENSOR: BLOCK, Access.MATRIX: 24}

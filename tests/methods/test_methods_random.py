@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import pytest
@@ -60,10 +61,7 @@ def test_masks_never_change() -> None:
 @given(start=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 5000), max_size=4))
 def test_any_split_gives_the_same_mask(start: int, cuts: list[int]) -> None:
     bounds = sorted({0, *cuts, 5000})
-    parts = [
-        keep_mask(9, start + begin, end - begin, 0.3, CPU)
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    parts = [keep_mask(9, start + begin, end - begin, 0.3, CPU) for begin, end in itertools.pairwise(bounds)]
     assert torch.equal(torch.cat(parts), keep_mask(9, start, 5000, 0.3, CPU))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_tiles_do_not_change_a_bit_of_a_sum(blocks: list[int]) -> None:
     left, right = numbers(6 * BLOCK + 99), numbers(6 * BLOCK + 99, 1)
     bounds = sorted({0, left.numel(), *(block * BLOCK for block in blocks)})
     total = 0.0
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         total = add_products(total, left[begin:end], right[begin:end])
     assert total == add_products(0.0, left, right)
 

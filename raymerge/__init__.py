@@ -1,0 +1,26 @@
+"""raymerge merges large language models: verified checkpoints, bounded memory, the same bytes at any scale.
+
+The names below are loaded when they are first used, so that ``import raymerge`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raymerge.api import RunOptions as RunOptions
+    from raymerge.api import RunResult as RunResult
+    from raymerge.api import inspect as inspect
+    from raymerge.api import plan as plan
+    from raymerge.api import submit as submit
+    from raymerge.api import verify as verify
+
+__all__ = ["RunOptions", "RunResult", "inspect", "plan", "submit", "verify"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'raymerge' has no attribute '{name}'")
+    from raymerge import api
+
+    return getattr(api, name)

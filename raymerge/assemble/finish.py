@@ -1,0 +1,96 @@
+"""Finishes a directory whose shards are all written: companions, card, config, and the index last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raymerge.assemble.card import Parent, model_card
+from raymerge.assemble.companions import copy_companions
+from raymerge.checkpoints.header import read_header
+from raymerge.checkpoints.layout import TensorSpec, index_json, lay_out
+from raymerge.dtypes import DType
+from raymerge.errors import Problem, VerificationError
+from raymerge.assemble.config import config_bytes
+from raymerge.planner.sources import Source
+from raymerge.planner.tables import Plan
+from raymerge.storage.store import ReadStore, WriteStore
+
+INDEX = "model.safetensors.index.json"
+
+
+def finish_companions(
+    plan: Plan, donor: ReadStore, target: WriteStore, *, companions: Sequence[str], parents: Sequence[Parent]
+) -> None:
+    """Copy the donor's companion files and write the model card."""
+    copy_companions(donor, target, companions)
+    recipe = plan.manifest["recipe"]
+    base = recipe.get("base_model")
+    card = model_card(
+        str(plan.manifest["recipe_text"]),
+        parents,
+        method=str(plan.manifest["method"]),
+        base=str(base) if base else None,
+        digest=plan.digest,
+        seed=int(plan.manifest["seed"]),
+        version=str(plan.manifest["raymerge"]),
+    )
+    target.write_atomic("README.md", card.encode())
+
+
+def check_shards(plan: Plan, target: ReadStore) -> None:
+    """Read every shard's header back and compare it with the plan.
+
+    Raises:
+        VerificationError: a shard is not what was planned.
+    """
+    shards = plan["shards"].to_pylist()
+    sizes = {file.key: file for file in target.files()}
+    problems: list[Problem] = []
+    for shard in shards:
+        file = sizes.get(shard["name"])
+        if file is None or file.nbytes != shard["nbytes"]:
+            size = "absent" if file is None else f"{file.nbytes} bytes long"
+            problems.append(
+                Problem(
+                    shard["name"], f"it is {size}, the plan says {shard['nbytes']} bytes.", "Merge again."
+                )
+            )
+        elif target.read(shard["name"], 0, len(shard["header"])) != shard["header"]:
+            problems.append(Problem(shard["name"], "its header is not the planned one.", "Merge again."))
+        else:
+            read_header(target, file.key, file.nbytes, file.version)
+    if problems:
+        raise VerificationError(problems)
+
+
+def finish_config(plan: Plan, donor: ReadStore, target: WriteStore, *, donor_config: Mapping[str, Any]) -> None:
+    """Write config.json, and after it the index where there are several shards.
+
+    An unchanged config is copied as the bytes that the donor has.
+    """
+    config = plan.manifest["config"]
+    text = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
+    target.write_atomic("config.json", text)
+    shards = plan["shards"].column("name").to_pylist()
+    if len(shards) > 1:
+        target.write_atomic(INDEX, _index(plan, shards))
+    target.sync_directory()
+
+
+def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
+    """The recipe's models as the card lists them."""
+    return tuple(Parent(source.reference.path, source.reference.revision) for source in sources)
+
+
+def _donor_text(donor: ReadStore) -> bytes:
+    size = next(file.nbytes for file in donor.files() if file.key == "config.json")
+    return donor.read("config.json", 0, size)
+
+
+def _index(plan: Plan, shards: Sequence[str]) -> bytes:
+    tensors = plan["tensors"].to_pylist()
+    specs: list[list[TensorSpec]] = [[] for _ in shards]
+    for row in tensors:
+        specs[row["shard"]].append(TensorSpec(row["name"], DType(row["dtype"]), tuple(row["shape"])))
+    return index_json([lay_out(each) for each in specs], shards)

@@ -1,0 +1,27 @@
+"""Which device a worker computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from raymerge.errors import OptionError, Problem
+from raymerge.runtime.options import Device
+
+
+def choose_device(wanted: Device) -> torch.device:
+    """The device that a worker in this process uses.
+
+    Raises:
+        OptionError: a GPU is asked for and this process sees none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise OptionError(
+            Problem("--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu.")
+        )
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+
+
+def numerics_of(device: torch.device) -> dict[str, str]:
+    """What the bytes of a merge may depend on beside the plan."""
+    return {"device": device.type, "torch": torch.__version__}

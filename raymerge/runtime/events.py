@@ -1,0 +1,112 @@
+"""What happens during a run, as frozen values. The library emits them; the command line renders them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form with the event's name under ``event``."""
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+        return {"event": name, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """The plan is made and can be carried out."""
+
+    digest: str
+    """Digest of the plan."""
+    tensors: int
+    """Output tensors."""
+    output_bytes: int
+    """Bytes of the output's shards."""
+    total_bytes: int
+    """Bytes to read and to write."""
+    segments: int
+    """Segments to make."""
+    projected_peak: int
+    """Bytes of memory that a worker will use at most, beyond an idle one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """Work begins, or goes on."""
+
+    workers: tuple[str, ...]
+    """Names of the workers."""
+    device: str
+    """Kind of device that they compute on."""
+    done_segments: int
+    """Segments already made by an earlier run of the same command."""
+    done_bytes: int
+    """Bytes of those segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDone(Event):
+    """A segment is made and durable."""
+
+    segment: int
+    """Its number."""
+    worker: str
+    """Who made it."""
+    read_bytes: int
+    """Bytes read."""
+    written_bytes: int
+    """Bytes written."""
+    seconds: float
+    """Wall time of the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone(Event):
+    """A shard has its final name."""
+
+    shard: str
+    """Its name."""
+    nbytes: int
+    """Its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(Event):
+    """A worker died; its segments go to another."""
+
+    worker: str
+    """Its name."""
+    reason: str
+    """What is known of the cause."""
+    segments: tuple[int, ...]
+    """Segments that it had in hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Event):
+    """The checkpoint was proved to be what the plan says."""
+
+    tensors: int
+    """Tensors checked."""
+    nbytes: int
+    """Bytes of all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Event):
+    """The checkpoint is in place."""
+
+    path: str
+    """Where."""
+    seconds: float
+    """Wall time of this run."""
+
+
+OnEvent = Callable[[Event], None]
+"""Receives every event, in the thread that runs the merge."""

@@ -1,0 +1,80 @@
+"""The ledger of a run: which segments are durable. One writer, the driver; one JSON line an entry."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raymerge.execute.receipts import Receipt
+
+NAME = "ledger.jsonl"
+
+
+class Ledger:
+    """Append-only record of receipts beside the growing shards."""
+
+    def __init__(self, path: Path, conditions: Mapping[str, Any]) -> None:
+        """
+        Args:
+            path: the ledger's file; made with ``conditions`` as first line where it is absent.
+            conditions: what must be the same for a run to go on: numerics and the sources' file versions.
+        """
+        self._path = path
+        if not path.exists():
+            self._append({"conditions": dict(conditions)}, mode="w")
+
+    @staticmethod
+    def conditions(path: Path) -> Mapping[str, Any] | None:
+        """The conditions that a ledger was begun under, or None where there is no readable one."""
+        lines = _lines(path)
+        found = lines[0].get("conditions") if lines else None
+        return found if isinstance(found, dict) else None
+
+    def receipts(self) -> dict[int, Receipt]:
+        """Receipts by segment; a last line cut short by a crash is left out."""
+        return {
+            receipt.segment: receipt
+            for line in _lines(self._path)
+            if "receipt" in line
+            for receipt in [Receipt.from_json(line["receipt"])]
+        }
+
+    def record(self, receipt: Receipt) -> None:
+        """Add a receipt and return when it is durable."""
+        self._append({"receipt": receipt.to_json()}, mode="a")
+
+    def _append(self, entry: Mapping[str, Any], *, mode: str) -> None:
+        text = json.dumps(entry, sort_keys=True) + "\n"
+        if mode == "a" and not _ends_whole(self._path):
+            text = "\n" + text
+        with self._path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell() == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The readable lines; one that a crash cut short is not."""
+    found: list[dict[str, Any]] = []
+    if not path.exists():
+        return found
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found

@@ -1,0 +1,45 @@
+"""How to run. No option changes a byte of the output, and none is part of a plan's digest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raymerge.errors import OptionError, Problem
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Run options of one submission."""
+
+    workers: int | None = None
+    """Number of workers; None: one per GPU, or one per CPU core where there is no GPU."""
+    memory: int | None = None
+    """Bytes that a worker may use beyond an idle one; None: a share of the free memory."""
+    device: Device = "auto"
+    """Where arithmetic runs; ``auto`` takes a GPU where the worker has one."""
+    address: str | None = None
+    """Address of a running Ray cluster; None starts an embedded one."""
+    inline: bool = False
+    """Run in this process without Ray."""
+    replace: bool = False
+    """Replace what is at the output place, and discard unfinished runs of other plans there."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.workers is not None and self.workers < 1:
+            problems.append(
+                Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
+            )
+        if self.inline and self.address is not None:
+            problems.append(
+                Problem("--inline", "a run in this process has no cluster address.", "Drop --address or --inline.")
+            )
+        if self.inline and self.workers not in (None, 1):
+            problems.append(
+                Problem("--inline", "a run in this process is one worker.", "Drop --workers or --inline.")
+            )
+        if problems:
+            raise OptionError(problems)

@@ -1,0 +1,308 @@
+"""What the declarations say: parameters, checks, identities, the table and its documentation."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.method_kit import Case, make_settings
+
+from raymerge.methods import (
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    Takes,
+    Tile,
+    Value,
+    find_method,
+    methods,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def method_named(name: str) -> Method:
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def settings_of(name: str, *sources: dict[str, Value], **values: Value) -> Settings:
+    return make_settings(method_named(name), Case(values, sources))
+
+
+# The table --------------------------------------------------------------------------------------------
+
+
+def test_table() -> None:
+    expected = ["linear", "passthrough", "task_arithmetic", "slerp", "ties", "dare_linear", "dare_ties"]
+    assert list(methods()) == expected
+    assert all(find_method(name) is method for name, method in methods().items())
+    assert all(name == method.name for name, method in methods().items())
+    assert find_method("Linear") is None
+
+
+def test_table_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        methods()["mine"] = method_named("linear")  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "access", "base", "takes", "most", "is_random"),
+    [
+        ("linear", Access.ELEMENT, BaseUse.UNUSED, Takes.WEIGHTS, None, False),
+        ("passthrough", Access.ELEMENT, BaseUse.UNUSED, Takes.WEIGHTS, 1, False),
+        ("task_arithmetic", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, False),
+        ("slerp", Access.TENSOR, BaseUse.REQUIRED, Takes.WEIGHTS, 1, False),
+        ("ties", Access.TENSOR, BaseUse.REQUIRED, Takes.DELTAS, None, False),
+        ("dare_linear", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, True),
+        ("dare_ties", Access.ELEMENT, BaseUse.REQUIRED, Takes.DELTAS, None, True),
+    ],
+)
+def test_needs(
+    name: str, access: Access, base: BaseUse, takes: Takes, most: int | None, is_random: bool
+) -> None:
+    method = method_named(name)
+    assert (method.access, method.base, method.takes) == (access, base, takes)
+    assert (method.min_sources, method.max_sources, method.random) == (1, most, is_random)
+
+
+@pytest.mark.parametrize(
+    ("name", "normalize", "rescale"),
+    [
+        ("task_arithmetic", False, False),
+        ("ties", True, False),
+        ("dare_linear", False, True),
+        ("dare_ties", False, True),
+    ],
+)
+def test_defaults_of_the_family(name: str, normalize: bool, rescale: bool) -> None:
+    values = {p.name: p.default for p in method_named(name).parameters}
+    assert values == {
+        "weight": None,
+        "density": 1.0,
+        "normalize": normalize,
+        "rescale": rescale,
+        "lambda": 1.0,
+        "int8_mask": False,
+    }
+
+
+def test_what_is_accepted_without_effect() -> None:
+    without = {
+        name: {p.name for p in method.parameters if not p.effective} for name, method in methods().items()
+    }
+    assert without.pop("task_arithmetic") == {"density", "rescale", "int8_mask"}
+    assert without.pop("linear") == without.pop("passthrough") == without.pop("slerp") == set()
+    assert all(names == {"int8_mask"} for names in without.values())
+
+
+def test_parameters_without_effect_change_nothing() -> None:
+    base, source = torch.zeros(8), torch.arange(8.0)
+    tile = Tile(base, (source,), 0)
+    for name in ("task_arithmetic", "ties", "dare_linear", "dare_ties"):
+        kernel = method_named(name).kernel
+        plain = settings_of(name, {"weight": 0.5})
+        other = settings_of(name, {"weight": 0.5}, int8_mask=True)
+        assert torch.equal(kernel.apply(tile, plain, None), kernel.apply(tile, other, None))
+
+
+def test_methods_travel_between_processes() -> None:
+    for method in methods().values():
+        assert pickle.loads(pickle.dumps(method)).name == method.name
+
+
+def test_parameter_by_name() -> None:
+    weight = method_named("linear").parameter("weight")
+    assert weight is not None
+    assert weight.required
+    assert method_named("linear").parameter("density") is None
+
+
+# Parameters -------------------------------------------------------------------------------------------
+
+NUMBER = Parameter("t", "float", "global", "a number")
+FRACTION = Parameter("density", "float", "source", "a fraction", minimum=0.0, maximum=1.0)
+SWITCH = Parameter("normalize", "bool", "global", "a switch")
+COUNT = Parameter("max_iter", "int", "global", "a count", minimum=1)
+CEILING = Parameter("r", "float", "global", "a limit", maximum=2)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "expected"),
+    [
+        (NUMBER, 0.5, 0.5),
+        (NUMBER, -3, -3.0),
+        (NUMBER, True, 1.0),
+        (FRACTION, 0, 0.0),
+        (FRACTION, 1, 1.0),
+        (SWITCH, 1.0, True),
+        (SWITCH, 0.0, False),
+        (SWITCH, True, True),
+        (COUNT, 5.0, 5),
+        (CEILING, -7.5, -7.5),
+    ],
+)
+def test_coerce(parameter: Parameter, value: float, expected: float) -> None:
+    result = parameter.coerce(value)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        (SWITCH, 0.5, "normalize must be true or false, is 0.5"),
+        (COUNT, 5.5, "max_iter must be a whole number, is 5.5"),
+        (COUNT, 0.0, "max_iter must be at least 1, is 0.0"),
+        (FRACTION, 1.5, "density must be between 0 and 1, is 1.5"),
+        (FRACTION, -0.1, "density must be between 0 and 1, is -0.1"),
+        (CEILING, 3.0, "r must be at most 2, is 3.0"),
+        (NUMBER, float("nan"), "t must be a finite number, is nan"),
+        (SWITCH, float("inf"), "normalize must be a finite number, is inf"),
+    ],
+)
+def test_coerce_refuses(parameter: Parameter, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.") + "$"):
+        parameter.coerce(value)
+
+
+@settings(deadline=None, max_examples=50)
+@given(value=st.floats())
+def test_coerce_gives_what_it_promises_or_a_sentence(value: float) -> None:
+    for parameter in (NUMBER, FRACTION, SWITCH, COUNT, CEILING):
+        result = _coerced(parameter, value)
+        if isinstance(result, str):
+            assert result.startswith(f"{parameter.name} must be ")
+        else:
+            assert result == value
+
+
+def _coerced(parameter: Parameter, value: float) -> float | str:
+    try:
+        return parameter.coerce(value)
+    except ValueError as refused:
+        return str(refused)
+
+
+# Settings and tiles -----------------------------------------------------------------------------------
+
+
+def test_settings_give_numbers_and_switches() -> None:
+    given_ = Settings({"lambda": 2, "normalize": 1.0}, ({"weight": 1}, {"weight": 0.5}))
+    assert given_.number("lambda") == 2.0
+    assert given_.flag("normalize") is True
+    assert given_.per_source("weight") == (1.0, 0.5)
+    with pytest.raises(KeyError):
+        given_.number("t")
+
+
+def test_a_required_value_cannot_be_none() -> None:
+    given_ = Settings({"t": None}, ({"weight": None},))
+    with pytest.raises(ValueError, match="t has no value"):
+        given_.number("t")
+    with pytest.raises(ValueError, match="weight has no value"):
+        given_.per_source("weight")
+
+
+def test_a_method_with_a_base_refuses_a_tile_without() -> None:
+    tile = Tile(None, (torch.ones(3),), 0)
+    with pytest.raises(ValueError, match="needs the base's elements"):
+        method_named("task_arithmetic").kernel.apply(
+            tile, settings_of("task_arithmetic", {"weight": 1.0}), None
+        )
+
+
+# Checks and identities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "normalize", "fits"),
+    [
+        ((0.5, 0.5), True, True),
+        ((1e-12, 1e-12), True, True),
+        ((0.0, 0.0), True, False),
+        ((0.1, 0.2, -0.3), True, False),
+        ((1.0, -1.0), True, False),
+        ((1.0, -1.0), False, True),
+        ((0.0,), False, True),
+    ],
+)
+def test_weights_that_cancel_cannot_be_normalised(
+    weights: tuple[float, ...], normalize: bool, fits: bool
+) -> None:
+    given_ = settings_of("linear", *({"weight": w} for w in weights), normalize=normalize)
+    sentence = method_named("linear").check(given_)
+    expected = None if fits else "the weights sum to 0, so they cannot be normalised"
+    assert sentence == expected
+
+
+def test_other_methods_take_any_settings() -> None:
+    assert method_named("slerp").check(settings_of("slerp", {}, t=7.0)) is None
+    cancelling = settings_of("ties", {"weight": 1.0}, {"weight": -1.0})
+    assert method_named("ties").check(cancelling) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "values", "expected"),
+    [
+        ("passthrough", [{}], {}, 0),
+        ("passthrough", [{"scale": 1.0}], {}, 0),
+        ("passthrough", [{"scale": 0.5}], {}, None),
+        ("passthrough", [{"scale": 0.0}], {}, None),
+        ("linear", [{"weight": 0.3}], {}, 0),
+        ("linear", [{"weight": 0.0}], {}, None),
+        ("linear", [{"weight": 0.3}], {"normalize": False}, None),
+        ("linear", [{"weight": 1.0}], {"normalize": False}, 0),
+        ("linear", [{"weight": 1.0}, {"weight": 0.0}], {}, None),
+        ("task_arithmetic", [{"weight": 1.0}], {}, None),
+        ("slerp", [{}], {"t": 1.0}, None),
+    ],
+)
+def test_identity(
+    name: str, sources: list[dict[str, Value]], values: dict[str, Value], expected: int | None
+) -> None:
+    assert method_named(name).identity(settings_of(name, *sources, **values)) == expected
+
+
+def test_passthrough_without_a_scale_copies_nothing() -> None:
+    source = torch.ones(4)
+    kernel = method_named("passthrough").kernel
+    assert kernel.apply(Tile(None, (source,), 0), settings_of("passthrough", {}), None) is source
+
+
+# Documentation ----------------------------------------------------------------------------------------
+
+
+def _as_yaml(value: Value) -> str:
+    return "none" if value is None else str(value).lower()
+
+
+def _written(parameter: Parameter) -> str:
+    facts = ["per source"] if parameter.scope == "source" else []
+    if parameter.required:
+        facts.append("required")
+    else:
+        facts.append(_as_yaml(parameter.default))
+    if not parameter.effective:
+        facts.append("no effect")
+    return f"`{parameter.name}` ({', '.join(facts)})"
+
+
+def _row(method: Method) -> list[str]:
+    base = "required" if method.base is BaseUse.REQUIRED else "not used"
+    paper = "-" if method.paper == "-" else f"[{method.paper}](https://arxiv.org/abs/{method.paper})"
+    parameters = "<br>".join(_written(parameter) for parameter in method.parameters)
+    return [f"`{method.name}`", method.summary, method.access.value, base, parameters, paper]
+
+
+def test_documentation_has_the_table() -> None:
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert rows == [_row(method) for method in methods().values()]

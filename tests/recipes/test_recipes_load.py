@@ -1,0 +1,333 @@
+"""Files, texts and mappings; places; texts that say the same; digests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.errors import RecipeError
+from raymerge.recipes import (
+    ModelReference,
+    Recipe,
+    canonical,
+    load_recipe,
+    parse_recipe,
+    recipe_from_mapping,
+)
+from raymerge.recipes.load import MAX_TEXT_BYTES
+
+TEXT = """\
+# weights that sum to one
+merge_method: linear
+base_model: models/base
+models:
+  - model: models/base
+    parameters: {weight: 0.5}
+  - model: models/code
+    parameters: {weight: 0.5}
+"""
+
+
+def recipe(text: str) -> Recipe:
+    parsed = parse_recipe(text, exists=lambda _: False)
+    assert isinstance(parsed, Recipe)
+    return parsed
+
+
+def file_problem(path: Path) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code == 2
+    assert problem.remedy
+    return str(problem)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_text(TEXT, encoding="utf-8")
+    loaded = load_recipe(path)
+    assert loaded == recipe(TEXT)
+    assert loaded.text == TEXT
+    assert loaded.where("models", 0, "parameters", "weight") == f"{path}:6:18"
+    assert load_recipe(str(path)) == loaded
+
+
+def test_messages_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yml").write_text("dtpye: x\n" + TEXT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert file_problem(Path("recipe.yml")) == "recipe.yml:1:1: unknown key 'dtpye'. Did you mean 'dtype'?"
+
+
+def test_a_byte_order_mark_and_windows_lines_are_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
+    loaded = load_recipe(path)
+    assert loaded == recipe(TEXT)
+    assert loaded.where("models", 1) == f"{path}:7:5"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert file_problem(tmp_path / "no.yml").startswith(f"{tmp_path / 'no.yml'}: there is no such file.")
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    assert "the recipe cannot be read" in file_problem(tmp_path)
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"ok: 1\nbad: \xff\xfe\n")
+    assert "model.safetensors:2:6: the byte 0xff is not UTF-8." in file_problem(path)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yml"
+    with path.open("wb") as file:
+        file.truncate(2**33)
+    assert f"more than {MAX_TEXT_BYTES} bytes" in file_problem(path)
+
+
+def test_a_huge_text_is_refused() -> None:
+    with pytest.raises(RecipeError, match=f"more than {MAX_TEXT_BYTES} bytes"):
+        parse_recipe("#" * (MAX_TEXT_BYTES + 1))
+
+
+def test_a_text_is_named_recipe_unless_told_otherwise() -> None:
+    with pytest.raises(RecipeError, match=r"^recipe:1:1: "):
+        parse_recipe("- a\n")
+    with pytest.raises(RecipeError, match=r"^mine:1:1: "):
+        parse_recipe("- a\n", "mine")
+
+
+def test_paths_of_models_are_relative_to_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "a+b").mkdir(parents=True)
+    (tmp_path / "recipe.yml").write_text("merge_method: linear\nmodels: [{model: a+b}]\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    first = load_recipe("recipe.yml")
+    monkeypatch.chdir(tmp_path / "here")
+    second = load_recipe("../recipe.yml")
+    assert isinstance(first, Recipe)
+    assert isinstance(second, Recipe)
+    assert first.models[0].model == ModelReference("a", None, "b")
+    assert second.models[0].model == ModelReference("a+b")
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (("merge_method",), "recipe:2:1"),
+        (("models", 1, "parameters", "weight"), "recipe:8:18"),
+        (("models", 1, "parameters", "density"), "recipe:8:5"),
+        (("parameters", "t"), "recipe:1:1"),
+        ((), "recipe:1:1"),
+    ],
+)
+def test_where(path: tuple[str | int, ...], place: str) -> None:
+    assert recipe(TEXT).where(*path) == place
+
+
+def test_a_mapping_says_the_same_as_its_text() -> None:
+    from_mapping = recipe_from_mapping(yaml.safe_load(TEXT))
+    assert from_mapping == recipe(TEXT)
+    assert canonical(from_mapping) == canonical(recipe(TEXT))
+    assert from_mapping.where("models", 0, "parameters", "weight") == "recipe: models[0].parameters.weight"
+
+
+def test_a_bad_mapping_names_the_path() -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_mapping(
+            {"merge_method": "linear", "models": [{"model": "a", "parameters": {"w": "x"}}]}, "mine"
+        )
+    assert str(caught.value) == (
+        "mine: models[0].parameters.w: 'x' is a text; expected a number. Write a number, like 0.5."
+    )
+
+
+def test_a_mapping_may_hold_tuples_and_references() -> None:
+    data = {
+        "merge_method": "passthrough",
+        "slices": ({"sources": ({"model": ModelReference("a+b"), "layer_range": (0, 2)},)},),
+    }
+    read = recipe_from_mapping(data)
+    assert isinstance(read, Recipe)
+    assert read.slices[0].sources[0].layer_range == (0, 2)
+    assert recipe(read.text) == read
+
+
+def test_changing_the_mapping_afterwards_changes_nothing() -> None:
+    data = yaml.safe_load(TEXT)
+    read = recipe_from_mapping(data)
+    data["models"][0]["parameters"]["weight"] = 9
+    data["models"].clear()
+    assert read == recipe(TEXT)
+
+
+def test_places_and_text_take_no_part_in_equality() -> None:
+    spaced = TEXT.replace("merge_method", "\n\nmerge_method")
+    assert recipe(spaced) == recipe(TEXT)
+    assert recipe(spaced).text != recipe(TEXT).text
+    assert recipe(TEXT) != recipe(TEXT.replace("0.5}", "0.4}"))
+    assert recipe(TEXT) != TEXT
+
+
+def test_a_recipe_can_be_pickled_with_its_places() -> None:
+    read = recipe(TEXT)
+    again = pickle.loads(pickle.dumps(read))
+    assert again == read
+    assert again.text == TEXT
+    assert again.where("models", 0, "parameters", "weight") == "recipe:6:18"
+
+
+WEIGHTS = st.floats(-10, 10)
+SETTINGS = (
+    WEIGHTS
+    | st.booleans()
+    | st.lists(WEIGHTS, min_size=1, max_size=3)
+    | st.lists(
+        st.fixed_dictionaries({"filter": st.text("ab*._", max_size=4), "value": WEIGHTS}),
+        min_size=1,
+        max_size=2,
+    )
+)
+PARAMETERS = st.dictionaries(st.sampled_from(["weight", "density", "t"]), SETTINGS, max_size=3)
+ENTRIES = st.fixed_dictionaries(
+    {"model": st.sampled_from(["a", "b@v1", "c+d@v2", {"model": {"path": "x+y"}}])},
+    optional={"parameters": PARAMETERS},
+)
+RECIPES = st.fixed_dictionaries(
+    {
+        "merge_method": st.sampled_from(["linear", "ties"]),
+        "models": st.lists(ENTRIES, min_size=1, max_size=3),
+    },
+    optional={
+        "base_model": st.just("base"),
+        "dtype": st.sampled_from(["bfloat16", "float32", "torch.float16", "half"]),
+        "parameters": PARAMETERS,
+        "seed": st.integers(0, 2**64 - 1),
+        "shard_size": st.sampled_from(["5GB", "1MiB", 0, 12345]),
+        "duplicates": st.sampled_from(["keep", "share"]),
+        "chat_template": st.text("{%}a\n: ", min_size=1, max_size=12),
+        "tokenizer": st.fixed_dictionaries(
+            {"source": st.sampled_from(["union", "base", "a@v"])},
+            optional={
+                "tokens": st.dictionaries(
+                    st.text("<>ab", min_size=1, max_size=3),
+                    st.sampled_from(
+                        [
+                            {},
+                            {"source": "a", "force": True},
+                            {"source": {"kind": "zero"}},
+                            {"source": {"kind": "model_token", "model": "a", "token_id": 3}},
+                        ]
+                    ),
+                    max_size=3,
+                )
+            },
+        ),
+    },
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(RECIPES)
+def test_a_recipe_without_a_text_writes_one_that_says_the_same(data: dict[str, object]) -> None:
+    made = recipe_from_mapping(data, exists=lambda _: False)
+    read = recipe(made.text)
+    assert read == made
+    assert canonical(read) == canonical(made)
+
+
+def test_canonical_does_not_depend_on_spelling() -> None:
+    other = """
+models:
+- {parameters: {weight: "0.5"}, model: models/base}
+- {parameters: {weight: 5.0e-1}, model: {model: {path: models/code}}}
+base_model: {model: models/base}
+shard_size: 5000000000
+seed: 0
+merge_method: linear
+"""
+    assert canonical(recipe(other)) == canonical(recipe(TEXT))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed: 1",
+        "shard_size: 1GB",
+        "duplicates: share",
+        "dtype: bfloat16",
+        "out_dtype: bfloat16",
+        "parameters: {normalize: false}",
+        "tokenizer_source: base",
+        "tokenizer: {pad_to_multiple_of: 8}",
+        "chat_template: chatml",
+    ],
+)
+def test_canonical_sees_every_field(line: str) -> None:
+    assert canonical(recipe(f"{TEXT}{line}\n")) != canonical(recipe(TEXT))
+
+
+def test_canonical_sees_the_order_of_models_and_of_tokens() -> None:
+    assert canonical(recipe(TEXT)) != canonical(
+        recipe(TEXT.replace("code", "x").replace("models/base\n    p", "models/code\n    p"))
+    )
+    head = "merge_method: linear\nmodels: [{model: a}]\n"
+    first = recipe(head + "tokenizer: {tokens: {x: {}, y: {}}}\n")
+    second = recipe(head + "tokenizer: {tokens: {y: {}, x: {}}}\n")
+    assert canonical(first) != canonical(second)
+
+
+def test_canonical_is_one_line_of_json_with_sorted_keys() -> None:
+    text = canonical(recipe(TEXT))
+    assert "\n" not in text
+    data = json.loads(text)
+    assert list(data) == sorted(data)
+    assert "recipe" not in text
+    assert data["models"][1] == {"model": "models/code", "parameters": {"weight": 0.5}}
+
+
+def test_canonical_is_the_same_in_every_process() -> None:
+    code = f"from raymerge.recipes import *; print(canonical(parse_recipe({TEXT!r})))"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ).stdout
+        for seed in ("0", "7")
+    }
+    assert outputs == {canonical(recipe(TEXT)) + "\n"}
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.text("ab:-[]{}*&!#|>'\" \n\t,?%@0.<~", max_size=60))
+def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
+    with pytest.raises(RecipeError):
+        parse_recipe(text, exists=lambda _: False)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_damaged_recipe_is_a_recipe_or_a_recipe_error(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(TEXT)))
+    cut = data.draw(st.integers(0, 4))
+    put = data.draw(st.text("x:{}[]*&-\n\t '\"", max_size=4))
+    text = TEXT[:at] + put + TEXT[at + cut :]
+    with contextlib.suppress(RecipeError):
+        assert parse_recipe(text, exists=lambda _: False).text == text

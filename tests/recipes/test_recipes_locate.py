@@ -1,0 +1,219 @@
+"""YAML with places: positions, aliases and their bounds, and texts that are no recipe."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.errors import RecipeError
+from raymerge.recipes.faults import Fault
+from raymerge.recipes.locate import MAX_NODES, Located, Places, read_document
+
+TEXT = """\
+# a comment
+merge_method: linear
+models:
+  - model: a
+    parameters: {weight: 0.5}
+  - model: b
+    parameters:
+      weight:
+        - filter: mlp
+          value: [1, 2]
+"""
+
+
+def read(text: str) -> Located:
+    return read_document(text, "r.yml")
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        read(text)
+    (problem,) = caught.value.problems
+    assert problem.what.endswith(".")
+    assert problem.remedy.endswith((".", '".'))
+    return str(problem)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ((), "r.yml:1:1"),
+        (("merge_method",), "r.yml:2:1"),
+        (("models",), "r.yml:3:1"),
+        (("models", 0), "r.yml:4:5"),
+        (("models", 0, "parameters"), "r.yml:5:5"),
+        (("models", 0, "parameters", "weight"), "r.yml:5:18"),
+        (("models", 1), "r.yml:6:5"),
+        (("models", 1, "parameters", "weight", 0, "value", 1), "r.yml:10:22"),
+    ],
+)
+def test_every_key_and_item_has_its_place(path: tuple[str | int, ...], place: str) -> None:
+    assert read(TEXT).places.at(path) == place
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (("models", 0, "parameters", "density"), "r.yml:5:5"),
+        (("models", 7, "model"), "r.yml:3:1"),
+        (("base_model",), "r.yml:1:1"),
+    ],
+)
+def test_what_is_not_there_has_the_place_of_its_nearest_parent(
+    path: tuple[str | int, ...], place: str
+) -> None:
+    assert read(TEXT).places.at(path) == place
+
+
+def test_without_a_text_a_place_is_a_path() -> None:
+    places = Places("recipe")
+    assert places.at(("models", 0, "parameters", "weight")) == "recipe: models[0].parameters.weight"
+    assert places.at(()) == "recipe"
+
+
+def test_places_can_be_pickled() -> None:
+    places = read(TEXT).places
+    assert pickle.loads(pickle.dumps(places)) == places
+
+
+def test_problems_come_in_the_order_of_the_text() -> None:
+    faults = [Fault(("models", 1), "late.", ""), Fault(("merge_method",), "early.", "Mend it.")]
+    assert [str(problem) for problem in read(TEXT).places.problems(faults)] == [
+        "r.yml:2:1: merge_method: early. Mend it.",
+        "r.yml:6:5: late.",
+    ]
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1000, 1000)
+    | st.floats(-1e3, 1e3)
+    | st.text("ab:#-[]{}*& '\"\n"),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(st.text("abcxyz", min_size=1), PLAIN, min_size=1, max_size=4))
+def test_data_is_what_a_safe_yaml_reader_gives(data: dict[str, object]) -> None:
+    document = read(yaml.safe_dump(data))
+    assert document.data == data
+    assert document.faults == ()
+
+
+def test_dates_stay_texts() -> None:
+    assert read("a: 2024-01-31\n").data == {"a": "2024-01-31"}
+
+
+def test_anchors_and_merge_keys() -> None:
+    text = "x: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\nz: {<<: [{a: 5}, *x]}\nw: *x\n"
+    document = read(text)
+    assert document.data["y"] == {"a": 1, "b": 3}
+    assert document.data["z"] == {"a": 5, "b": 2}
+    assert document.data["w"] == {"a": 1, "b": 2}
+    assert document.places.at(("y", "a")) == "r.yml:1:8"
+    assert document.places.at(("y", "b")) == "r.yml:2:13"
+
+
+def test_a_chain_of_merge_keys() -> None:
+    text = "a: &a {p: 1}\nb: &b {<<: *a, q: 2}\nc: {<<: *b}\n"
+    assert read(text).data["c"] == {"p": 1, "q": 2}
+
+
+def test_a_merge_key_takes_maps_only() -> None:
+    (fault,) = read("a: {<<: 3, b: 1}\n").faults
+    assert fault.path == ("a",)
+    assert "'<<' takes a map" in fault.what
+
+
+def test_repeated_keys_name_the_first_line() -> None:
+    document = read("a: 1\nb: {c: 1, c: 2}\na: 3\na: 4\n")
+    assert document.data == {"a": 1, "b": {"c": 1}}
+    assert [str(problem) for problem in document.places.problems(list(document.faults))] == [
+        "r.yml:2:11: the key 'c' was given before, on line 2. Remove one of the two.",
+        "r.yml:3:1: the key 'a' was given before, on line 1. Remove one of the two.",
+        "r.yml:4:1: the key 'a' was given before, on line 1. Remove one of the two.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("5: a\n", "r.yml:1:1: the key '5' is not a text."),
+        ("a: 1\nno: a\n", "r.yml:2:1: the key 'no' is not a text."),
+        ("a: {[1, 2]: a}\n", "r.yml:1:5: the key a list or map is not a text."),
+        ("a: !x 3\n", "r.yml:1:1: a: the tag !x has no meaning"),
+        ("a: !!binary aGk=\n", "r.yml:1:1: a: the tag tag:yaml.org,2002:binary has no meaning"),
+        ("a: !!python/name:os.system ''\n", "python/name:os.system has no meaning"),
+        ("a: [!!set {b}]\n", "r.yml:1:5: the tag"),
+        ("a: " + "9" * 5000 + "\n", "cannot be read"),
+        ("a: !!int x\n", "r.yml:1:1: a: 'x' cannot be read"),
+        ("a: !!bool x\n", "r.yml:1:1: a: 'x' cannot be read"),
+    ],
+)
+def test_yaml_that_no_recipe_needs(text: str, what: str) -> None:
+    document = read(text)
+    (problem,) = document.places.problems(list(document.faults))
+    assert what in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "r.yml:1:1: the recipe is empty."),
+        ("# only a comment\n", "r.yml:1:1: the recipe is empty."),
+        ("---\n", "the recipe is empty."),
+        ("- a\n", "r.yml:1:1: a recipe is a map of keys to values."),
+        ("hello\n", "a recipe is a map of keys to values."),
+        ("!x {a: 1}\n", "a recipe is a map of keys to values."),
+        ("a: 1\n---\nb: 2\n", "r.yml:3:1: a second YAML document starts here"),
+        ("a: 1\n\tb: 2\n", "r.yml:2:1: a tab stands here. Indent with spaces"),
+        ("a: [1\nb: 2\n", "r.yml:2:2: this is not YAML"),
+        ("a: 'x\n", "this is not YAML"),
+        ("a: b: c\n", "r.yml:1:5: this is not YAML: mapping values are not allowed here."),
+        ("a: *x\n", "r.yml:1:4: this is not YAML: found undefined alias 'x'."),
+        ("filter: *\n", "r.yml:1:10: '*' starts an alias here. Put it in quotes"),
+        ("a: 1\nb: \x07\n", "r.yml:2:4: the character U+0007 may not stand in YAML."),
+        ("a: \ud800\n", "r.yml:1:4: the character U+D800 may not stand in YAML."),
+    ],
+)
+def test_texts_that_are_no_recipe(text: str, what: str) -> None:
+    assert what in refusal(text)
+
+
+def test_a_list_that_holds_itself() -> None:
+    assert "nested more than 64 levels" in refusal("a: &a [*a]\n")
+    assert "nested more than 64 levels" in refusal("a: &a\n  <<: *a\n")
+    assert "nested more than 64 levels" in refusal("a: &a {b: &b {c: *a}}\n")
+
+
+def test_many_brackets_do_not_exhaust_the_stack() -> None:
+    assert "levels inside one another" in refusal("[" * 100_000)
+    assert "nested more than 64 levels" in refusal("a: " + "[" * 70 + "]" * 70)
+
+
+def test_aliases_cannot_blow_up() -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    assert f"more than {MAX_NODES} values" in refusal("\n".join(lines))
+
+
+def test_merge_keys_cannot_blow_up() -> None:
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9)]
+    assert f"more than {MAX_NODES} values" in refusal("\n".join(lines))
+
+
+def test_a_long_recipe_within_the_bound_is_read() -> None:
+    text = "a: [" + ", ".join(["1"] * (MAX_NODES - 10)) + "]"
+    assert len(read(text).data["a"]) == MAX_NODES - 10  # type: ignore[arg-type]

@@ -1,0 +1,372 @@
+"""The recipe's fields: what is read, what is refused, where, and with which remedy."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from raymerge.dtypes import DType
+from raymerge.errors import RecipeError
+from raymerge.recipes import (
+    Conditional,
+    Gradient,
+    ModelEntry,
+    ModelReference,
+    Recipe,
+    Scalar,
+    TokenEntry,
+    Tokenizer,
+    TokenRow,
+    ZeroRow,
+    parse_recipe,
+)
+
+MODELS = "models: [{model: a, parameters: {weight: 1}}]\n"
+HEAD = f"merge_method: linear\n{MODELS}"
+
+
+def recipe(text: str) -> Recipe:
+    parsed = parse_recipe(text, "r.yml", exists=lambda _: False)
+    assert isinstance(parsed, Recipe)
+    return parsed
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yml", exists=lambda _: False)
+    assert all(problem.remedy for problem in caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def problem(text: str) -> str:
+    (only,) = problems(text)
+    return only
+
+
+def test_defaults() -> None:
+    read = recipe(HEAD)
+    assert read.merge_method == "linear"
+    assert (read.slices, dict(read.modules), dict(read.parameters)) == ((), {}, {})
+    assert (read.base_model, read.dtype, read.out_dtype) == (None, None, None)
+    assert (read.tokenizer, read.tokenizer_source, read.chat_template) == (None, None, None)
+    assert (read.seed, read.shard_size, read.duplicates) == (0, 5_000_000_000, "keep")
+
+
+def test_models() -> None:
+    read = recipe(
+        """
+merge_method: ties
+base_model: org/base@main
+models:
+  - model: a+lora
+    parameters: {weight: [0, 1], density: "1e-1", normalize: true}
+  - model: {model: {path: b+c}, override_architecture: LlamaForCausalLM}
+    parameters:
+      weight: [{filter: mlp, value: 0.5}, {value: 1}]
+  - model: d
+    parameters:
+parameters: {lambda: 0.5}
+dtype: torch.bfloat16
+out_dtype: float16
+"""
+    )
+    first, second, third = read.models
+    assert read.base_model == ModelReference("org/base", "main")
+    assert first.model == ModelReference("a", None, "lora")
+    assert first.parameters == {
+        "weight": Gradient((0.0, 1.0)),
+        "density": Scalar(0.1),
+        "normalize": Scalar(1.0),
+    }
+    assert second.model == ModelReference("b+c", override_architecture="LlamaForCausalLM")
+    assert isinstance(second.parameters["weight"], Conditional)
+    assert third.parameters == {}
+    assert read.parameters == {"lambda": Scalar(0.5)}
+    assert (read.dtype, read.out_dtype) == (DType.BF16, DType.F16)
+
+
+def test_slices() -> None:
+    read = recipe(
+        """
+merge_method: passthrough
+slices:
+  - sources:
+      - {model: a, layer_range: [0, 4], parameters: {scale: 0.5}}
+    base_model: b
+    parameters: {t: 1}
+  - sources: [{model: a, layer_range: [2, 6]}]
+"""
+    )
+    first, second = read.slices
+    assert first.sources[0].layer_range == (0, 4)
+    assert first.sources[0].parameters == {"scale": Scalar(0.5)}
+    assert first.base_model == ModelReference("b")
+    assert first.parameters == {"t": Scalar(1.0)}
+    assert second.sources[0].layer_range == (2, 6)
+
+
+def test_modules() -> None:
+    read = recipe(
+        """
+merge_method: linear
+modules:
+  text_decoder:
+    slices: [{sources: [{model: a, layer_range: [0, 2]}]}]
+  vision_tower:
+    models: [{model: a}]
+    parameters: {weight: 1}
+"""
+    )
+    assert list(read.modules) == ["text_decoder", "vision_tower"]
+    assert read.modules["text_decoder"].slices[0].sources[0].layer_range == (0, 2)
+    assert read.modules["vision_tower"].models == (ModelEntry(model="a"),)
+    assert read.modules["vision_tower"].parameters == {"weight": Scalar(1.0)}
+
+
+def test_tokenizer() -> None:
+    read = recipe(
+        HEAD
+        + """
+tokenizer:
+  source: models/x
+  tokens:
+    "<a>": {source: models/y, force: true}
+    "<b>": {source: {kind: zero}}
+    "<c>": {source: {kind: model_token, model: z, token: "</s>"}}
+    "<d>": {source: {kind: model_token, model: z, token_id: 1}}
+    "<e>": {}
+    "<f>": {source: {model: {path: a+b}}}
+  pad_to_multiple_of: 64
+chat_template: chatml
+"""
+    )
+    assert read.tokenizer == Tokenizer(
+        source=ModelReference("models/x"),
+        tokens={
+            "<a>": TokenEntry(source=ModelReference("models/y"), force=True),
+            "<b>": TokenEntry(source=ZeroRow(kind="zero")),
+            "<c>": TokenEntry(source=TokenRow(kind="model_token", model="z", token="</s>")),
+            "<d>": TokenEntry(source=TokenRow(kind="model_token", model="z", token_id=1)),
+            "<e>": TokenEntry(),
+            "<f>": TokenEntry(source=ModelReference("a+b")),
+        },
+        pad_to_multiple_of=64,
+    )
+    assert read.chat_template == "chatml"
+
+
+@pytest.mark.parametrize(
+    ("value", "source"), [("union", "union"), ("base", "base"), ("x@v", ModelReference("x", "v"))]
+)
+def test_tokenizer_source(value: str, source: object) -> None:
+    assert recipe(f"{HEAD}tokenizer_source: {value}\n").tokenizer_source == source
+    assert recipe(f"{HEAD}tokenizer: {{source: {value}}}\n").tokenizer == Tokenizer(source=source)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("5GB", 5 * 10**9), ("1.5GiB", 3 * 2**29), ("0", 0), ('"0"', 0), ("4096", 4096), ("1e3", None)],
+)
+def test_shard_size(text: str, num_bytes: int | None) -> None:
+    if num_bytes is None:
+        assert "is not a size" in problem(f"{HEAD}shard_size: {text}\n")
+    else:
+        assert recipe(f"{HEAD}shard_size: {text}\n").shard_size == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("5B", "'5B' means 5 bytes. Write '5GB' or so."),
+        ("-5", "is not a size"),
+        ("true", "is not a size"),
+        ("5XB", "is not a size"),
+        ("[5]", "is not a size"),
+    ],
+)
+def test_a_bad_shard_size(text: str, words: str) -> None:
+    assert problem(f"{HEAD}shard_size: {text}\n").startswith("r.yml:3:1: shard_size: ")
+    assert words in problem(f"{HEAD}shard_size: {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "dtpye: bfloat16",
+            "r.yml:3:1: unknown key 'dtpye'. Did you mean 'dtype'?",
+        ),
+        ("Base-Model: a", "r.yml:3:1: unknown key 'Base-Model'. Did you mean 'base_model'?"),
+        (
+            "dtype: int64",
+            "r.yml:3:1: dtype: 'int64' holds whole numbers only, and merging makes fractions. Write one of: ",
+        ),
+        (
+            "dtype: bfloat",
+            "r.yml:3:1: dtype: 'bfloat' is not a dtype to merge to. Did you mean 'bfloat16'?",
+        ),
+        ("out_dtype: float8_e4m3fn", "r.yml:3:1: out_dtype: 'float8_e4m3fn' is not a dtype to merge to."),
+        ("dtype: 16", "r.yml:3:1: dtype: 16 is a number; expected a text. Put it in quotes."),
+        (
+            "seed: -1",
+            "r.yml:3:1: seed: -1 is out of range. Write a whole number from 0 to 18446744073709551615.",
+        ),
+        ("seed: 1.5", "r.yml:3:1: seed: 1.5 is not a whole number."),
+        ("seed: 18446744073709551616", "is out of range"),
+        ("duplicates: shar", "r.yml:3:1: duplicates: 'shar' is not known here. Did you mean 'share'?"),
+        ("chat_template: [a]", "r.yml:3:1: chat_template: ['a'] is a list; expected a text."),
+        ("parameters: [a]", "r.yml:3:1: parameters: ['a'] is a list; expected a map."),
+        ("parameters: {t: x}", "r.yml:3:14: t: 'x' is a text; expected a number."),
+        ("parameters: {t: }", "r.yml:3:14: t: the setting has no value."),
+        ("base_model: 7", "r.yml:3:1: base_model: 7 is a number; expected a model."),
+        ("base_model: a+b+c", "r.yml:3:1: base_model: 'a+b+c' names more than one adapter"),
+        ("tokenizer: 3", "r.yml:3:1: tokenizer: 3 is a number where a map belongs. Write a map like {source"),
+        ("tokenizer: {pad_to_multiple_of: 0}", "r.yml:3:13: pad_to_multiple_of: 0 is out of range."),
+        ("tokenizer: {tokens: {x: 3}}", "r.yml:3:22: x: 3 is a number where a map belongs."),
+        ("tokenizer: {tokens: {x: {force: 1}}}", "r.yml:3:26: force: 1 is a number; expected true or false."),
+        ("tokenizer: {tokens: {x: {sorce: a}}}", "r.yml:3:26: unknown key 'sorce'. Did you mean 'source'?"),
+        ("tokenizer: {tokens: {'[key]': 3}}", "r.yml:3:22: [key]: 3 is a number where a map belongs."),
+        ("tokenizer: {tokens: {x: {source: {kind: one}}}}", "r.yml:3:35: kind: 'one' is not known."),
+        ("tokenizer: {tokens: {x: {source: {kind: zero, a: 1}}}}", "r.yml:3:47: unknown key 'a'."),
+        (
+            "tokenizer: {tokens: {x: {source: {kind: model_token, model: a}}}}",
+            "r.yml:3:26: source: the model_token is not named. Give exactly one of 'token' and 'token_id'.",
+        ),
+        (
+            "tokenizer: {tokens: {x: {source: {kind: model_token, model: a, token: b, token_id: 1}}}}",
+            "is named both by 'token' and by 'token_id'.",
+        ),
+        (
+            "tokenizer_source: base\ntokenizer: {}",
+            "r.yml:3:1: 'tokenizer_source' and 'tokenizer' both choose",
+        ),
+        (
+            "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
+            "r.yml:3:1: 'models' and 'slices' are both",
+        ),
+        ("name: mine", "r.yml:3:1: unknown key 'name'. A recipe has no name"),
+        (
+            "weight: 0.5",
+            "unknown key 'weight'. A parameter of the method goes below 'parameters'. Keys known",
+        ),
+    ],
+)
+def test_one_bad_line(line: str, expected: str) -> None:
+    assert expected in problem(f"{HEAD}{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("a", "r.yml:2:10: 'a' is a text where a map belongs. Write a map like {model: PATH"),
+        ("{parameters: {weight: 1}}", "r.yml:2:10: the key 'model' is missing or empty. Add it."),
+        ("{model: }", "r.yml:2:11: the key 'model' is missing or empty. Add it."),
+        (
+            "{model: a, layer_range: [0, 2]}",
+            "r.yml:2:21: unknown key 'layer_range'. mergekit ignores it here.",
+        ),
+        ("{model: a, weight: 1}", "r.yml:2:21: unknown key 'weight'. A parameter of the method goes below"),
+        ("{model: a, paramters: {}}", "r.yml:2:21: unknown key 'paramters'. Did you mean 'parameters'?"),
+        ("{model: 1.5}", "r.yml:2:11: model: 1.5 is a number; expected a model."),
+        ("{model: {path: a, model: b}}", "r.yml:2:19: unknown key 'path'."),
+    ],
+)
+def test_a_bad_model_entry(entry: str, expected: str) -> None:
+    assert expected in problem(f"merge_method: linear\nmodels: [{entry}]\n")
+
+
+@pytest.mark.parametrize(
+    ("layer_range", "what"),
+    [
+        ("[3, 1]", "layer_range [3, 1] of models/b runs backwards. Write [1, 3]."),
+        ("[3, 3]", "layer_range [3, 3] of models/b is empty."),
+        ("[-1, 3]", "layer_range [-1, 3] of models/b starts below layer 0."),
+        ("[3, -1]", "layer_range [3, -1] of models/b runs backwards."),
+        ("[1]", "layer_range [1] of models/b is not a pair of whole numbers."),
+        ("[1, 2, 3]", "is not a pair of whole numbers."),
+        ("[0, 1.5]", "layer_range [0, 1.5] of models/b is not a pair of whole numbers."),
+        ("[false, true]", "is not a pair of whole numbers."),
+        ("0-3", "layer_range '0-3' of models/b is not a pair of whole numbers."),
+        ("{a: 1}", "is not a pair of whole numbers."),
+    ],
+)
+def test_a_bad_layer_range_names_model_range_and_place(layer_range: str, what: str) -> None:
+    text = "merge_method: passthrough\nslices:\n- sources:\n  - model: models/b\n"
+    text += f"    layer_range: {layer_range}\n"
+    assert problem(text).startswith("r.yml:5:5: ")
+    assert what in problem(text)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("{}", "r.yml:2:10: the key 'sources' is missing or empty."),
+        ("{sources: []}", "r.yml:2:11: sources: the slice has no sources."),
+        ("{sources: a}", "r.yml:2:11: sources: 'a' is a text; expected a list."),
+        ("{sources: [{model: a}]}", "r.yml:2:21: the key 'layer_range' is missing or empty."),
+        (
+            "{sources: [{layer_range: [2, 1]}, {model: b, layer_range: [0, 1]}]}",
+            "of the source runs backwards.",
+        ),
+        (
+            "{sources: [{model: a, layer_range: [0, 1]}], residual_weight: 0.5}",
+            "unknown key 'residual_weight'. mergekit reads it and never uses it: it never had an effect.",
+        ),
+    ],
+)
+def test_a_bad_slice(entry: str, expected: str) -> None:
+    assert any(expected in told for told in problems(f"merge_method: passthrough\nslices: [{entry}]\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "merge_method: linear\n",
+            "r.yml:1:1: nothing says what to merge. Fill one of: models, slices, modules.",
+        ),
+        ("merge_method: linear\nmodels: []\n", "r.yml:2:1: 'models' is empty."),
+        ("merge_method: linear\nslices:\n", "r.yml:2:1: 'slices' is empty."),
+        ("merge_method: linear\nmodules: {a: {}}\n", "r.yml:2:11: a: nothing says what to merge."),
+        ("merge_method: linear\nmodules: {a: {models: []}}\n", "r.yml:2:15: 'models' is empty."),
+        ("merge_method: linear\nmodules: {a: 1}\n", "r.yml:2:11: a: 1 is a number where a map belongs."),
+        (
+            "merge_method: linear\nmodels: {model: a}\n",
+            "r.yml:2:1: models: {'model': 'a'} is a map; expected a list.",
+        ),
+        (f"merge_method: 5\n{MODELS}", "r.yml:1:1: merge_method: 5 is a number; expected a text."),
+        (f"merge_method:\n{MODELS}", "r.yml:1:1: the key 'merge_method' is missing or empty."),
+        (MODELS, "r.yml:1:1: the key 'merge_method' is missing or empty."),
+    ],
+)
+def test_what_a_recipe_needs(text: str, expected: str) -> None:
+    assert expected in problem(text)
+
+
+def test_an_empty_list_beside_a_full_one_is_harmless() -> None:
+    assert recipe(f"{HEAD}slices: []\nmodules: {{}}\n").models == (
+        ModelEntry(model="a", parameters={"weight": 1}),
+    )
+
+
+def test_recipes_are_frozen() -> None:
+    read = recipe(HEAD)
+    with pytest.raises(ValidationError):
+        read.seed = 3
+    with pytest.raises(ValidationError):
+        read.models[0].model = ModelReference("b")
+
+
+def test_a_recipe_made_from_python_objects() -> None:
+    made = Recipe(
+        merge_method="linear",
+        models=[ModelEntry(model=ModelReference("a"), parameters={"weight": Scalar(1.0)})],
+        dtype=DType.BF16,
+    )
+    assert made == recipe(f"{HEAD}dtype: bfloat16\n")
+    assert made.where("models", 0) == "recipe: models[0]"
+
+
+def test_a_dtype_that_means_nothing_to_a_merge_is_refused_from_python_too() -> None:
+    with pytest.raises(ValidationError, match="is not a dtype to merge to"):
+        Recipe(merge_method="linear", models=[ModelEntry(model="a")], dtype=DType.F8_E4M3)
