@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.roles import TensorInfo, describe, projection_word
+from raymerge.architectures.roles import EXPERT_NUMBER, TensorInfo, describe, projection_word
 from raymerge.architectures.rules import LayoutKind, Role, Rules
 from raymerge.architectures.sections import config_int
 
@@ -62,8 +62,10 @@ def fused_layout(
     """
     path = name.split(".")
     word = projection_word(path, rules)
+    if word is None or not _is_plain(path, word) or EXPERT_NUMBER.search(name):
+        return None
     info = describe(name, rules)
-    if word is None or info.part is not Role.EXPERT or info.expert is not None or not _is_plain(path, word):
+    if info.part is not Role.EXPERT:
         return None
     kind, num_experts = _placed(word, info, shape, config, rules)
     projection = info.projection or ""

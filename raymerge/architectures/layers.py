@@ -79,7 +79,7 @@ def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
         seen = found.setdefault(".".join(path[:place]), _Seen(set(), set()))
         number = int(path[place])
         seen.numbers.add(number)
-        if number not in seen.mtp_numbers and rules.mtp.search(name):
+        if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(path):
             seen.mtp_numbers.add(number)
     return found
 
@@ -110,9 +110,9 @@ def _main(found: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -
 
 def _is_aside(prefix: str, rules: Rules) -> bool:
     """Vision, audio and multi-token-prediction layers are beside the text decoder."""
-    path = f"{prefix}."
-    aside = rules.vision.search(path) or rules.mtp.search(path)
-    return bool(aside) or any(word.startswith(("audio", "speech", "talker")) for word in prefix.split("."))
+    path = prefix.split(".")
+    is_text = rules.vision.isdisjoint(path) and rules.mtp.isdisjoint(path)
+    return not is_text or any(word.startswith(("audio", "speech", "talker")) for word in path)
 
 
 def _declared(prefix: str, config: Mapping[str, Any], rules: Rules) -> int | None:

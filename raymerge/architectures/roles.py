@@ -12,7 +12,7 @@ from raymerge.architectures.rules import Projection, Role, Rules
 _MOE = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
 _GATED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.MLP})
 # Expert numbers are path components of their own, or, in the Switch family, part of one.
-_EXPERT = re.compile(r"(?:^|\.)experts\.(?:expert_)?(\d+)(?=\.)")
+EXPERT_NUMBER = re.compile(r"(?:^|\.)experts\.(?:expert_)?(\d+)(?=\.)")
 # What quantisers and bias parameters append to the word that names a fused matrix.
 _APPENDED = re.compile(r"_(bias|blocks|scales|scale|scale_inv|packed|qweight)$")
 
@@ -53,13 +53,13 @@ def describe(
     """
     path = name.split(".")
     stack, layer = _layer(path, rules, stacks)
-    numbered = _EXPERT.search(name)
+    numbered = EXPERT_NUMBER.search(name)
     part = Role.EXPERT if numbered else _part(name, rules)
     main = next((each for each in stacks if each.is_main), None)
     limit = main.num_layers if main else num_layers
     beyond = layer is not None and limit is not None and layer >= limit and (not main or main.prefix == stack)
     return TensorInfo(
-        role=_role(name, part, rules, beyond=beyond),
+        role=_role(path, part, rules, beyond=beyond),
         part=part,
         stack=stack,
         layer=layer,
@@ -73,7 +73,7 @@ def describe(
 def projection_word(path: Sequence[str], rules: Rules) -> str | None:
     """The word of a name's path that says which projection it is, without what quantisers append."""
     for word in reversed(path):
-        plain = word if word in rules.projections else _APPENDED.sub("", word)
+        plain = word if word in rules.projections or "_" not in word else _APPENDED.sub("", word)
         if plain in rules.projections:
             return plain
     return None
@@ -95,12 +95,12 @@ def _part(name: str, rules: Rules) -> Role:
     return next((role for role, pattern in rules.roles if pattern.search(name)), Role.OTHER)
 
 
-def _role(name: str, part: Role, rules: Rules, *, beyond: bool) -> Role:
+def _role(path: Sequence[str], part: Role, rules: Rules, *, beyond: bool) -> Role:
     if part is Role.BUFFER:
         return part
-    if rules.vision.search(name):
+    if not rules.vision.isdisjoint(path):
         return Role.VISION
-    return Role.MTP if beyond or rules.mtp.search(name) else part
+    return part if not beyond and rules.mtp.isdisjoint(path) else Role.MTP
 
 
 def _projection(path: Sequence[str], rules: Rules) -> Projection | None:

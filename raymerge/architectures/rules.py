@@ -94,10 +94,10 @@ class Rules:
     """What ``config.json`` calls the family."""
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
     """First match wins."""
-    vision: re.Pattern[str]
-    """Names of the vision side, projector included."""
-    mtp: re.Pattern[str]
-    """Names of multi-token-prediction modules."""
+    vision: frozenset[str]
+    """Words in the names of the vision side, projector included."""
+    mtp: frozenset[str]
+    """Words in the names of multi-token-prediction modules."""
     layer_words: frozenset[str]
     """Words before a number that make it a layer number."""
     moe_children: frozenset[str]
@@ -132,8 +132,8 @@ def load_rules(model_type: str | None) -> Rules:
             (Role(entry["role"]), _any(entry["patterns"]))
             for entry in [*family.get("roles", []), *general["roles"]]
         ),
-        vision=_any(general["overlays"]["vision"]),
-        mtp=_any(general["overlays"]["mtp"]),
+        vision=frozenset(general["overlays"]["vision"]),
+        mtp=frozenset(general["overlays"]["mtp"]),
         layer_words=frozenset(general["words"]["layers"]),
         moe_children=frozenset(general["words"]["moe_children"]),
         projections={word: kind for kind, words in general["projections"].items() for word in words},
@@ -150,6 +150,8 @@ def load_rules(model_type: str | None) -> Rules:
 
 
 def _family(model_type: str | None) -> dict[str, Any]:
+    if _plain(model_type) == "general":
+        return {}
     return (_table(model_type) if model_type else None) or _table(_plain(model_type)) or {}
 
 
@@ -160,7 +162,7 @@ def _plain(model_type: str | None) -> str:
 
 def _table(name: str) -> dict[str, Any] | None:
     # A model type comes out of a downloaded file: it must not lead anywhere but into the tables.
-    if not re.fullmatch(r"\w+", name):
+    if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", name):
         return None
     table = files("raymerge.architectures").joinpath("families", f"{name}.toml")
     return tomllib.loads(table.read_text(encoding="utf-8")) if table.is_file() else None

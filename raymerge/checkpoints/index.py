@@ -22,6 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _INDEX_NAME = re.compile(r"model.*\.safetensors\.index\.json", re.DOTALL)
 _PART_NAME = re.compile(r"model-([0-9]{5,6})-of-([0-9]{5,6})\.safetensors")
 _NUM_NAMED = 3
+_NUM_LINES = 8
 _GET_A_FIT = "Download the checkpoint again, or ask its publisher for an index that fits."
 
 
@@ -113,15 +114,7 @@ def _by_index(store: ReadStore, names: Mapping[str, FileInfo], parts: Sequence[s
     weight_map = _weight_map(parsed, where)
     listed = sorted(set(weight_map.values()))
     problems = _unfit_files(listed, weight_map, names, where)
-    strays = [part for part in parts if part not in listed]
-    directory = store.location(".")
-    if SINGLE_FILE in names and SINGLE_FILE not in listed:
-        what = f"holds {SINGLE_FILE} beside {INDEX_FILE}, which does not name it: two sets of weights."
-        remedy = f"Delete {SINGLE_FILE} if the index is the model's, else the index and the files it names."
-        problems.append(Problem(directory, what, remedy))
-    if strays:
-        what = f"holds {_some(strays)}, which {INDEX_FILE} does not name: remains of another set of weights."
-        problems.append(Problem(directory, what, "Delete them, or take the index that belongs to them."))
+    problems += _second_sets(listed, names, parts, store.location("."))
     total, notes = _total_size(parsed)
     keys = tuple(key for key in listed if key in names and key.endswith(".safetensors"))
     return WeightIndex(keys, weight_map, total, notes, tuple(problems))
@@ -150,20 +143,41 @@ def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:
 def _unfit_files(
     listed: Sequence[str], weight_map: Mapping[str, str], names: Mapping[str, FileInfo], where: str
 ) -> list[Problem]:
+    outside = [key for key in listed if not _is_plain_name(key)]
+    missing = [key for key in listed if _is_plain_name(key) and key not in names]
+    foreign = [key for key in listed if key in names and not key.endswith(".safetensors")]
     problems = []
-    for key in listed:
-        if not _is_plain_name(key):
-            tensor = next(name for name, file in weight_map.items() if file == key)
-            what = f"places tensor {tensor!r} in {key!r}, which is not the name of a file in this directory."
-            remedy = "An index may only name files beside it: do not use this checkpoint unless you know why."
-            problems.append(Problem(where, what, remedy))
-        elif key not in names:
-            count = sum(file == key for file in weight_map.values())
-            what = f"names {key}, which is not in the directory ({count} tensors)."
-            problems.append(Problem(where, what, "Download or copy that file again."))
-        elif not key.endswith(".safetensors"):
-            what = f"names {key}, which is not a safetensors file."
-            problems.append(Problem(where, what, _GET_A_FIT))
+    if outside:
+        tensor = next(name for name, key in weight_map.items() if key == outside[0])
+        what = f"places tensor {tensor!r} in {outside[0]!r}, which is not the name of a file beside it"
+        what += f" ({len(outside)} such names in all)." if len(outside) > 1 else "."
+        remedy = "No honest tool writes such an index: do not use this checkpoint unless you know why."
+        problems.append(Problem(where, what, remedy))
+    if missing:
+        absent = frozenset(missing)
+        count = sum(key in absent for key in weight_map.values())
+        verb = "is" if len(missing) == 1 else "are"
+        what = f"names {_some(missing)}, which {verb} not in the directory ({count} tensors)."
+        problems.append(Problem(where, what, "Download or copy what is missing again."))
+    if foreign:
+        what = f"names {_some(foreign)}: no safetensors."
+        problems.append(Problem(where, what, _GET_A_FIT))
+    return problems
+
+
+def _second_sets(
+    listed: Sequence[str], names: Mapping[str, FileInfo], parts: Sequence[str], where: str
+) -> list[Problem]:
+    problems = []
+    named = frozenset(listed)
+    strays = [part for part in parts if part not in named]
+    if SINGLE_FILE in names and SINGLE_FILE not in named:
+        what = f"holds {SINGLE_FILE} beside {INDEX_FILE}, which does not name it: two sets of weights."
+        remedy = f"Delete {SINGLE_FILE} if the index is the model's, else the index and the files it names."
+        problems.append(Problem(where, what, remedy))
+    if strays:
+        what = f"holds {_some(strays)}, which {INDEX_FILE} does not name: remains of another set of weights."
+        problems.append(Problem(where, what, "Delete them, or take the index that belongs to them."))
     return problems
 
 
@@ -253,7 +267,9 @@ def _disagreements(
         f"{key} holds {_tensors(names)} that {INDEX_FILE} does not place there."
         for key, names in sorted(unnamed.items())
     ]
-    return [Problem(where, what, _GET_A_FIT) for what in problems]
+    more = len(problems) - _NUM_LINES
+    rest = [f"there are {more} more such disagreements with {INDEX_FILE}."] if more > 0 else []
+    return [Problem(where, what, _GET_A_FIT) for what in (*problems[:_NUM_LINES], *rest)]
 
 
 def _tensors(names: Sequence[str]) -> str:

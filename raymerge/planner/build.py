@@ -166,7 +166,7 @@ def _outputs(
 ) -> tuple[tuple[Output, ...], TieDecision]:
     aligned: list[Aligned] = list(with_heads(list(aligner.outputs()), sections, sources))
     made = [output for output in map(builder.output, aligned) if output is not None]
-    return settle_tie(made, sections, sources, builder.fates)
+    return tuple(made), settle_tie(made, sections, sources, builder.fates)
 
 
 def _one_producer(outputs: Sequence[Output], findings: Findings) -> None:

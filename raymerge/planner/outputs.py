@@ -28,7 +28,7 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.logical import Block, LogicalTensors, Place
 from raymerge.planner.precision import output_dtype
 from raymerge.planner.quantised import quantised_format
-from raymerge.planner.sources import Source
+from raymerge.planner.sources import Path_, Source
 from raymerge.planner.spans import Member
 from raymerge.recipes import Recipe
 
@@ -45,11 +45,24 @@ class OutputBuilder:
         self._sources = sources
         self._logical = logical
         self._main = [main_dtype(source.checkpoint) for source in sources]
-        self._binders: dict[int, Binder] = {}
-        self._expressions: dict[tuple[int, bool, DType], Expression] = {}
+        self._binders: dict[Path_, Binder] = {}
+        self._latest: tuple[Settings, bool, DType, Expression] | None = None
 
     def output(self, aligned: Aligned) -> Output | None:
         """The output for one aligned tensor, or None with a finding that says why not."""
+        made = self._make(aligned)
+        if made is None:
+            self._give_up(aligned)
+        return made
+
+    def _give_up(self, aligned: Aligned) -> None:
+        """Settle what a failed output would have used, so that one fault is not reported twice."""
+        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
+            if self._logical[member.source].stored(name) is not None:
+                fate = Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
+                self.fates.settle(member.source, name, fate)
+
+    def _make(self, aligned: Aligned) -> Output | None:
         lead = self._stored_lead(aligned)
         role = self._logical[aligned.span.lead.source].part(aligned.lead)
         dtype = output_dtype(self._recipe, lead, role, self._main[aligned.span.lead.source])
@@ -122,10 +135,11 @@ class OutputBuilder:
 
     def _settings(self, aligned: Aligned) -> Settings | None:
         span = aligned.span
-        binder = self._binders.setdefault(id(span), Binder(self._recipe, self._method, span))
         offset = 1 if span.base is not None else 0
         try:
-            settings = binder.settings(
+            if span.path not in self._binders:
+                self._binders[span.path] = Binder(self._recipe, self._method, span)
+            settings = self._binders[span.path].settings(
                 aligned.alias or aligned.output, aligned.names[offset:], aligned.t
             )
         except BindError as error:
@@ -174,9 +188,6 @@ class OutputBuilder:
                 continue
             plain = False
             form = form or f"{stored.dtype.value} integers"
-            self.fates.settle(
-                member.source, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
-            )
             self.findings.tensor(
                 ("quantised", source.name, form),
                 where=source.name,
@@ -217,12 +228,13 @@ class OutputBuilder:
         return None
 
     def _expression(self, settings: Settings, aligned: Aligned, dtype: DType) -> Expression:
-        key = (id(settings), aligned.span.base is not None, dtype)
-        if key not in self._expressions:
-            self._expressions[key] = make_expression(
-                self._method, settings, has_base=aligned.span.base is not None, cast=dtype
-            )
-        return self._expressions[key]
+        has_base = aligned.span.base is not None
+        latest = self._latest
+        if latest is not None and latest[0] is settings and latest[1:3] == (has_base, dtype):
+            return latest[3]
+        made = make_expression(self._method, settings, has_base=has_base, cast=dtype)
+        self._latest = (settings, has_base, dtype, made)
+        return made
 
     def _row(self, aligned: Aligned, block: Block, expression: Expression) -> Row | None:
         parts: list[Part] = []
@@ -283,8 +295,6 @@ class OutputBuilder:
         if place.shape == found.shape:
             return True
         source, lead = self._sources[member.source], self._sources[aligned.span.lead.source]
-        fate = Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
-        self.fates.settle(member.source, found.tensor.name, fate)
         self.findings.tensor(
             ("shape", source.name),
             where=source.name,

@@ -64,8 +64,8 @@ def with_heads(
             yield replace(each, names=names)
         else:
             yield replace(each, lead=pair.embedding, names=names, alias=pair.embedding)
-    if not stored and pair.declared is not False and pair.embedding in sources[span.lead.source].checkpoint.tensors:
-        yield Aligned(pair.head, span, pair.embedding, names, 0.0, alias="" if any(own) else pair.embedding)
+    if any(own) and not stored and pair.declared is not False:
+        yield Aligned(pair.head, span, pair.embedding, names, 0.0)
 
 
 def settle_tie(
@@ -73,27 +73,26 @@ def settle_tie(
     sections: Sequence[Section],
     sources: Sequence[Source],
     fates: Fates,
-) -> tuple[tuple[Output, ...], TieDecision]:
-    """Keep one copy or two, now that it is known what head and embedding are made of."""
+) -> TieDecision:
+    """Say whether head and embedding are one, now that it is known what they are made of."""
     lead = sources[_head_span(sections).lead.source]
     pair = lead.pair
     head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
     embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
-    if pair is None or head is None or embedding is None:
-        return tuple(outputs), TieDecision("", "", None, "no language-model head beside an embedding")
     _settle_stored_heads(sources, fates)
+    if pair is None or embedding is None:
+        return TieDecision("", "", None, "the model has no token embedding that a head could share")
+    if head is None:
+        return TieDecision("", pair.embedding, None, "no head is stored, as in the lead checkpoint")
     equal = [row.content() for row in head.rows] == [row.content() for row in embedding.rows]
     stored = pair.head in lead.checkpoint.tensors
     if not equal:
         tied = False if pair.declared or not stored else None
-        return tuple(outputs), TieDecision(
+        return TieDecision(
             pair.head, pair.embedding, tied, "head and embedding differ in the result, so both are written"
         )
-    if stored:
-        reason = "the head equals the embedding and is stored, as in the lead checkpoint"
-        return tuple(outputs), TieDecision(pair.head, pair.embedding, None, reason)
-    kept = tuple(output for output in outputs if output.name != pair.head)
-    return kept, TieDecision("", pair.embedding, None, "the head is the embedding, stored once")
+    reason = "the head equals the embedding and is stored, as in the lead checkpoint"
+    return TieDecision(pair.head, pair.embedding, None, reason)
 
 
 def head_name(source: Source) -> str:

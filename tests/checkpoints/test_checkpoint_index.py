@@ -204,13 +204,23 @@ class TestHostileIndex:
     def test_only_files_beside_it(self, sharded: Path, key: str) -> None:
         put_index(sharded, {"a": ONE, "b": key, "c": TWO})
         text = refusal(sharded)
-        assert f"places tensor 'b' in {key!r}, which is not the name of a file in this directory" in text
+        assert f"places tensor 'b' in {key!r}, which is not the name of a file beside it" in text
 
     def test_only_safetensors(self, sharded: Path) -> None:
         (sharded / "x.bin").write_bytes(b"")
         put_index(sharded, {"a": ONE, "b": "x.bin", "c": TWO})
-        assert "names x.bin, which is not a safetensors file" in refusal(sharded)
+        assert "names x.bin: no safetensors" in refusal(sharded)
         assert find(sharded).keys == (ONE, TWO)
+
+    def test_thousands_of_files_are_counted_quickly(self, sharded: Path) -> None:
+        put_index(sharded, {f"x{n}": f"{n:06d}.safetensors" if n % 2 else f"../{n}" for n in range(60_000)})
+        text = refusal(sharded)
+        assert "(30000 such names in all)" in text
+        assert (
+            "names 000001.safetensors, 000003.safetensors, 000005.safetensors and 29997 more, which are"
+            in text
+        )
+        assert len(text) < 2000
 
     def test_all_of_it_at_once(self, sharded: Path) -> None:
         put_index(sharded, {"a": "../a.safetensors", "b": "b.safetensors", "c": TWO})
@@ -266,6 +276,15 @@ class TestAgainstHeaders:
         put_index(tmp_path, {"a": TWO, "x0": ONE})
         text, _ = check(tmp_path)
         assert "holds 8 tensors (x1, x2, x3, ...) that" in text
+
+    def test_many_files_that_disagree_are_not_all_listed(self, tmp_path: Path) -> None:
+        files = [f"x{number:02d}.safetensors" for number in range(20)]
+        for file in files:
+            put_weights(tmp_path, file, file)
+        put_index(tmp_path, {f"ghost.{file}": file for file in files})
+        text, _ = check(tmp_path)
+        assert len(text.splitlines()) == 9
+        assert f"there are 32 more such disagreements with {INDEX}." in text
 
     @pytest.mark.parametrize("with_index", [True, False])
     def test_a_tensor_in_two_files(self, sharded: Path, with_index: bool) -> None:

@@ -326,11 +326,13 @@ class TestNaturalKey:
         ],
     )
     def test_order(self, names: list[str]) -> None:
-        assert sorted(names[::-1], key=natural_key) == names
+        names_backwards = names[::-1]
+        assert sorted(names_backwards, key=natural_key) == names
 
     @settings(deadline=None, max_examples=100)
     @given(st.lists(st.text("ab.019٣²", max_size=6), max_size=8))
     def test_is_a_total_order_of_all_names(self, names: list[str]) -> None:
         ordered = sorted(names, key=natural_key)
-        assert ordered == sorted(names[::-1], key=natural_key)
+        backwards = names[::-1]
+        assert ordered == sorted(backwards, key=natural_key)
         assert len({natural_key(name) for name in names}) == len(set(names))

@@ -1,4 +1,4 @@
-"""Tensor names, shapes and config fields as published families have them, cut down to a few layers and experts."""
+"""Tensor names, shapes and config fields as families publish them, cut down to a few layers and experts."""
 
 from __future__ import annotations
 

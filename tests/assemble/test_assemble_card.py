@@ -1,0 +1,136 @@
+"""The model card: front matter that parses, fences that hold, and no path of somebody's machine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.assemble.card import Parent, model_card, shown_name
+
+RECIPE = "merge_method: ties\nmodels:\n  - model: org/code\n  - model: org/french\nbase_model: org/base\n"
+PARENTS = (Parent("org/base"), Parent("org/code", "abc123", "mit"), Parent("org/french"))
+
+
+def card(recipe: str = RECIPE, parents: tuple[Parent, ...] = PARENTS, **changes: Any) -> str:
+    facts: dict[str, Any] = {
+        "method": "ties",
+        "base": "org/base",
+        "digest": "d1g35t",
+        "seed": 7,
+        "version": "0.1.0",
+    }
+    return model_card(recipe, parents, **(facts | changes))
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    match = re.match(r"---\n(.*?)\n---\n", text, flags=re.DOTALL)
+    assert match is not None
+    parsed: dict[str, Any] = yaml.safe_load(match[1])
+    return parsed
+
+
+def fenced(text: str) -> str:
+    """The recipe as a Markdown reader finds it: up to the first line that closes the opening fence."""
+    lines = text.split("\n")
+    start = next(index for index, line in enumerate(lines) if re.match(r"`{3,}yaml$", line))
+    fence = lines[start].removesuffix("yaml")
+    closing = re.compile(rf" {{0,3}}`{{{len(fence)},}} *$")
+    end = next(index for index in range(start + 1, len(lines)) if closing.match(lines[index]))
+    return "\n".join(lines[start + 1 : end])
+
+
+def test_what_a_card_says() -> None:
+    text = card()
+    assert front_matter(text) == {
+        "base_model": ["org/base", "org/code", "org/french"],
+        "library_name": "transformers",
+        "tags": ["merge", "raymerge"],
+    }
+    assert "with the method `ties` on the base `org/base`." in text
+    assert "- `org/code`, revision `abc123`, licence `mit`\n" in text
+    assert "- `org/french`\n" in text
+    assert "Plan digest: `d1g35t`. Seed: 7." in text
+    assert "raymerge 0.1.0" in text
+    assert text.endswith("\n")
+    assert fenced(text) == RECIPE.rstrip()
+
+
+def test_a_merge_without_base() -> None:
+    assert "with the method `linear`.\n" in card(method="linear", base=None)
+
+
+def test_one_licence_of_all_parents_is_the_outputs() -> None:
+    same = (Parent("org/a", licence="apache-2.0"), Parent("org/b", licence="apache-2.0"))
+    assert front_matter(card(parents=same))["license"] == "apache-2.0"
+    assert "license" not in front_matter(card(parents=(*same, Parent("org/c", licence="mit"))))
+    assert "license" not in front_matter(card(parents=(*same, Parent("org/c"))))
+    assert "license" not in front_matter(card())
+
+
+def test_parents_named_twice_stand_once_in_the_front_matter() -> None:
+    assert front_matter(card(parents=(Parent("org/a"), Parent("org/a"))))["base_model"] == ["org/a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("org/model", "org/model"),
+        ("gpt2", "gpt2"),
+        ("models/base", "models/base"),
+        ("../models/base", "../models/base"),
+        ("/data/alice/models/base", "models/base"),
+        ("/data/alice/models/base/", "models/base"),
+        ("/base", "base"),
+        ("~/models/base", "models/base"),
+        ("C:\\data\\models\\base", "models/base"),
+        ("\\\\server\\share\\models\\base", "models/base"),
+    ],
+)
+def test_absolute_paths_lose_their_beginning(name: str, shown: str) -> None:
+    assert shown_name(name) == shown
+
+
+def test_local_parents_are_listed_but_no_hub_models() -> None:
+    text = card(
+        recipe="merge_method: linear", parents=(Parent("/data/alice/models/base"),), base="/data/alice/m/b"
+    )
+    assert "base_model" not in front_matter(text)
+    assert "- `models/base`\n" in text
+    assert "alice" not in text
+    assert "on the base `m/b`." in text
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "# ```\nmerge_method: linear\n# ```",
+        "chat_template: |\n  ```yaml\n  ``````\n",
+        "`",
+        "````",
+        "",
+        "a: 1\n---\nb: 2",
+    ],
+)
+def test_fences_survive_what_a_recipe_holds(recipe: str) -> None:
+    assert fenced(card(recipe=recipe)) == recipe.rstrip()
+
+
+@given(recipe=st.text(alphabet="`ab: \n~#-", max_size=60))
+@settings(deadline=None, max_examples=80)
+def test_fences_survive_any_recipe(recipe: str) -> None:
+    assert fenced(card(recipe=recipe)) == recipe.rstrip()
+
+
+@pytest.mark.parametrize("name", ["a`b", "a``b", "a\nb", "---\nlicense: mit", "`"])
+def test_names_cannot_break_out(name: str) -> None:
+    text = card(parents=(Parent(name, revision=name, licence=name),))
+    matter = front_matter(text)
+    assert set(matter) == {"license", "library_name", "tags"}
+    assert matter["license"] == name
+    listed = text.split("## Parents\n\n")[1].split("\n\n## Recipe")[0]
+    assert "\n" not in listed
