@@ -21,6 +21,8 @@ class DType(StrEnum):
     F8_E5M2 = "F8_E5M2"
     F8_E4M3 = "F8_E4M3"
     F8_E8M0 = "F8_E8M0"
+    F8_E4M3FNUZ = "F8_E4M3FNUZ"
+    F8_E5M2FNUZ = "F8_E5M2FNUZ"
     I16 = "I16"
     U16 = "U16"
     F16 = "F16"
@@ -81,6 +83,8 @@ _FACTS = {
     DType.F8_E5M2: _Facts(8, "float8_e5m2"),
     DType.F8_E4M3: _Facts(8, "float8_e4m3fn"),
     DType.F8_E8M0: _Facts(8, "float8_e8m0fnu"),
+    DType.F8_E4M3FNUZ: _Facts(8, "float8_e4m3fnuz"),
+    DType.F8_E5M2FNUZ: _Facts(8, "float8_e5m2fnuz"),
     DType.I16: _Facts(16, "int16"),
     DType.U16: _Facts(16, "uint16"),
     DType.F16: _Facts(16, "float16"),
@@ -96,7 +100,16 @@ _FACTS = {
 
 MERGEABLE = frozenset({DType.F16, DType.BF16, DType.F32, DType.F64})
 NARROW_FLOATS = frozenset(
-    {DType.F4, DType.F6_E2M3, DType.F6_E3M2, DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0}
+    {
+        DType.F4,
+        DType.F6_E2M3,
+        DType.F6_E3M2,
+        DType.F8_E5M2,
+        DType.F8_E4M3,
+        DType.F8_E8M0,
+        DType.F8_E4M3FNUZ,
+        DType.F8_E5M2FNUZ,
+    }
 )
 
 _RECIPE_NAMES = {

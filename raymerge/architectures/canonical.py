@@ -35,9 +35,12 @@ class FusedLayout:
     """Whether it holds biases, one vector a projection."""
 
 
-def logical_name(name: str, rules: Rules) -> str:
-    """The canonical name of a tensor that is not fused; a fused one keeps its own, in a canonical block."""
-    info = describe(name, rules)
+def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> str:
+    """The canonical name of a tensor that is not fused; a fused one keeps its own, in a canonical block.
+
+    ``info`` is what ``describe`` said of the name, where that is at hand; it saves the time of asking again.
+    """
+    info = info or describe(name, rules)
     if info.block is None:
         return _renamed(name, rules)
     block = canonical_block(info.block, rules)

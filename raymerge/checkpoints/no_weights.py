@@ -24,7 +24,7 @@ def describe_no_weights(names: Iterable[str], where: str) -> Problem:
     ggufs = [name for name in found if name.endswith(".gguf")]
     if "adapter_config.json" in found:
         what = "is a LoRA adapter (adapter_config.json), not a model."
-        return Problem(where, what, "Write it as BASE+ADAPTER, with the model that it was trained on.")
+        return Problem(where, what, "Merge it into the model that it was trained on, and name the result.")
     if others:
         what = f"holds {', '.join(others[:3])}, but neither model.safetensors nor an index of several files."
         return Problem(where, what, "If that is the model in the Hugging Face layout, rename it.")

@@ -38,17 +38,32 @@ def keep_mask(key: int, start: int, count: int, density: float, device: torch.de
     limit = round(density * _WORD) - _WORD // 2
     mask = torch.empty(count, dtype=torch.bool, device=device)
     for chunk in chunks(count, device):
-        words = _hash(key, start + chunk.start, start + chunk.stop, device)
-        torch.lt(words, limit, out=mask[chunk])
+        words = torch.arange(start + chunk.start, start + chunk.stop, dtype=torch.int64, device=device)
+        torch.lt(_hash(key, words), limit, out=mask[chunk])
     return mask
 
 
-def _hash(key: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """int64 ``[stop - start]``, uniform over all 64-bit values.
+def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
+    """What ``keep_mask`` says of single elements.
+
+    Args:
+        key: 64-bit key.
+        indices: int64 ``[n]``, indices of the elements; overwritten.
+        density: probability of being kept.
+
+    Returns:
+        bool ``[n]`` on the indices' device.
+    """
+    if density <= 0 or density >= 1:
+        return torch.full(indices.shape, density >= 1, dtype=torch.bool, device=indices.device)
+    return torch.lt(_hash(key, indices), round(density * _WORD) - _WORD // 2)
+
+
+def _hash(key: int, words: torch.Tensor) -> torch.Tensor:
+    """The indices in ``words`` (int64 ``[n]``) hashed in place, uniform over all 64-bit values.
 
     The finaliser's last xor would change low bits only, and a comparison looks at high ones: left out.
     """
-    words = torch.arange(start, stop, dtype=torch.int64, device=device)
     shifted = torch.empty_like(words)
     words.mul_(_signed(_WEYL))
     for word, (shift, factor) in zip((key, _second_word(key)), _ROUNDS, strict=True):

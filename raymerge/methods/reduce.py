@@ -88,7 +88,7 @@ class MagnitudeSelection:
     bits within that bin. Counts are integers, so that neither tiling nor threads can change the result.
     NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite.
 
-    With ``with_sums`` the second pass also adds up all magnitudes and those not below the threshold.
+    With ``with_sums`` the second pass also adds up all magnitudes and the ``rank`` largest.
     """
 
     passes = 2
@@ -100,10 +100,12 @@ class MagnitudeSelection:
         self._with_sums = with_sums
         self.threshold = float("inf")
         """The rank-th largest magnitude; valid after the second pass."""
+        self.tied_share = 1.0
+        """Share of the elements at the threshold that belong to the ``rank`` largest; valid like it."""
         self.sum_all = 0.0
         """Sum of all magnitudes; valid after the second pass when sums were asked for."""
         self.sum_kept = 0.0
-        """Sum of the magnitudes at or above the threshold; valid like ``sum_all``."""
+        """Sum of the ``rank`` largest magnitudes; valid like ``sum_all``."""
 
     def observe(self, values: torch.Tensor, pass_index: int) -> None:
         """Take in one tile, float32 ``[n]``."""
@@ -143,16 +145,19 @@ class MagnitudeSelection:
             self._counts.zero_()
             return
         counts = counts[: 1 << _LOW_BITS]
-        lower, _ = _bin_of_rank(counts, self._rank)
+        lower, above = _bin_of_rank(counts, self._rank)
         self.threshold = _float_of((self._upper << _LOW_BITS) | lower)
+        self.tied_share = (self._rank - above) / int(counts[lower])
         if self._with_sums:
-            self._add_bin(counts, lower)
+            self._add_bin(counts, lower, tied=self._rank - above)
 
-    def _add_bin(self, counts: torch.Tensor, lower: int) -> None:
+    def _add_bin(self, counts: torch.Tensor, lower: int, *, tied: int) -> None:
         """Add the kept magnitudes of the threshold's own bin: their counts give their sum."""
         patterns = torch.arange(lower, 1 << _LOW_BITS, dtype=torch.int32) + (self._upper << _LOW_BITS)
         magnitudes = patterns.view(torch.float32).double()
-        self.sum_kept = add_values(self.sum_kept, magnitudes * counts[lower:])
+        kept = counts[lower:].clone()
+        kept[0] = tied
+        self.sum_kept = add_values(self.sum_kept, magnitudes * kept)
 
 
 def _bin_of_rank(counts: torch.Tensor, rank: int) -> tuple[int, int]:

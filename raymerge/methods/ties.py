@@ -10,21 +10,24 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection
+from raymerge.methods.random import keep_some, random_key
+from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection, chunks
 from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
 
 _ZERO_SUM = 1e-7
+# Not the recipe's seed: the method is not random, it only needs a fair choice among equals.
+_TIE_SEED = 0
 
 _Selections: TypeAlias = tuple[MagnitudeSelection | None, ...]
 
 
 class TiesKernel:
-    """Keeps of each delta the elements not below the k-th largest magnitude, ``k = floor(density * N)``.
+    """Keeps of each delta the ``k = floor(density * N)`` elements of largest magnitude.
 
-    All elements that tie with the k-th are kept, so that a little more than k may be. Deltas of 16-bit
-    checkpoints take few distinct values and about one element in 150 ties; to keep exactly k, something
-    would have to choose among equals: an unstable sort leaves it to chance, an order by index needs to
-    know how many ties came in earlier tiles. By magnitude alone each element decides for itself.
+    Deltas of 16-bit checkpoints take few distinct values, and about one element in 150 ties with the k-th. The
+    elements above it stay; of those equal to it as large a share stays as makes k, chosen by a hash of the element's
+    index. So each element decides for itself, and the choice favours no part of the tensor: an order by index
+    would keep the first rows of a tensor whose deltas are all alike, and an unstable sort leaves it to chance.
 
     ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything.
     """
@@ -66,11 +69,27 @@ class TiesKernel:
             if selection is None:
                 torch.mul(delta, weights[index], out=out)
                 return
+            _keep(delta, selection, out, source=index, start=tile.start)
             # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
-            torch.abs(delta, out=out).ge_(selection.threshold).mul_(delta)
-            out.mul_(weights[index] * _gain(selection))
+            out.mul_(delta).mul_(weights[index] * _gain(selection))
 
         return merge_deltas(tile, settings, term, elect=True)
+
+
+def _keep(
+    delta: torch.Tensor, selection: MagnitudeSelection, out: torch.Tensor, *, source: int, start: int
+) -> None:
+    """Write 1 into ``out`` where an element is kept and 0 elsewhere."""
+    torch.abs(delta, out=out)
+    if selection.tied_share >= 1 or selection.threshold == 0:
+        out.ge_(selection.threshold)
+        return
+    key = random_key(_TIE_SEED, "ties", source)
+    for chunk in chunks(out.numel(), out.device):
+        kept = out[chunk]
+        tied = torch.nonzero(kept == selection.threshold).flatten()
+        kept.gt_(selection.threshold)
+        kept[tied] = keep_some(key, tied + (start + chunk.start), selection.tied_share).to(out.dtype)
 
 
 def _gain(selection: MagnitudeSelection) -> float:
@@ -89,6 +108,6 @@ TIES = Method(
     takes=Takes.DELTAS,
     kernel=TiesKernel(),
     parameters=delta_parameters(normalize=True, rescale=False),
-    scratch=3.5,
+    scratch=5.5,
     state_bytes=HISTOGRAM_BYTES,
 )

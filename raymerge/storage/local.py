@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.extents import share_extents
 from raymerge.storage.open_files import OpenFiles
 from raymerge.storage.store import Buffer, FileInfo
 from raymerge.units import format_size
@@ -121,6 +122,18 @@ class LocalStore:
                 _write_fully(descriptor, offset, buffer)
             except OSError as error:
                 raise _room_error(path, memoryview(buffer).nbytes, error) from error
+
+    def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
+        """Let a range of a created file share its storage with an equal range of another, where that can be.
+
+        Returns:
+            Bytes that share storage now; 0 where the filesystem cannot. What a reader sees never changes.
+        """
+        with (
+            self._open_files.borrow(self.location(with_key), writable=True) as source,
+            self._open_files.borrow(self.location(key), writable=True) as target,
+        ):
+            return share_extents(source, with_offset, target, offset, nbytes)
 
     def sync(self, key: str) -> None:
         """Return once the file's bytes would survive a power cut."""

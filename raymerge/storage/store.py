@@ -57,6 +57,9 @@ class WriteStore(ReadStore, Protocol):
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer`` at ``offset`` of a created file."""
 
+    def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
+        """Let two equal ranges share their storage where that can be; bytes that do so now."""
+
     def sync(self, key: str) -> None:
         """Return once the file's bytes would survive a power cut."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from kits import family_names as families
 from raymerge.architectures import (
     FusedLayout,
     canonical_block,
+    describe,
     fused_layout,
     load_rules,
     logical_name,
@@ -63,6 +64,7 @@ SIZES = {"hidden_size": 8, "moe_intermediate_size": 6}
 )
 def test_canonical_names(stored: str, canonical: str) -> None:
     assert logical_name(stored, RULES) == canonical
+    assert logical_name(stored, RULES, info=describe(stored, RULES)) == canonical
     assert logical_name(canonical, RULES) == canonical
 
 
@@ -221,7 +223,7 @@ def test_what_is_not_fused(name: str, shape: tuple[int, ...]) -> None:
 
 
 def kind_of(
-    word: str, shape: tuple[int, ...], config: dict[str, object], model_type: str | None = None
+    word: str, shape: tuple[int, ...], config: Mapping[str, object], model_type: str | None = None
 ) -> str:
     layout = fused_layout(f"{L}.mlp.experts.{word}", shape, config, load_rules(model_type))
     assert layout is not None

@@ -112,7 +112,7 @@ def test_blocks_partition_the_tensor_into_complete_logical_tensors(kind: FusedKi
         sizes = sizes._replace(projections=1)
     shape = fused_shape(kind, sizes)
     views = fused_views(kind, shape, sizes.projections, sizes.experts)
-    position, members = 0, []
+    position, members = 0, list[int]()
     for start, num_elements, inside in blocks(kind, shape, sizes.projections, sizes.experts):
         assert start == position
         held = {index for member in inside for index in elements(views[member])}

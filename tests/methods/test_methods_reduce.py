@@ -111,11 +111,14 @@ def test_selection_is_exact_on_deltas(dtype: torch.dtype, density: float) -> Non
     rank = max(1, int(density * values.numel()))
     selection = select(values, rank, cut=BLOCK)
     assert selection.threshold == expected_threshold(values, rank)
-    kept = values.abs() >= selection.threshold
-    assert int(kept.sum()) >= rank
-    assert int((values.abs() > selection.threshold).sum()) < rank
+    magnitudes = values.double().abs()
+    above = int((magnitudes > selection.threshold).sum())
+    tied = int((magnitudes == selection.threshold).sum())
+    assert above < rank <= above + tied
+    assert selection.tied_share == (rank - above) / tied
     assert selection.sum_all == pytest.approx(float(values.double().abs().sum()), rel=1e-12)
-    assert selection.sum_kept == pytest.approx(float(values.double().abs()[kept].sum()), rel=1e-12)
+    largest = magnitudes.sort(descending=True).values[:rank]
+    assert selection.sum_kept == pytest.approx(float(largest.sum()), rel=1e-12)
 
 
 def test_tiles_and_threads_do_not_change_a_selection() -> None:
@@ -137,10 +140,11 @@ def test_a_rank_of_zero_keeps_nothing_finite() -> None:
     assert selection.sum_kept == 0.0
 
 
-def test_all_equal_values_are_all_kept() -> None:
+def test_of_equal_values_the_wanted_share_is_told() -> None:
     selection = select(torch.full((100,), -0.25), 3)
     assert selection.threshold == 0.25
-    assert selection.sum_kept == selection.sum_all == 25.0
+    assert selection.tied_share == 0.03
+    assert (selection.sum_kept, selection.sum_all) == (0.75, 25.0)
 
 
 def test_nan_is_among_the_largest() -> None:

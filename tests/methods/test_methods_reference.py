@@ -10,7 +10,7 @@ import torch
 from kits.method_kit import Case, make_settings, merge, random_inputs
 from numpy.typing import NDArray
 
-from raymerge.methods import Method, Settings, Value, find_method, keep_mask
+from raymerge.methods import BLOCK, Method, Settings, Value, find_method, keep_mask
 
 Array = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -199,11 +199,29 @@ def test_ties_by_hand() -> None:
     assert normalised.tolist() == [0.0, 4.0, 15.0, 10.0, 10.0, 18.0]
 
 
-def test_ties_keeps_all_that_tie_with_the_last() -> None:
-    base = torch.zeros(5)
-    delta = torch.tensor([1.0, -2.0, 2.0, 2.0, 0.5])
-    case = Case({"normalize": False}, sources_of(1.0, density=0.4))
-    assert run("ties", case, base, [delta]).tolist() == [0.0, -2.0, 2.0, 2.0, 0.0]
+def test_ties_keeps_as_many_of_the_tied_as_make_up_the_density() -> None:
+    num_elements = 4 * BLOCK
+    delta = torch.where(torch.arange(num_elements) % 4 == 0, 3.0, -1.0)
+    case = Case({"normalize": False}, sources_of(1.0, density=0.5))
+    result = run("ties", case, torch.zeros(num_elements), [delta])
+    assert bool((result[::4] == 3.0).all())
+    tied = (result != 0).view(-1, 4)[:, 1:]
+    assert float(tied.double().mean()) == pytest.approx(1 / 3, abs=0.005)
+    quarters = tied.double().view(4, -1).mean(dim=1)
+    assert float((quarters - 1 / 3).abs().max()) < 0.01
+
+
+def test_ties_chooses_among_equals_by_source_not_alike() -> None:
+    delta = torch.ones(BLOCK)
+    case = Case({"normalize": False}, sources_of(1.0, 1.0, density=0.5))
+    result = run("ties", case, torch.zeros(BLOCK), [delta, delta])
+    assert set(result.tolist()) == {0.0, 1.0, 2.0}
+
+
+def test_ties_keeps_a_zero_threshold_whole() -> None:
+    delta = torch.tensor([0.0, 2.0, 0.0, 0.0])
+    case = Case({"normalize": False}, sources_of(1.0, density=0.75))
+    assert run("ties", case, torch.ones(4), [1 + delta]).tolist() == [1.0, 3.0, 1.0, 1.0]
 
 
 def test_ties_a_vote_of_zero_is_positive_and_a_negative_weight_turns_a_vote() -> None:
