@@ -1,0 +1,331 @@
+"""What a plan says, in numbers: the one account that the command line prints and gives as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.errors import Problem
+from raymerge.planner.dispositions import Disposition
+from raymerge.planner.expressions import Expression, conversion_expression
+from raymerge.planner.memory import Projection, expression_passes
+from raymerge.planner.sources import Source
+from raymerge.planner.tables import Plan
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """One source as it lies on disk."""
+
+    name: str
+    """What the recipe calls it."""
+    tensors: int
+    """Tensors in it."""
+    nbytes: int
+    """Bytes of its tensors."""
+    dtypes: tuple[str, ...]
+    """Dtypes of its tensors, those with most bytes first."""
+    gives_config: bool
+    """Whether config, tokenizer and companion files come from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLine:
+    """What will be written."""
+
+    tensors: int
+    """Tensors in the output."""
+    nbytes: int
+    """Bytes of all shards, headers included."""
+    dtypes: tuple[str, ...]
+    """Dtypes of the tensors, those with most bytes first."""
+    shards: tuple[str, ...]
+    """File names."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispositionLine:
+    """Tensors of one source with the same fate by the same rule."""
+
+    source: int
+    """Index of the source."""
+    disposition: str
+    """merged, copied, converted or dropped."""
+    rule: str
+    """Name of the rule."""
+    tensors: int
+    """How many."""
+    nbytes: int
+    """Their bytes in the source."""
+    examples: tuple[str, ...]
+    """The first names; only of what is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """Output that equals other output: computed once, written to each place."""
+
+    policy: str
+    """``duplicates`` of the recipe."""
+    tensors: int
+    """Tensors that equal an earlier one, in whole or in part."""
+    nbytes: int
+    """Bytes that are not computed again."""
+    examples: tuple[tuple[str, str], ...]
+    """The first such tensors with the one that each equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """A field of ``config.json`` that differs from the donor's."""
+
+    key: str
+    """Dotted path of the field."""
+    before: str | None
+    """The donor's value as JSON; None where it has none."""
+    after: str | None
+    """The output's value as JSON; None where it is removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan in numbers."""
+
+    digest: str
+    """Digest of the plan."""
+    method: str
+    """Merge method."""
+    sources: tuple[SourceLine, ...]
+    """The sources, by index."""
+    output: OutputLine
+    """What will be written."""
+    dispositions: tuple[DispositionLine, ...]
+    """What becomes of the sources' tensors."""
+    read_bytes: int
+    """Bytes to read, every source byte counted once."""
+    passes: int
+    """Times that the inputs of some tensor are read before its last pass, where they do not fit the budget."""
+    written_bytes: int
+    """Bytes to write."""
+    segments: int
+    """Segments of the work."""
+    duplicates: Duplicates
+    """What is written twice."""
+    tie: str
+    """What becomes of head and embedding."""
+    memory: Projection
+    """Peak memory of one worker."""
+    config_changes: tuple[ConfigChange, ...]
+    """How ``config.json`` differs from the donor's."""
+    notes: tuple[str, ...]
+    """Things worth telling that stand in nobody's way."""
+    problems: tuple[Problem, ...]
+    """What stands in the way."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One tensor of the output."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """Dtype in the file."""
+    shape: tuple[int, ...]
+    """Shape in the file."""
+    nbytes: int
+    """Its bytes."""
+    shard: str
+    """File that holds it."""
+    disposition: str
+    """merged, converted or copied; the strongest where its parts differ."""
+    sources: tuple[int, ...]
+    """Indices of the sources that it is made of."""
+    expressions: tuple[str, ...]
+    """What is computed, in order of first use."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+def explain(
+    plan: Plan, sources: Sequence[Source], memory: Projection, *, problems: Sequence[Problem] = ()
+) -> Explanation:
+    """Account for a plan.
+
+    Args:
+        plan: may have problems; what is shown is then what could be planned.
+        sources: the opened sources that it was made of.
+        memory: peak memory under the budget in question.
+        problems: of the run options, to be told with the plan's.
+    """
+    checkpoints = [source.checkpoint for source in sources]
+    donor = int(plan.manifest["donor"])
+    shards = plan["shards"]
+    return Explanation(
+        digest=plan.digest,
+        method=str(plan.manifest["method"]),
+        sources=tuple(_source_line(each, index == donor) for index, each in enumerate(checkpoints)),
+        output=_output_line(plan),
+        dispositions=_disposition_lines(plan, checkpoints),
+        read_bytes=_read_bytes(plan),
+        passes=max((expression_passes(each) for each in plan.expressions), default=0),
+        written_bytes=sum(shards.column("nbytes").to_pylist()),
+        segments=len(plan["segments"]),
+        duplicates=_duplicates(plan),
+        tie=str(plan.manifest["tie"]["reason"]),
+        memory=memory,
+        config_changes=tuple(_changes("", checkpoints[donor].config, plan.manifest["config"])),
+        notes=tuple(plan.manifest["notes"]),
+        problems=(*plan.problems, *problems),
+    )
+
+
+def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
+    """Every tensor of the output with what it is made of, in the order of the shards."""
+    expressions = plan.expressions
+    texts = [expression.text() for expression in expressions]
+    shards = plan["shards"].column("name").to_pylist()
+    made = _makings(plan)
+    tensors = plan["tensors"].to_pylist()
+    for index, tensor in sorted(enumerate(tensors), key=lambda each: (each[1]["shard"], each[1]["offset"])):
+        used, origins = made.get(index, ([], []))
+        yield TensorLine(
+            name=tensor["name"],
+            dtype=tensor["dtype"],
+            shape=tuple(tensor["shape"]),
+            nbytes=tensor["nbytes"],
+            shard=shards[tensor["shard"]],
+            disposition=_strongest([expressions[each] for each in used]).value,
+            sources=tuple(origins),
+            expressions=tuple(texts[each] for each in used),
+        )
+
+
+def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int]]]:
+    """Expressions and sources of each tensor, both without repetition in order of first use."""
+    origins = plan["inputs"].column("source").to_pylist()
+    found: dict[int, tuple[dict[int, None], dict[int, None]]] = {}
+    wanted = ("tensor", "expression", "first_input", "num_inputs")
+    for tensor, expression, first, count in _columns(plan, "rows", wanted):
+        used, read = found.setdefault(tensor, ({}, {}))
+        used.setdefault(expression)
+        read.update(dict.fromkeys(origins[first : first + count]))
+    return {tensor: (list(used), list(read)) for tensor, (used, read) in found.items()}
+
+
+def _strongest(expressions: Sequence[Expression]) -> Disposition:
+    kinds = {_kind(expression) for expression in expressions}
+    order = (Disposition.MERGED, Disposition.CONVERTED)
+    return next((kind for kind in order if kind in kinds), Disposition.COPIED)
+
+
+def _kind(expression: Expression) -> Disposition:
+    if expression.is_copy:
+        return Disposition.COPIED
+    is_conversion = expression == conversion_expression(expression.cast)
+    return Disposition.CONVERTED if is_conversion else Disposition.MERGED
+
+
+def _source_line(checkpoint: Checkpoint, gives_config: bool) -> SourceLine:
+    sizes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.dtype.value] += tensor.nbytes
+    return SourceLine(
+        name=checkpoint.name,
+        tensors=len(checkpoint.tensors),
+        nbytes=sizes.total(),
+        dtypes=_by_size(sizes),
+        gives_config=gives_config,
+    )
+
+
+def _output_line(plan: Plan) -> OutputLine:
+    sizes: Counter[str] = Counter()
+    for dtype, nbytes in _columns(plan, "tensors", ("dtype", "nbytes")):
+        sizes[dtype] += nbytes
+    shards = plan["shards"]
+    return OutputLine(
+        tensors=len(plan["tensors"]),
+        nbytes=sum(shards.column("nbytes").to_pylist()),
+        dtypes=_by_size(sizes),
+        shards=tuple(shards.column("name").to_pylist()),
+    )
+
+
+def _by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype)))
+
+
+def _disposition_lines(plan: Plan, checkpoints: Sequence[Checkpoint]) -> tuple[DispositionLine, ...]:
+    groups: dict[tuple[int, str, str], list[str]] = {}
+    wanted = ("source", "disposition", "rule", "name")
+    for source, disposition, rule, name in _columns(plan, "dispositions", wanted):
+        groups.setdefault((source, disposition, rule), []).append(name)
+    order = [each.value for each in Disposition]
+    lines = [
+        DispositionLine(
+            source=source,
+            disposition=disposition,
+            rule=rule,
+            tensors=len(names),
+            nbytes=sum(checkpoints[source].tensors[name].nbytes for name in names),
+            examples=tuple(names[:_EXAMPLES]) if disposition == Disposition.DROPPED else (),
+        )
+        for (source, disposition, rule), names in groups.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: (line.source, order.index(line.disposition), line.rule)))
+
+
+def _read_bytes(plan: Plan) -> int:
+    """Bytes of the inputs of every row that is computed; copies of such rows read nothing."""
+    sizes = plan["inputs"].column("nbytes").to_pylist()
+    wanted = ("copy_of", "first_input", "num_inputs")
+    return sum(
+        sum(sizes[first : first + count])
+        for copy_of, first, count in _columns(plan, "rows", wanted)
+        if copy_of < 0
+    )
+
+
+def _duplicates(plan: Plan) -> Duplicates:
+    names = plan["tensors"].column("name").to_pylist()
+    owners = plan["rows"].column("tensor").to_pylist()
+    pairs: dict[str, str] = {}
+    nbytes = 0
+    for tensor, copy_of, size in _columns(plan, "rows", ("tensor", "copy_of", "nbytes")):
+        if copy_of >= 0:
+            pairs.setdefault(names[tensor], names[owners[copy_of]])
+            nbytes += size
+    examples = tuple(pairs.items())[:_EXAMPLES]
+    return Duplicates(str(plan.manifest["duplicates"]), len(pairs), nbytes, examples)
+
+
+def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ConfigChange]:
+    for key in dict.fromkeys([*before, *after]):
+        place = f"{path}.{key}" if path else key
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changes(place, old, new)
+        elif old != new or (key in before) != (key in after):
+            yield ConfigChange(
+                place,
+                json.dumps(old) if key in before else None,
+                json.dumps(new) if key in after else None,
+            )
+
+
+def _columns(plan: Plan, table: str, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Rows of some columns as plain values."""
+    return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)

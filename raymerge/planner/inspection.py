@@ -1,0 +1,234 @@
+"""What a checkpoint holds: tensors by role, dtypes, layers, experts, ties, quantisation. Reads headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raymerge.architectures import (
+    Role,
+    Rules,
+    Stack,
+    TensorInfo,
+    describe,
+    fused_layout,
+    load_rules,
+    stacks,
+    tied_pair,
+)
+from raymerge.architectures.sections import text_section
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.planner.quantised import quantised_format
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that have something in common."""
+
+    name: str
+    """A role, a dtype, or a format."""
+    tensors: int
+    """How many."""
+    nbytes: int
+    """Their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """One way in which experts are stored."""
+
+    kind: str
+    """``per_expert``, or the kind of fused tensor (``out_in``, ``in_out``, ...)."""
+    num_experts: tuple[int, ...]
+    """Experts of a layer; several numbers where layers differ."""
+    layers: int
+    """Layers that have them."""
+    tensors: int
+    """Tensors stored so."""
+    nbytes: int
+    """Their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Head and embedding."""
+
+    head: str
+    """Name of the head; where it is not stored, the name it would have."""
+    embedding: str
+    """Name of the embedding."""
+    declared: bool | None
+    """``tie_word_embeddings`` of the config; None where it is silent."""
+    stored: bool
+    """Whether the head has a tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of weights."""
+
+    key: str
+    """Its name in the directory."""
+    nbytes: int
+    """Its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A checkpoint in numbers."""
+
+    name: str
+    """What it was called."""
+    model_type: str
+    """``model_type`` of the config, or ""."""
+    architectures: tuple[str, ...]
+    """Class names of the config."""
+    tensors: int
+    """Tensors in all."""
+    nbytes: int
+    """Their bytes."""
+    roles: tuple[Group, ...]
+    """Tensors by role."""
+    dtypes: tuple[Group, ...]
+    """Tensors by dtype."""
+    stacks: tuple[Stack, ...]
+    """Layer stacks."""
+    experts: tuple[ExpertLayout, ...]
+    """How experts are stored; empty for a dense model."""
+    shared_expert_layers: int
+    """Layers with experts that every token passes."""
+    mtp_layers: int
+    """Multi-token-prediction layers."""
+    tie: Tie | None
+    """Head and embedding; None where there is no token embedding that is known as such."""
+    quantised: tuple[Group, ...]
+    """Quantised tensors, scales included, by format."""
+    declared_quantisation: str | None
+    """What the config calls its quantisation; None where it declares none."""
+    files: tuple[File, ...]
+    """Files of weights."""
+    companions: tuple[str, ...]
+    """Other files of the model, which a merge copies."""
+    notes: tuple[str, ...]
+    """Things worth telling."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
+    """Look a checkpoint over by its headers and config."""
+    config = checkpoint.config
+    rules = load_rules(str(config.get("model_type") or "") or None)
+    found = stacks(checkpoint.tensors, config)
+    infos = {name: describe(name, rules, stacks=found) for name in checkpoint.tensors}
+    tensors = checkpoint.tensors.values()
+    formats = ((quantised_format(tensor, checkpoint), tensor) for tensor in tensors)
+    return Inspection(
+        name=checkpoint.name,
+        model_type=str(config.get("model_type") or ""),
+        architectures=tuple(str(each) for each in config.get("architectures") or ()),
+        tensors=len(checkpoint.tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        roles=_in_role_order(_groups((infos[tensor.name].role.value, tensor) for tensor in tensors)),
+        dtypes=_largest_first(_groups((tensor.dtype.value, tensor) for tensor in tensors)),
+        stacks=found,
+        experts=_expert_layouts(checkpoint, infos, rules),
+        shared_expert_layers=len(_layers(infos.values(), Role.SHARED_EXPERT)),
+        mtp_layers=_mtp_layers(infos.values()),
+        tie=_tie(checkpoint),
+        quantised=_largest_first(_groups((name, tensor) for name, tensor in formats if name is not None)),
+        declared_quantisation=_declared_quantisation(config),
+        files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
+        companions=checkpoint.companions,
+        notes=checkpoint.notes,
+    )
+
+
+def _groups(named: Iterable[tuple[str, StoredTensor]]) -> list[Group]:
+    counts: dict[str, list[int]] = {}
+    for name, tensor in named:
+        count = counts.setdefault(name, [0, 0])
+        count[0] += 1
+        count[1] += tensor.nbytes
+    return [Group(name, tensors, nbytes) for name, (tensors, nbytes) in counts.items()]
+
+
+def _in_role_order(groups: Iterable[Group]) -> tuple[Group, ...]:
+    order = [role.value for role in Role]
+    return tuple(sorted(groups, key=lambda group: order.index(group.name)))
+
+
+def _largest_first(groups: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(sorted(groups, key=lambda group: (-group.nbytes, group.name)))
+
+
+def _layers(infos: Iterable[TensorInfo], part: Role) -> set[tuple[str, int | None]]:
+    return {(info.stack, info.layer) for info in infos if info.part is part}
+
+
+def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
+    """Numbered layers among the MTP tensors; what stands outside layers counts as one where it is all there is."""
+    found = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
+    numbered = [layer for _, layer in found if layer is not None]
+    return len(numbered) or len(found)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of one way of storing experts, by layer."""
+
+    experts: dict[tuple[str, int | None], int]
+    tensors: int = 0
+    nbytes: int = 0
+
+
+def _expert_layouts(
+    checkpoint: Checkpoint, infos: Mapping[str, TensorInfo], rules: Rules
+) -> tuple[ExpertLayout, ...]:
+    seen: dict[str, _Seen] = {}
+    for name, tensor in checkpoint.tensors.items():
+        info = infos[name]
+        if info.part is not Role.EXPERT:
+            continue
+        kind, count = _stored_as(tensor, info, checkpoint, rules)
+        mine = seen.setdefault(kind, _Seen({}))
+        layer = (info.stack, info.layer)
+        mine.experts[layer] = max(mine.experts.get(layer, 0), count)
+        mine.tensors += 1
+        mine.nbytes += tensor.nbytes
+    return tuple(
+        ExpertLayout(kind, tuple(sorted(set(s.experts.values()))), len(s.experts), s.tensors, s.nbytes)
+        for kind, s in seen.items()
+    )
+
+
+def _stored_as(
+    tensor: StoredTensor, info: TensorInfo, checkpoint: Checkpoint, rules: Rules
+) -> tuple[str, int]:
+    """Kind of layout and the number of experts that this tensor tells of."""
+    if info.expert is not None:
+        return "per_expert", info.expert + 1
+    layout = fused_layout(tensor.name, tensor.shape, checkpoint.config, rules)
+    if layout is not None:
+        return layout.kind, layout.num_experts
+    return "codes of fused experts", tensor.shape[0] if tensor.shape else 1
+
+
+def _tie(checkpoint: Checkpoint) -> Tie | None:
+    pair = tied_pair(checkpoint.tensors, checkpoint.config)
+    if pair is None:
+        return None
+    return Tie(pair.head, pair.embedding, pair.declared, pair.head in checkpoint.tensors)
+
+
+def _declared_quantisation(config: Mapping[str, Any]) -> str | None:
+    for section in (config, text_section(config)):
+        for key in ("quantization_config", "compression_config"):
+            declared = section.get(key)
+            if isinstance(declared, Mapping) and declared:
+                return str(declared.get("quant_method") or declared.get("format") or "of unnamed kind")
+    return None
