@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 
-from raymerge.errors import PlanError, Problem
+from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.planner.build import build_plan
-from raymerge.planner.sources import Source, open_sources
+from raymerge.planner.inspection import Inspection, inspect_checkpoint
+from raymerge.planner.sources import Source, open_reference, open_sources
 from raymerge.planner.tables import Plan
-from raymerge.recipes import MoeRecipe, Recipe, load_recipe, recipe_from_mapping
+from raymerge.recipes import MoeRecipe, Recipe, load_recipe, parse_reference, recipe_from_mapping
+from raymerge.recipes.faults import FaultError
 from raymerge.runtime.events import Event, OnEvent
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
@@ -102,6 +105,24 @@ def verify(path: str | Path) -> Verdict:
     return verify_structure(Path(path))
 
 
+def inspect(path: str | Path) -> Inspection:
+    """What a checkpoint holds, from its headers; it is a directory, or a Hub name with or without a revision.
+
+    Raises:
+        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+    """
+    text = str(path)
+    try:
+        reference = parse_reference(text, exists=os.path.isdir)
+    except FaultError as error:
+        raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
+    if reference.lora_path is not None:
+        raise CheckpointError(
+            Problem(text, "this names an adapter on a model.", "Give the model alone to inspect it.")
+        )
+    return inspect_checkpoint(open_reference(reference))
+
+
 def _planned(recipe: Recipe) -> tuple[Plan, Sequence[Source]]:
     sources = open_sources(recipe)
     return build_plan(recipe, sources, version=version("raymerge")), sources
@@ -125,7 +146,3 @@ def _prepared(
 
 def _ignore(event: Event) -> None:
     del event
-
-
-def inspect(path: str | Path) -> None:
-    """Placeholder."""

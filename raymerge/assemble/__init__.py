@@ -1,1 +1,1 @@
-"""Finishing the output directory: config, model card, companion files."""
+"""Finishes the output directory: companion files, model card, config, and the index last."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
+from raymerge.methods import find_method
 from raymerge.planner.dispositions import Disposition
-from raymerge.planner.expressions import Expression, conversion_expression
+from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Projection, expression_passes
+from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source
-from raymerge.planner.tables import Plan
 
 _EXAMPLES = 5
 
@@ -110,7 +111,7 @@ class Explanation:
     read_bytes: int
     """Bytes to read, every source byte counted once."""
     passes: int
-    """Times that the inputs of some tensor are read before its last pass, where they do not fit the budget."""
+    """Times that inputs which do not fit the budget are read for statistics, before the last time."""
     written_bytes: int
     """Bytes to write."""
     segments: int
@@ -186,7 +187,7 @@ def explain(
         duplicates=_duplicates(plan),
         tie=str(plan.manifest["tie"]["reason"]),
         memory=memory,
-        config_changes=tuple(_changes("", checkpoints[donor].config, plan.manifest["config"])),
+        config_changes=config_changes(checkpoints[donor].config, plan.manifest["config"]),
         notes=tuple(plan.manifest["notes"]),
         problems=(*plan.problems, *problems),
     )
@@ -213,6 +214,11 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
         )
 
 
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ConfigChange, ...]:
+    """The fields in which two configs differ, sections looked into."""
+    return tuple(_changes("", before, after))
+
+
 def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int]]]:
     """Expressions and sources of each tensor, both without repetition in order of first use."""
     origins = plan["inputs"].column("source").to_pylist()
@@ -234,8 +240,9 @@ def _strongest(expressions: Sequence[Expression]) -> Disposition:
 def _kind(expression: Expression) -> Disposition:
     if expression.is_copy:
         return Disposition.COPIED
-    is_conversion = expression == conversion_expression(expression.cast)
-    return Disposition.CONVERTED if is_conversion else Disposition.MERGED
+    method = find_method(expression.method)
+    keeps_values = method is not None and method.identity(expression.bind(keys=(), shape=())) is not None
+    return Disposition.CONVERTED if keeps_values else Disposition.MERGED
 
 
 def _source_line(checkpoint: Checkpoint, gives_config: bool) -> SourceLine:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors by role, dtypes, layers, experts, ties, quantisation. Reads headers only."""
+"""What a checkpoint holds: tensors by role, dtypes, layers, experts, ties, quantisation."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _layers(infos: Iterable[TensorInfo], part: Role) -> set[tuple[str, int | Non
 
 
 def _mtp_layers(infos: Iterable[TensorInfo]) -> int:
-    """Numbered layers among the MTP tensors; what stands outside layers counts as one where it is all there is."""
+    """Numbered layers among the MTP tensors; those outside layers are one where they are all."""
     found = {(info.stack, info.layer) for info in infos if info.role is Role.MTP}
     numbered = [layer for _, layer in found if layer is not None]
     return len(numbered) or len(found)

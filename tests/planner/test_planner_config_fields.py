@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.assemble.config import config_bytes, output_config
+from raymerge.planner.config_fields import config_bytes, output_config
 from raymerge.dtypes import DType
 
 

@@ -1,0 +1,55 @@
+"""The entry point. Only what the help needs is imported here; verbs import the library when they run."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from raymerge.cli.inspect import inspect
+from raymerge.cli.methods import methods
+from raymerge.cli.plan import plan
+from raymerge.cli.submit import submit
+from raymerge.cli.verify import verify
+
+
+def main() -> None:
+    """Run the command line; ends with SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A file name or a terminal of another encoding must not stop a merge.
+            stream.reconfigure(errors="replace")
+    make_app()(prog_name="raymerge")
+
+
+def make_app() -> typer.Typer:
+    """The commands and what they accept."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_raymerge)
+    for verb in (submit, plan, verify, inspect, methods):
+        app.command()(verb)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"raymerge {version('raymerge')}")
+        raise typer.Exit
+
+
+def _raymerge(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Merge large language models: verified checkpoints, bounded memory, the same bytes at any scale."""

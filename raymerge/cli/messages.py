@@ -1,0 +1,124 @@
+"""Errors as people and schedulers read them, and the exit code that each one is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from raymerge.cli.screen import make_console, printable, put_json
+from raymerge.errors import Problem, RaymergeError, UserError
+
+STOPPED = 3
+"""Exit code of what was stopped before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a command did not do what it was asked."""
+
+    exit_code: int
+    """What the process ends with."""
+    message: str
+    """One or more sentences; empty where the problems say it all."""
+    problems: tuple[Problem, ...] = ()
+    """What the user must change."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The error as an event."""
+        message = self.message or "\n".join(str(problem) for problem in self.problems)
+        return {
+            "event": "error",
+            "exit_code": self.exit_code,
+            "message": message,
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+
+
+def guarded(verb: Callable[[], int], *, as_json: bool = False) -> int:
+    """Run a verb and return its exit code; whatever it raises is shown, never as a traceback.
+
+    Args:
+        verb: does the work and returns an exit code.
+        as_json: errors go to standard output as one event, else to standard error as text.
+    """
+    try:
+        return verb()
+    except BrokenPipeError:
+        _forget_stdout()
+        return STOPPED
+    except (Exception, KeyboardInterrupt) as error:
+        failure = failure_of(error)
+        if os.environ.get("RAYMERGE_TRACEBACK") == "1":
+            traceback.print_exc(file=sys.stderr)
+    if as_json:
+        put_json(sys.stdout, failure.to_json())
+    else:
+        show_failure(make_console(sys.stderr), failure)
+    return failure.exit_code
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What an exception means to the user."""
+    if isinstance(error, UserError):
+        return Failure(error.exit_code, "", error.problems)
+    if isinstance(error, RaymergeError):
+        return Failure(error.exit_code, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(STOPPED, "stopped before the end; the same command goes on.")
+    if isinstance(error, OSError) and error.filename is not None:
+        what = f"the system refused it: {error.strerror or error}."
+        return Failure(2, "", (Problem(str(error.filename), what, "Check the path and your rights there."),))
+    said = str(error).strip().splitlines()
+    fact = f"{type(error).__name__}{': ' + said[0] if said else ''}"
+    return Failure(
+        1,
+        f"this is a bug in raymerge ({fact}). Please report it with the command and the recipe; with "
+        "RAYMERGE_TRACEBACK=1 in the environment the same command shows where it is.",
+    )
+
+
+def show_failure(console: Console, failure: Failure) -> None:
+    """Print a failure as paragraphs."""
+    if failure.message:
+        console.print(Text.assemble(("raymerge: ", "bold red"), printable(failure.message)))
+    show_problems(console, failure.problems)
+
+
+def show_problems(console: Console, problems: Sequence[Problem]) -> None:
+    """One paragraph a problem: where and what, and below, behind an arrow, what to do."""
+    for number, problem in enumerate(problems):
+        if number:
+            console.print()
+        console.print(Text.assemble((f"{printable(problem.where)}: ", "bold"), printable(problem.what)))
+        _show_remedy(console, printable(problem.remedy))
+
+
+def _show_remedy(console: Console, remedy: str) -> None:
+    """Prose is wrapped; further lines are text to copy, such as corrected YAML, and stay as they are."""
+    if not remedy.strip():
+        return
+    first, *rest = remedy.splitlines()
+    arrow = "->" if console.options.ascii_only else "→"
+    line = Text(f"{arrow} {first}", style="green")
+    console.print(Padding(line, (0, 0, 0, 2), expand=False))
+    for each in rest:
+        console.print(Text(f"    {each}".rstrip()), no_wrap=True, overflow="ignore", crop=False)
+
+
+def _forget_stdout() -> None:
+    """The reader is gone: what is still in the buffer must not raise when the interpreter ends."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,0 +1,103 @@
+"""``raymerge methods``: the merge methods, or one of them in full."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from raymerge.cli.messages import guarded
+from raymerge.cli.screen import heading, make_console, make_table
+
+if TYPE_CHECKING:
+    from raymerge.methods import Method, Parameter
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this one.")] = None,
+) -> None:
+    """List the merge methods, or explain one."""
+    raise typer.Exit(guarded(lambda: _methods(name)))
+
+
+def _methods(name: str | None) -> int:
+
+    console = make_console(sys.stdout)
+    if name is None:
+        _show_all(console)
+    else:
+        _show_one(console, _find(name))
+    return 0
+
+
+def _find(name: str) -> Method:
+    from raymerge.errors import OptionError, Problem
+    from raymerge.methods import find_method, methods
+    from raymerge.recipes import did_you_mean
+
+    found = find_method(name)
+    if found is not None:
+        return found
+    known = list(methods())
+    hint = f"{did_you_mean(name, known)} raymerge has: {', '.join(known)}.".strip()
+    raise OptionError(Problem("methods", f"there is no method '{name}'.", hint))
+
+
+def _show_all(console: Console) -> None:
+    from raymerge.methods import methods
+
+    rows = [(m.name, f"{m.base}", f"{m.access}", m.paper, m.summary) for m in methods().values()]
+    console.print(make_table(("method", "base_model", "access", "arXiv", "what it does"), rows))
+    console.print("\n'raymerge methods NAME' shows a method's parameters.")
+
+
+def _show_one(console: Console, method: Method) -> None:
+
+    most = "any number" if method.max_sources is None else str(method.max_sources)
+    console.print(heading(method.name))
+    console.print(method.summary)
+    console.print()
+    facts = [
+        ("base_model", method.base.value),
+        ("sources", f"{method.min_sources} to {most}" if most != str(method.min_sources) else most),
+        (
+            "takes",
+            "the sources themselves" if method.takes.value == "weights" else "deltas: source minus base",
+        ),
+        ("access", method.access.value),
+        ("chance", "draws random masks, decided by the recipe's seed" if method.random else "none"),
+        ("paper", method.paper if method.paper == "-" else f"arXiv {method.paper}"),
+    ]
+    console.print(make_table(("", ""), facts))
+    if not method.parameters:
+        console.print("\nIt has no parameters.")
+        return
+    console.print()
+    rows = [
+        (p.name, p.kind, "each source" if p.scope == "source" else "recipe", _default(p), _described(p))
+        for p in method.parameters
+    ]
+    console.print(make_table(("parameter", "kind", "for", "default", "what it does"), rows))
+
+
+def _default(parameter: Parameter) -> str:
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    return (
+        {None: "-", True: "true", False: "false"}[value]
+        if value is None or value is True or value is False
+        else (f"{value:g}")
+    )
+
+
+def _described(parameter: Parameter) -> str:
+    bounds = [
+        f"at least {parameter.minimum:g}" if parameter.minimum is not None else "",
+        f"at most {parameter.maximum:g}" if parameter.maximum is not None else "",
+    ]
+    limits = ", ".join(bound for bound in bounds if bound)
+    idle = "" if parameter.effective else "; accepted for compatibility, changes nothing"
+    return f"{parameter.doc}{f' ({limits})' if limits else ''}{idle}"

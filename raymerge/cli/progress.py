@@ -1,0 +1,239 @@
+"""Shows a run as it goes: a live view on a terminal, a line now and then elsewhere, or events as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
+from raymerge.cli.tally import Tally
+from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, Verified, WorkerLost
+from raymerge.units import format_duration, format_size
+
+_QUIET_SECONDS = 5.0
+_QUIET_PART = 0.1
+_SILENT_SECONDS = 60.0
+_REFRESH_PER_SECOND = 4
+
+
+class Progress(Protocol):
+    """Takes events while it is entered."""
+
+    def __enter__(self) -> Progress:
+        """Begin to show."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop showing."""
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+
+
+def make_progress(stream: IO[str], *, as_json: bool, output: str) -> Progress:
+    """The kind of progress that suits the stream.
+
+    Args:
+        stream: where to write.
+        as_json: one event a line, and nothing else.
+        output: the output place, as the user named it.
+    """
+    if as_json:
+        return JsonProgress(stream)
+    console = make_console(stream)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveProgress(console, output)
+    return PlainProgress(console, output)
+
+
+class JsonProgress:
+    """Every event as one line of JSON."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> JsonProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+    def __call__(self, event: Event) -> None:
+        """Write the event."""
+        put_json(self._stream, event.to_json())
+
+
+class PlainProgress:
+    """Lines for logs and pipes: beginning, end, and now and then how far it is."""
+
+    def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = _Report(console, output)
+        self._console = console
+        self._tally = Tally(clock)
+        self._clock = clock
+        self._said_at = clock()
+        self._said_part = 0.0
+
+    def __enter__(self) -> PlainProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+    def __call__(self, event: Event) -> None:
+        """Print the event if it is one of those that matter, or the time for a line has come."""
+        self._tally.take(event)
+        self._report.tell(event, self._tally)
+        if isinstance(event, Started):
+            self._said_at, self._said_part = self._clock(), self._tally.fraction
+        if isinstance(event, SegmentDone) and self._is_time():
+            self._said_at, self._said_part = self._clock(), self._tally.fraction
+            self._console.print(f"{self._tally.fraction:.0%}: {summary(self._tally)}", soft_wrap=True)
+
+    def _is_time(self) -> bool:
+        waited = self._clock() - self._said_at
+        is_further = self._tally.fraction >= self._said_part + _QUIET_PART
+        return waited >= _SILENT_SECONDS or (waited >= _QUIET_SECONDS and is_further)
+
+
+class LiveProgress:
+    """A bar, the numbers and a line a worker, redrawn in place; gone when the run ends."""
+
+    def __init__(self, console: Console, output: str) -> None:
+        self._report = _Report(console, output)
+        self._tally = Tally()
+        self._waiting = Spinner("dots", "Planning and starting the workers")
+        self._live = Live(
+            console=console, get_renderable=self._view, refresh_per_second=_REFRESH_PER_SECOND, transient=True
+        )
+
+    def __enter__(self) -> LiveProgress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Take the event in; the view follows by itself."""
+        self._tally.take(event)
+        if isinstance(event, Published):
+            self._live.stop()
+        self._report.tell(event, self._tally)
+
+    def refresh(self) -> None:
+        """Draw the view now."""
+        self._live.refresh()
+
+    def _view(self) -> RenderableType:
+        tally = self._tally
+        if tally.started is None:
+            return self._waiting
+        if tally.total_segments and tally.done_segments >= tally.total_segments:
+            self._waiting.text = Text("Finishing, verifying and publishing")
+            return self._waiting
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right", no_wrap=True)
+        bar.add_row(
+            ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes), f"{tally.fraction:.0%}"
+        )
+        return Group(bar, Text(summary(tally)), _worker_table(tally))
+
+
+def summary(tally: Tally) -> str:
+    """How far, how fast, how long, in one line."""
+    left = tally.seconds_left
+    parts = (
+        f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
+        f"{format_size(round(tally.speed()))}/s",
+        f"{format_duration(left)} left" if left is not None else "",
+        f"{tally.done_segments} of {tally.total_segments} segments",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _worker_table(tally: Tally) -> Table:
+    rows = [
+        (
+            name,
+            counted(worker.segments, "segment"),
+            f"{format_size(round(tally.speed(worker.nbytes)))}/s",
+        )
+        for name, worker in tally.workers.items()
+        if not worker.is_lost
+    ]
+    return make_table(("", "", ""), rows, numbers=(1, 2))
+
+
+class _Report:
+    """The lines that stay: both kinds of display for people print them."""
+
+    def __init__(self, console: Console, output: str) -> None:
+        self._console = console
+        self._output = output
+
+    def tell(self, event: Event, tally: Tally) -> None:
+        """Print what is worth keeping of an event."""
+        if isinstance(event, Planned):
+            self._print(_planned(event))
+        elif isinstance(event, Started):
+            self._print(_started(event, tally))
+        elif isinstance(event, WorkerLost):
+            self._print(_lost(event), style="yellow")
+        elif isinstance(event, Verified):
+            self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
+        elif isinstance(event, Published):
+            for line in _published(event, tally, self._output):
+                self._print(line)
+
+    def _print(self, text: str, style: str = "") -> None:
+        # A log keeps a sentence on one line; a terminal wraps it between words.
+        self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+
+
+def _planned(event: Planned) -> str:
+    peak = f"at most {format_size(event.projected_peak)} of memory a worker"
+    return f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
+
+
+def _started(event: Started, tally: Tally) -> str:
+    begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
+    return f"{begun if event.done_segments else 'merging '}with {_how(event)}"
+
+
+def _lost(event: WorkerLost) -> str:
+    given = (
+        f"{counted(len(event.segments), 'segment')} in hand pass to another"
+        if event.segments
+        else "it had nothing in hand"
+    )
+    return f"warning: {event.worker} was lost ({event.reason}); {given}"
+
+
+def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:
+    how = f" with {_how(tally.started)}" if tally.started is not None else ""
+    lines = [f"done: {output}", f"  in {format_duration(event.seconds)}{how}"]
+    if tally.plan is not None:
+        lines.append(f"  digest {tally.plan.digest}")
+    return tuple(lines)
+
+
+def _how(started: Started) -> str:
+    return f"{counted(len(started.workers), 'worker')} on {started.device}"

@@ -1,0 +1,104 @@
+"""``raymerge submit``: merge, verify, publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raymerge.cli.messages import guarded
+from raymerge.cli.plan import explain_run, make_plan, read_memory, show_explanation
+from raymerge.cli.progress import make_progress
+from raymerge.cli.screen import make_console, own_stdout, put_json
+from raymerge.errors import OptionError, Problem
+from raymerge.runtime.options import Device, RunOptions
+
+if TYPE_CHECKING:
+    from typing import IO
+
+_OUT_HELP = "Directory of the new checkpoint; RECIPE-merged where none is named."
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One submission."""
+
+    recipe: str
+    """File of the recipe."""
+    output: str
+    """Directory of the new checkpoint, as the user named it."""
+    options: RunOptions
+    """How to run."""
+    as_json: bool
+    """Whether events are given as JSON."""
+
+
+def submit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
+    out: Annotated[str | None, typer.Argument(metavar="OUT", help="The same as --output.")] = None,
+    *,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Workers; by default one per GPU, or per CPU core.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the arithmetic runs.")] = "auto",
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
+    ] = None,
+    inline: Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace what is at OUT, once the merge is verified.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")] = False,
+) -> None:
+    """Merge, verify and publish. A stopped run goes on by the same command."""
+
+    def verb() -> int:
+        options = RunOptions(workers, read_memory(memory), device, address, inline, replace)
+        request = Request(recipe, _place(recipe, out, output), options, as_json)
+        with own_stdout() as stdout:
+            return _rehearse(request, stdout) if dry_run else _submit(request, stdout)
+
+    raise typer.Exit(guarded(verb, as_json=as_json))
+
+
+def _place(recipe: str, out: str | None, output: str | None) -> str:
+    """The one output place that is meant."""
+    if out is not None and output is not None and Path(out) != Path(output):
+        raise OptionError(
+            Problem("-o", f"two output places are named, {out} and {output}.", "Name one of them.")
+        )
+    return output or out or f"{Path(recipe).stem}-merged"
+
+
+def _submit(request: Request, stdout: IO[str]) -> int:
+    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
+        from raymerge.api import submit
+
+        submit(request.recipe, request.output, request.options, on_event=progress)
+    return 0
+
+
+def _rehearse(request: Request, stdout: IO[str]) -> int:
+    """Everything that a submission finds out before it writes."""
+    from raymerge.runtime.run import Run
+
+    plan, sources = make_plan(request.recipe)
+    explanation = explain_run(plan, sources, request.options)
+    if not request.as_json:
+        show_explanation(stdout, request.recipe, explanation)
+    Run(plan, sources, Path(request.output), request.options, on_event=lambda _: None).check()
+    if request.as_json:
+        put_json(stdout, {"event": "dry_run", "place": request.output, **explanation.to_json()})
+    else:
+        console = make_console(stdout)
+        console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
+    return 0

@@ -1,0 +1,102 @@
+"""What the events of a run add up to: bytes done, speed, time left. Renderers read it; it prints nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raymerge.runtime.events import Event, Planned, SegmentDone, Started, Verified, WorkerLost
+
+
+@dataclass(slots=True)
+class WorkerTally:
+    """One worker's share."""
+
+    segments: int = 0
+    """Segments that it made in this run."""
+    nbytes: int = 0
+    """Bytes that it read and wrote."""
+    is_lost: bool = False
+    """Whether it died."""
+
+
+class Tally:
+    """Adds up events. Bytes of an earlier run count as done, but not for the speed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self.plan: Planned | None = None
+        self.started: Started | None = None
+        self.verified: Verified | None = None
+        self.workers: dict[str, WorkerTally] = {}
+        self.made_segments = 0
+        self.made_bytes = 0
+
+    def take(self, event: Event) -> None:
+        """Add one event."""
+        if isinstance(event, Planned):
+            self.plan = event
+        elif isinstance(event, Started):
+            self.started, self._began = event, self._clock()
+            self.workers = {name: WorkerTally() for name in event.workers}
+        elif isinstance(event, SegmentDone):
+            self._add(event)
+        elif isinstance(event, WorkerLost):
+            self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
+        elif isinstance(event, Verified):
+            self.verified = event
+
+    def _add(self, event: SegmentDone) -> None:
+        nbytes = event.read_bytes + event.written_bytes
+        worker = self.workers.setdefault(event.worker, WorkerTally())
+        worker.segments += 1
+        worker.nbytes += nbytes
+        self.made_segments += 1
+        self.made_bytes += nbytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to read and write in the whole merge."""
+        return self.plan.total_bytes if self.plan is not None else 0
+
+    @property
+    def total_segments(self) -> int:
+        """Segments of the whole merge."""
+        return self.plan.segments if self.plan is not None else 0
+
+    @property
+    def done_segments(self) -> int:
+        """Segments done, by this run and earlier ones."""
+        return self.made_segments + (self.started.done_segments if self.started is not None else 0)
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes done, by this run and earlier ones; inputs that are read again for statistics do not add up
+        to more than the total."""
+        if self.total_segments and self.done_segments >= self.total_segments:
+            return self.total_bytes
+        before = self.started.done_bytes if self.started is not None else 0
+        return min(before + self.made_bytes, self.total_bytes)
+
+    @property
+    def fraction(self) -> float:
+        """Part of the bytes that is done, from 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since work began in this run."""
+        return self._clock() - self._began if self._began is not None else 0.0
+
+    def speed(self, nbytes: int | None = None) -> float:
+        """Bytes a second in this run: of all workers, or of the ``nbytes`` that one of them made."""
+        made = self.made_bytes if nbytes is None else nbytes
+        return made / self.elapsed if self.elapsed > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to go at this speed; None while it is not known."""
+        speed = self.speed()
+        return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

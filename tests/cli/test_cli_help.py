@@ -1,0 +1,79 @@
+"""Help and usage: quick, light, and a sentence for every wrong call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kits.command_line import run_command
+
+VERBS = ("submit", "plan", "verify", "inspect", "methods")
+HEAVY = ("torch", "ray", "pyarrow", "numpy", "yaml", "transformers", "raymerge.api", "raymerge.recipes")
+OF_TYPER = "pydantic"
+"""typer reads the options of a single verb with it; the library's own models must not be what loads it."""
+REPORT_HEAVY = """
+import json, sys
+from raymerge.cli.main import main
+try:
+    main()
+finally:
+    print(json.dumps([name for name in json.loads(sys.stdin.read()) if name in sys.modules]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("args", [("--help",), ("--version",), *((verb, "--help") for verb in VERBS)])
+def test_help_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", REPORT_HEAVY, *args],
+        input=json.dumps(HEAVY if args[0] in VERBS else (*HEAVY, OF_TYPER)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ended.stderr) == []
+    assert "raymerge" in ended.stdout
+
+
+def test_help_lists_every_verb(tmp_path: Path) -> None:
+    outcome = run_command("--help", cwd=tmp_path)
+    assert outcome.code == 0
+    assert all(verb in outcome.text for verb in VERBS)
+    assert "\x1b" not in outcome.text
+
+
+def test_no_arguments_show_the_help(tmp_path: Path) -> None:
+    assert "submit" in run_command(cwd=tmp_path).text
+
+
+def test_help_of_a_verb_names_its_options(tmp_path: Path) -> None:
+    text = run_command("submit", "-h", cwd=tmp_path).text
+    options = ("--output", "-o", "--workers", "--memory", "--device", "--address", "--inline", "--replace")
+    assert all(option in text for option in (*options, "--dry-run", "--json", "auto|cpu|cuda"))
+
+
+def test_version_is_that_of_the_package(tmp_path: Path) -> None:
+    from importlib.metadata import version
+
+    outcome = run_command("--version", cwd=tmp_path)
+    assert (outcome.code, outcome.text) == (0, f"raymerge {version('raymerge')}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("submit",), "RECIPE"),
+        (("submit", "recipe.yml", "--wrokers", "2"), "--wrokers"),
+        (("submit", "recipe.yml", "--workers", "many"), "--workers"),
+        (("submit", "recipe.yml", "--device", "tpu"), "tpu"),
+        (("sumbit", "recipe.yml"), "submit"),
+        (("plan", "a.yml", "b.yml"), "b.yml"),
+    ],
+)
+def test_wrong_usage_is_exit_2_with_a_sentence(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    outcome = run_command(*args, cwd=tmp_path)
+    assert outcome.code == 2
+    assert said in outcome.text
+    assert "Traceback" not in outcome.text

@@ -1,0 +1,163 @@
+"""Errors on a terminal and as events: every kind of them, and text that must not be taken for markup."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymerge.cli.messages import Failure, failure_of, guarded, show_failure, show_problems
+from raymerge.cli.screen import make_console, make_table, printable
+from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
+
+PROBLEM = Problem("recipe.yml:3:5", "the weight is missing.", "Add it.")
+
+
+def _raising(error: BaseException) -> int:
+    raise error
+
+
+def _shown(problems: list[Problem], width: int = 80, encoding: str = "utf-8") -> str:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding=encoding, errors="replace")
+    console = make_console(stream)
+    console.width = width
+    show_problems(console, problems)
+    stream.flush()
+    return buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OptionError(PROBLEM), 2),
+        (PlanError([PROBLEM, PROBLEM]), 2),
+        (TargetError(PROBLEM), 2),
+        (IncompleteError("stopped with 3 of 4 segments done."), 3),
+        (KeyboardInterrupt(), 3),
+        (PermissionError(13, "Permission denied", "some/place"), 2),
+        (OSError("no file name in it"), 1),
+        (ZeroDivisionError("division by zero"), 1),
+        (AssertionError(), 1),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(lambda: _raising(error)) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip()
+    assert "Traceback" not in shown.err
+
+
+def test_what_goes_well_gives_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: 2) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bug_asks_to_be_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    guarded(lambda: _raising(KeyError("lost")))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "bug in raymerge (KeyError: 'lost')" in said
+    assert "RAYMERGE_TRACEBACK=1" in said
+
+
+def test_a_traceback_is_shown_on_demand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYMERGE_TRACEBACK", "1")
+    guarded(lambda: _raising(KeyError("lost")))
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    guarded(lambda: _raising(KeyboardInterrupt()))
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_an_error_as_json_is_one_event_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: _raising(PlanError([PROBLEM])), as_json=True) == 2
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    event = json.loads(shown.out)
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert event["problems"] == [
+        {"where": "recipe.yml:3:5", "what": "the weight is missing.", "remedy": "Add it."}
+    ]
+
+
+def test_an_error_without_problems_has_its_message_in_the_event() -> None:
+    event = failure_of(IncompleteError("stopped half way.")).to_json()
+    assert event == {"event": "error", "exit_code": 3, "message": "stopped half way.", "problems": []}
+
+
+def test_a_problem_is_a_paragraph_with_the_remedy_behind_an_arrow() -> None:
+    other = Problem("model/config.json", "it is not JSON.", "Mend it.")
+    assert _shown([PROBLEM, other]).splitlines() == [
+        "recipe.yml:3:5: the weight is missing.",
+        "  → Add it.",
+        "",
+        "model/config.json: it is not JSON.",
+        "  → Mend it.",
+    ]
+
+
+def test_the_arrow_has_a_plain_form() -> None:
+    assert "  -> Add it." in _shown([PROBLEM], encoding="ascii")
+
+
+def test_a_problem_without_remedy_has_no_arrow() -> None:
+    assert "→" not in _shown([Problem("here", "it is so.", "")])
+
+
+def test_problems_wrap_at_the_terminal() -> None:
+    problem = Problem("recipe.yml:3:5", "word " * 40 + "end.", "do " * 60 + "it.")
+    lines = _shown([problem], width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert len(lines) > 5
+
+
+def test_yaml_in_a_remedy_keeps_its_lines_and_is_never_wrapped() -> None:
+    long = "  - model: " + "x" * 100
+    problem = Problem("recipe.yml", "it is wrong.", f"Write:\nslices:\n{long}\n")
+    lines = _shown([problem], width=40).splitlines()
+    assert lines[-2:] == ["    slices:", f"    {long}"]
+
+
+def test_what_users_say_is_no_markup() -> None:
+    text = "[bold]not bold[/bold] [link=x] :smile: [/]"
+    shown = _shown([Problem(text, text, text)], width=200)
+    assert shown.count(text) == 3
+
+
+@given(st.text())
+def test_no_control_character_reaches_the_terminal(text: str) -> None:
+    assert all(each.isprintable() or each == "\n" for each in printable(text))
+
+
+def test_escape_sequences_are_spelled_out() -> None:
+    shown = _shown([Problem("model", "a tensor is called \x1b[2Jevil\x07.", "")])
+    assert "\\x1b[2Jevil\\x07" in shown
+    stream = io.StringIO()
+    make_console(stream).print(make_table(("", ""), [("name", "\x1b[31mred")]))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_failure_shows_message_and_problems() -> None:
+    stream = io.StringIO()
+    show_failure(make_console(stream), Failure(1, "it broke.", (PROBLEM,)))
+    assert stream.getvalue().splitlines()[0] == "raymerge: it broke."
+    assert "recipe.yml:3:5" in stream.getvalue()
+
+
+def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert guarded(lambda: _raising(BrokenPipeError())) == 3
+        stream.write("lost")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == ""

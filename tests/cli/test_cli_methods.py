@@ -1,0 +1,68 @@
+"""``raymerge methods``: the table, one method, and names that nobody knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kits.command_line import run_command
+
+from raymerge.methods import methods
+
+
+def test_the_table_lists_every_method(tmp_path: Path) -> None:
+    outcome = run_command("methods", cwd=tmp_path)
+    assert outcome.code == 0
+    for name, method in methods().items():
+        (line,) = (line for line in outcome.text.splitlines() if line.startswith(f"{name} "))
+        assert method.base.value in line
+        assert method.access.value in line
+        assert method.summary in line
+
+
+def test_the_table_fits_80_columns(tmp_path: Path) -> None:
+    outcome = run_command("methods", cwd=tmp_path, env={"COLUMNS": "80"})
+    assert max(map(len, outcome.text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", list(methods()))
+def test_a_method_shows_its_parameters(name: str, tmp_path: Path) -> None:
+    outcome = run_command("methods", name, cwd=tmp_path)
+    assert outcome.code == 0
+    method = methods()[name]
+    assert method.summary in outcome.text
+    for parameter in method.parameters:
+        (line,) = (line for line in outcome.text.splitlines() if line.startswith(f"{parameter.name} "))
+        assert parameter.doc in line
+        assert ("required" in line) == parameter.required
+        assert ("changes nothing" in line) == (not parameter.effective)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("linear", ("arXiv 2203.05482", "base_model  unused", "true")),
+        ("passthrough", ("sources     1 ", "the sources themselves")),
+        ("ties", ("deltas", "base_model  required", "at least 0, at most 1")),
+        ("dare_ties", ("draws random masks",)),
+    ],
+)
+def test_a_method_shows_what_it_needs(name: str, facts: tuple[str, ...], tmp_path: Path) -> None:
+    text = run_command("methods", name, cwd=tmp_path).text
+    assert all(fact in text for fact in facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("tise", "ties"), ("Linear", "linear"), ("dare-ties", "dare_ties")]
+)
+def test_an_unknown_method_is_answered_with_the_nearest(name: str, meant: str, tmp_path: Path) -> None:
+    outcome = run_command("methods", name, cwd=tmp_path)
+    assert outcome.code == 2
+    assert f"Did you mean '{meant}'?" in outcome.text
+
+
+def test_a_name_like_no_other_is_answered_with_all(tmp_path: Path) -> None:
+    outcome = run_command("methods", "zzzzzz", cwd=tmp_path)
+    assert outcome.code == 2
+    assert "Did you mean" not in outcome.text
+    assert all(name in outcome.text for name in methods())

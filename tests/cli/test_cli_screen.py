@@ -1,0 +1,116 @@
+"""Consoles and tables: what is written is what was said, whatever it holds and wherever it goes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable, put_json
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+
+
+class GoneReader(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def _printed(*renderables: object, width: int = 80) -> str:
+    stream = io.StringIO()
+    console = make_console(stream)
+    console.width = width
+    for renderable in renderables:
+        console.print(renderable)
+    return stream.getvalue()
+
+
+def test_markup_and_emoji_are_plain_text() -> None:
+    text = "[red]a[/red] :heart: [[b]]"
+    assert _printed(text).rstrip() == text
+    assert text in _printed(make_table(("[b]name[/b]",), [(text,)]))
+    assert "[b]name[/b]" in _printed(make_table(("[b]name[/b]",), [(text,)]))
+
+
+def test_a_pipe_gets_no_escape_sequences() -> None:
+    assert not ANSI.search(_printed(heading("Title", note="more"), make_table(("a", "b"), [("1", "2")])))
+
+
+def test_a_terminal_gets_bold_headings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    make_console(stream).print(heading("Title"))
+    assert stream.getvalue() == "\x1b[1mTitle\x1b[0m\n"
+
+
+def test_a_reader_that_went_away_is_an_error_of_its_own() -> None:
+    with pytest.raises(BrokenPipeError, match="went away"):
+        make_console(GoneReader()).print("text")
+
+
+def test_numbers_are_aligned_on_the_right() -> None:
+    lines = _printed(make_table(("name", "count"), [("a", "1"), ("b", "1000")], numbers=(1,))).splitlines()
+    assert [line.rstrip() for line in lines] == ["name  count", "a         1", "b      1000"]
+
+
+def test_a_table_without_titles_has_no_head() -> None:
+    assert _printed(make_table(("", ""), [("key", "value")])).split() == ["key", "value"]
+
+
+@given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=40)
+def test_a_table_never_exceeds_the_width_and_loses_nothing(rows: list[tuple[str, str]]) -> None:
+    text = _printed(make_table(("", ""), rows), width=20)
+    assert max(map(len, text.splitlines())) <= 20
+    shown = sorted(each for each in text if not each.isspace())
+    assert shown == sorted(each for row in rows for cell in row for each in cell)
+
+
+@given(st.text(st.characters(categories=("L", "N", "P", "S", "Zs"))))
+def test_printable_text_stays_as_it_is(text: str) -> None:
+    if text.isprintable():
+        assert printable(text) == text
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files")])
+def test_counted(number: int, said: str) -> None:
+    assert counted(number, "file") == said
+
+
+def test_json_is_ascii_on_one_line() -> None:
+    stream = io.StringIO()
+    put_json(stream, {"name": "modèle\n\x1b", "size": 1})
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().isascii()
+    assert json.loads(stream.getvalue()) == {"name": "modèle\n\x1b", "size": 1}
+
+
+def test_only_our_own_lines_reach_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with own_stdout() as stdout:
+        print("from a library")
+        put_json(stdout, {"ours": True})
+    assert sys.stdout is before
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"ours": True}
+    assert shown.err == "from a library\n"
+
+
+def test_standard_output_is_given_back_after_an_error() -> None:
+    before = sys.stdout
+    with pytest.raises(ValueError, match="oops"), own_stdout():
+        raise ValueError("oops")
+    assert sys.stdout is before

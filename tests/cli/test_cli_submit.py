@@ -1,0 +1,223 @@
+"""``raymerge submit``, in this process: where it writes, what it prints, how it refuses, how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
+from kits.command_line import Outcome, run_command
+from kits.merges import MEAN, make_models, write_recipe
+
+import raymerge.api
+from raymerge.errors import IncompleteError
+from raymerge.runtime.events import Event, SegmentDone
+from raymerge.runtime.options import RunOptions
+
+
+class StopHere(Exception):  # noqa: N818 - it is no error
+    """Ends a run from outside."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two models and the recipe of their mean."""
+    make_models(tmp_path)
+    write_recipe(tmp_path, MEAN)
+    return tmp_path
+
+
+def _submit(folder: Path, *args: str) -> Outcome:
+    return run_command("submit", "recipe.yml", "--inline", *args, cwd=folder)
+
+
+def _events(outcome: Outcome) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in outcome.text.splitlines()]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "config.json").is_file() and (path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "place"),
+    [
+        ((), "recipe-merged"),
+        (("-o", "out"), "out"),
+        (("--output", "out"), "out"),
+        (("out",), "out"),
+        (("out", "-o", "./out"), "out"),
+    ],
+)
+def test_the_output_is_where_it_was_asked_for(args: tuple[str, ...], place: str, folder: Path) -> None:
+    outcome = _submit(folder, *args)
+    assert outcome.code == 0, outcome.text
+    assert _is_checkpoint(folder / place)
+    assert f"done: {place}" in outcome.text.replace("./", "")
+
+
+def test_two_output_places_are_refused(folder: Path) -> None:
+    outcome = _submit(folder, "out", "-o", "other")
+    assert outcome.code == 2
+    assert "out and other" in outcome.text
+    assert not (folder / "out").exists()
+
+
+def test_a_pipe_gets_beginning_verdict_and_end(folder: Path) -> None:
+    lines = _submit(folder, "-o", "out").text.splitlines()
+    assert lines[0].startswith("planned: 30 tensors, ")
+    assert lines[1] == "merging with 1 worker on cpu"
+    assert lines[2].startswith("verified: 30 tensors, ")
+    assert lines[3] == "done: out"
+    assert lines[4].endswith("with 1 worker on cpu")
+    assert lines[5].startswith("  digest ")
+    assert len(lines) == 6
+
+
+def test_json_is_events_and_nothing_else(folder: Path) -> None:
+    outcome = _submit(folder, "-o", "out", "--json")
+    names = [event["event"] for event in _events(outcome)]
+    assert outcome.code == 0
+    assert names[:2] == ["planned", "started"]
+    assert "segment_done" in names
+    assert names[-3:] == ["shard_done", "verified", "published"]
+
+
+def test_what_libraries_print_does_not_reach_standard_output(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from raymerge.cli.main import main
+
+    def noisy(*_: object, **__: object) -> None:
+        print("(raylet) a notice")
+
+    monkeypatch.setattr(raymerge.api, "submit", noisy)
+    monkeypatch.setattr(sys, "argv", ["raymerge", "submit", str(folder / "recipe.yml"), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.out) == (0, "")
+    assert "a notice" in shown.err
+
+
+def test_options_reach_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str, RunOptions]] = []
+
+    def record(recipe: str, output: str, options: RunOptions, *, on_event: object) -> None:
+        assert callable(on_event)
+        seen.append((recipe, output, options))
+
+    monkeypatch.setattr(raymerge.api, "submit", record)
+    args = ("--workers", "3", "--memory", "2GiB", "--device", "cuda", "--address", "auto", "--replace")
+    assert run_command("submit", "recipe.yml", "out", *args, cwd=folder).code == 0
+    wanted = RunOptions(3, 2 << 30, "cuda", "auto", inline=False, replace=True)
+    assert seen == [("recipe.yml", "out", wanted)]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--workers", "0"), "--workers"),
+        (("--workers", "2"), "--inline"),
+        (("--address", "auto"), "--inline"),
+        (("--memory", "much"), "--memory"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(args: tuple[str, ...], said: str, folder: Path) -> None:
+    outcome = _submit(folder, *args)
+    assert outcome.code == 2
+    assert said in outcome.text
+    assert not (folder / "recipe-merged").exists()
+
+
+def test_a_taken_place_is_refused_and_replaced_on_demand(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "mine.txt").write_text("mine")
+    refused = _submit(folder, "-o", "out")
+    assert refused.code == 2
+    assert "--replace" in refused.text
+    assert (folder / "out" / "mine.txt").exists()
+    assert _submit(folder, "-o", "out", "--replace").code == 0
+    assert _is_checkpoint(folder / "out")
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    outcome = _submit(folder, "-o", "out", "--dry-run")
+    assert outcome.code == 0
+    assert "Plan of recipe.yml" in outcome.text
+    assert "nothing was written" in outcome.text
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_dry_run_as_json_is_one_event(folder: Path) -> None:
+    (event,) = _events(_submit(folder, "-o", "out", "--dry-run", "--json"))
+    assert (event["event"], event["place"], event["method"]) == ("dry_run", "out", "linear")
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_dry_run_checks_the_output_place(as_json: tuple[str, ...], folder: Path) -> None:
+    (folder / "out").write_text("a file")
+    outcome = _submit(folder, "-o", "out", "--dry-run", *as_json)
+    assert outcome.code == 2
+    assert "a file is in the place" in outcome.text
+
+
+def test_a_dry_run_tells_too_little_memory(folder: Path) -> None:
+    outcome = _submit(folder, "--dry-run", "--memory", "1MiB")
+    assert outcome.code == 2
+    assert "The smallest budget that works is" in outcome.text
+
+
+def test_a_source_with_nan_is_refused_and_nothing_is_published(folder: Path) -> None:
+    tensors = read_tensors(folder / "two")
+    tensors["model.norm.weight"][3] = torch.nan
+    write_checkpoint(folder / "two", tensors, llama_config())
+    outcome = _submit(folder, "-o", "out")
+    assert outcome.code == 2
+    assert "model.norm.weight" in outcome.text
+    assert not (folder / "out").exists()
+
+
+def test_an_error_as_json_is_the_last_event(folder: Path) -> None:
+    (folder / "out").write_text("a file")
+    (event,) = _events(_submit(folder, "-o", "out", "--json"))
+    assert (event["event"], event["exit_code"]) == ("error", 2)
+    assert set(event["problems"][0]) == {"where", "what", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(IncompleteError("stopped."), 3), (KeyboardInterrupt(), 3), (ValueError("oops"), 1)]
+)
+def test_how_a_run_ends_is_the_exit_code(
+    error: BaseException, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(raymerge.api, "submit", fail)
+    outcome = _submit(folder)
+    assert outcome.code == code
+    assert "Traceback" not in outcome.text
+
+
+def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_models(tmp_path, hidden=128)
+    write_recipe(tmp_path, MEAN)
+    monkeypatch.chdir(tmp_path)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise StopHere
+
+    with contextlib.suppress(StopHere):
+        raymerge.api.submit("recipe.yml", "out", RunOptions(inline=True), on_event=stop)
+    outcome = _submit(tmp_path, "-o", "out")
+    assert outcome.code == 0, outcome.text
+    assert "going on: 1 of " in outcome.text
+    assert _is_checkpoint(tmp_path / "out")

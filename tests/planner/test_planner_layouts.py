@@ -1,0 +1,288 @@
+"""Experts stored alone, fused, transposed or interleaved meet as the same matrices; codes are never combined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import llama_config, write_checkpoint
+from kits.plan_maker import (
+    Planned,
+    Specs,
+    good,
+    header_checkpoint,
+    llama_specs,
+    logical_values,
+    planned,
+    refusals,
+)
+
+from raymerge.dtypes import DType
+
+E, F, D = 3, 4, 6
+LAYERS = 2
+ARCHITECTURE = "Mixture"
+Tensors = dict[str, torch.Tensor]
+
+
+def _matrices(seed: int) -> Tensors:
+    """The logical tensors of a tiny mixture of experts, by canonical name."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+    found = {"model.embed_tokens.weight": torch.randn(8, D, generator=generator)}
+    for layer in range(LAYERS):
+        block = f"model.layers.{layer}.mlp"
+        found[f"{block}.gate.weight"] = torch.randn(E, D, generator=generator)
+        for expert in range(E):
+            for kind, shape in shapes.items():
+                name = f"{block}.experts.{expert}.{kind}_proj.weight"
+                found[name] = torch.randn(shape, generator=generator)
+    found["model.norm.weight"] = torch.randn(D, generator=generator)
+    return found
+
+
+def _experts(matrices: Tensors, layer: int, kind: str) -> torch.Tensor:
+    names = [f"model.layers.{layer}.mlp.experts.{e}.{kind}_proj.weight" for e in range(E)]
+    return torch.stack([matrices[name] for name in names])
+
+
+def _stored(matrices: Tensors, layout: str) -> Tensors:
+    """The same matrices as a family of that layout stores them."""
+    words = {"mixtral": ("block_sparse_moe", "gate"), "llama4": ("feed_forward", "router")}
+    block, router = words.get(layout, ("mlp", "router" if layout == "gpt_oss" else "gate"))
+    found = {name: value for name, value in matrices.items() if ".mlp." not in name}
+    for layer in range(LAYERS):
+        path = f"model.layers.{layer}"
+        found[f"{path}.{block}.{router}.weight"] = matrices[f"{path}.mlp.gate.weight"]
+        gate, up, down = (_experts(matrices, layer, kind) for kind in ("gate", "up", "down"))
+        if layout == "mixtral":
+            for e in range(E):
+                for word, value in (("w1", gate), ("w3", up), ("w2", down)):
+                    found[f"{path}.{block}.experts.{e}.{word}.weight"] = value[e]
+            continue
+        fused = {
+            "out_in": lambda g, u: torch.cat([g, u], dim=1),
+            "llama4": lambda g, u: torch.cat([g, u], dim=1).transpose(1, 2),
+            "gpt_oss": lambda g, u: torch.stack([g, u], dim=2).flatten(1, 2).transpose(1, 2),
+        }[layout](gate, up)
+        found[f"{path}.{block}.experts.gate_up_proj"] = fused
+        found[f"{path}.{block}.experts.down_proj"] = down if layout == "out_in" else down.transpose(1, 2)
+    return found
+
+
+def _model(root: Path, matrices: Tensors, layout: str) -> Path:
+    config = {
+        "model_type": {"out_in": "mixtral"}.get(layout, layout),
+        "num_hidden_layers": LAYERS,
+        "num_local_experts": E,
+        "hidden_size": D,
+        "intermediate_size": F,
+        "tie_word_embeddings": False,
+    }
+    return write_checkpoint(root, _stored(matrices, layout), config)
+
+
+LAYOUTS = ("mixtral", "out_in", "llama4", "gpt_oss")
+
+
+@pytest.mark.parametrize("lead", LAYOUTS)
+def test_every_layout_gives_every_method_the_same_matrices(tmp_path: Path, lead: str) -> None:
+    order = [lead, *(layout for layout in LAYOUTS if layout != lead)]
+    models = [_matrices(seed) for seed in range(4)]
+    roots = [_model(tmp_path / kind, values, kind) for kind, values in zip(order, models, strict=True)]
+    entries = [{"model": {"model": str(r), "override_architecture": ARCHITECTURE}} for r in roots]
+    made = good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}})
+    seen: Tensors = {}
+    for tensor in made.names():
+        for logical, values in logical_values(made, tensor).items():
+            assert len(values) == 4
+            for value, matrices in zip(values, models, strict=True):
+                assert torch.equal(value, matrices[logical]), (tensor, logical)
+            seen[logical] = values[0]
+    assert seen.keys() == models[0].keys()
+    assert set(made.names()) == set(_stored(models[0], lead))
+
+
+def test_fused_rows_are_as_small_as_whole_matrices_allow(tmp_path: Path) -> None:
+    root = _model(tmp_path / "a", _matrices(0), "out_in")
+    data = {"merge_method": "linear", "models": [{"model": root}] * 2, "parameters": {"weight": 1}}
+    made = good(data)
+    rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
+    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [(F * D, 1, True)] * 2 * E
+    root = _model(tmp_path / "b", _matrices(0), "gpt_oss")
+    made = good({**data, "models": [{"model": root}] * 2})
+    rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
+    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [(2 * F * D, 2, False)] * E
+
+
+def test_one_source_in_the_lead_s_layout_is_converted_not_copied(tmp_path: Path) -> None:
+    base = _model(tmp_path / "base", _matrices(0), "mixtral")
+    fused = _model(tmp_path / "fused", _matrices(1), "out_in")
+    made = good({"merge_method": "passthrough", "base_model": base, "models": [{"model": fused}]})
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    assert made.reads(name) == [(1, "model.layers.0.mlp.experts.down_proj")]
+    assert made.fate(1, "model.layers.0.mlp.experts.down_proj")[:2] == ("converted", "dtype")
+    assert made.method("model.norm.weight") == "copy"
+
+
+def test_missing_experts_of_a_fused_stack_are_copied_from_the_base(tmp_path: Path) -> None:
+    base = _model(tmp_path / "base", _matrices(0), "mixtral")
+    fused = _model(tmp_path / "fused", _matrices(1), "out_in")
+    matrices = _stored(_matrices(2), "mixtral")
+    del matrices["model.layers.0.block_sparse_moe.experts.1.w2.weight"]
+    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+    lacking = write_checkpoint(tmp_path / "lacking", matrices, config)
+    entries = [{"model": m} for m in (base, fused, lacking)]
+    data = {"merge_method": "linear", "base_model": base, "models": entries, "parameters": {"weight": 1}}
+    (problem,) = refusals(data)
+    assert "lacks 1 tensors" in problem
+    made = good({**data, "missing_tensors": "copy_base"})
+    assert made.reads("model.layers.0.block_sparse_moe.experts.1.w2.weight")[0][0] == 0
+    assert len(made.reads("model.layers.0.block_sparse_moe.experts.0.w2.weight")) == 3
+
+
+def test_a_stack_of_unknown_order_is_one_tensor_for_element_wise_methods_only(tmp_path: Path) -> None:
+    specs: Specs = {
+        "model.embed_tokens.weight": (DType.BF16, (8, 4)),
+        "model.layers.0.mlp.experts.gate_up_proj": (DType.BF16, (2, 4, 4)),
+    }
+    config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    a, b = (header_checkpoint(tmp_path / name, specs, config) for name in "ab")
+    models = {"models": [{"model": a}, {"model": b}]}
+    made = good({"merge_method": "linear", **models, "parameters": {"weight": 1}})
+    assert len(made.rows("model.layers.0.mlp.experts.gate_up_proj")) == 1
+    (problem,) = refusals({"merge_method": "slerp", "base_model": a, **models, "parameters": {"t": 0.5}})
+    assert "1 tensors hold several experts in an order that model_type 'nobody_knows' does not tell" in problem
+
+
+def test_random_methods_draw_by_logical_name_whatever_the_layout(tmp_path: Path) -> None:
+    base, tuned = _matrices(0), _matrices(1)
+    drawn = []
+    for layout in ("mixtral", "out_in"):
+        a, b = _model(tmp_path / f"{layout}0", base, layout), _model(tmp_path / f"{layout}1", tuned, layout)
+        entries = [{"model": b, "parameters": {"weight": 1, "density": 0.5}}]
+        made = good({"merge_method": "dare_linear", "base_model": a, "models": entries})
+        drawn.append(sorted(made.plan["parts"].column("logical").to_pylist()))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_layer_used_twice_draws_twice(tmp_path: Path) -> None:
+    a, b = (_model(tmp_path / str(seed), _matrices(seed), "out_in") for seed in range(2))
+    piece = {"sources": [{"model": m, "layer_range": [0, 1]} for m in (a, b)]}
+    made = good(
+        {
+            "merge_method": "dare_linear",
+            "base_model": a,
+            "slices": [piece, piece],
+            "parameters": {"weight": 1, "density": 0.5},
+        },
+    )
+    names = made.plan["parts"].column("logical").to_pylist()
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" in names
+    assert len(set(names)) == len(names)
+    assert set(made.plan["rows"].column("copy_of").to_pylist()) == {-1}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+def _codes(root: Path, extra: Specs, **config: Any) -> Path:
+    return header_checkpoint(root, {**llama_specs(2), **extra}, {**llama_config(layers=2), **config})
+
+
+def _fp8(root: Path) -> Path:
+    extra: Specs = {WEIGHT: (DType.F8_E4M3, (64, 32)), f"{WEIGHT}_scale_inv": (DType.F32, (1, 1))}
+    return _codes(root, extra, quantization_config=FP8)
+
+
+def _linear(*models: Path) -> Mapping[str, Any]:
+    entries = [{"model": model} for model in models]
+    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}}
+
+
+def _accounts_for_everything(made: Planned) -> bool:
+    return made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
+
+
+def test_combining_block_fp8_is_refused_by_name_and_still_accounts_for_everything(tmp_path: Path) -> None:
+    made = planned(_linear(_fp8(tmp_path / "a"), _fp8(tmp_path / "b")))
+    problems = [str(problem) for problem in made.plan.problems]
+    assert len(problems) == 2
+    assert all("2 tensors are quantised as block FP8" in problem for problem in problems)
+    assert all(f"{WEIGHT} F8_E4M3[64, 32]; {WEIGHT}_scale_inv F32[1, 1]" in problem for problem in problems)
+    assert _accounts_for_everything(made)
+
+
+def test_a_quantised_tensor_passes_with_its_scales(tmp_path: Path) -> None:
+    made = good({"merge_method": "passthrough", "models": [{"model": _fp8(tmp_path / "a")}]})
+    for name, dtype in ((WEIGHT, "F8_E4M3"), (f"{WEIGHT}_scale_inv", "F32")):
+        assert (made.method(name), made.dtype(name)) == ("copy", dtype)
+        assert made.fate(0, name)[0] == "copied"
+    assert made.config["quantization_config"] == FP8
+
+
+@pytest.mark.parametrize("key", ["dtype", "out_dtype"])
+def test_another_dtype_of_a_quantised_tensor_is_refused(tmp_path: Path, key: str) -> None:
+    entry = {"model": _fp8(tmp_path / "a")}
+    (problem,) = refusals({"merge_method": "passthrough", "models": [entry], key: "bfloat16"})
+    assert "2 tensors are quantised as block FP8" in problem
+    assert "without dtype" in problem
+
+
+def test_a_quantised_parent_beside_plain_ones_is_refused(tmp_path: Path) -> None:
+    plain = _codes(tmp_path / "plain", {})
+    made = planned(_linear(plain, _fp8(tmp_path / "fp8")))
+    problems = "\n".join(map(str, made.plan.problems))
+    assert "1 tensors are quantised as block FP8" in problems
+
+
+def test_a_quantised_base_that_only_gives_names_is_refused_too(tmp_path: Path) -> None:
+    """Else sums would be written as codes without a scale."""
+    entries = [{"model": _codes(tmp_path / n, {}), "parameters": {"weight": 1}} for n in "ab"]
+    data = {"merge_method": "linear", "base_model": _fp8(tmp_path / "base"), "models": entries}
+    assert any("quantised as block FP8" in problem for problem in refusals(data))
+
+
+def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path) -> None:
+    plain = _model(tmp_path / "plain", _matrices(0), "mixtral")
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        name: (DType.F32, tuple(value.shape)) for name, value in _stored(_matrices(1), "out_in").items()
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.mlp.experts.down_proj"
+        specs[name] = (DType.F8_E4M3, (E, D, F))
+        specs[f"{name}_scale_inv"] = (DType.F32, (E, 1, 1))
+    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "quantization_config": FP8}
+    fused = header_checkpoint(tmp_path / "fused", specs, {**config, "tie_word_embeddings": False})
+    problems = refusals(_linear(plain, fused))
+    assert any("2 tensors are quantised as block FP8" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("extra", "config", "form"),
+    [
+        ({"x_blocks": (DType.U8, (2, 16)), "x_scales": (DType.U8, (2,))}, {}, "MXFP4"),
+        ({"x.weight_packed": (DType.I32, (2, 2))}, {"quantization_config": {"a": 1}}, "packed INT4"),
+        ({"x.qweight": (DType.I32, (2, 2)), "x.qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
+        ({"x.weight": (DType.U8, (2, 2))}, {"quantization_config": {"a": 1}}, "U8 codes"),
+        ({"x.weight": (DType.F8_E4M3, (2, 2)), "x.weight_scale": (DType.F32, ())}, {}, "FP8 with weight_scale"),
+        ({"x.weight": (DType.F8_E5M2, (2, 2))}, {}, "F8_E5M2 without a scale beside it"),
+    ],
+)
+def test_formats_are_refused_by_their_names(
+    tmp_path: Path, extra: Specs, config: dict[str, Any], form: str
+) -> None:
+    a, b = (_codes(tmp_path / name, extra, **config) for name in "ab")
+    problems = refusals(_linear(a, b))
+    assert len(problems) == 2
+    assert all(f"quantised as {form}," in problem for problem in problems)
+
+
+def test_plain_tensors_with_a_quantiser_s_names_are_plain(tmp_path: Path) -> None:
+    a, b = (_codes(tmp_path / name, {"x.scales": (DType.F32, (2,))}) for name in "ab")
+    made = good(_linear(a, b))
+    assert len(made.reads("x.scales")) == 2

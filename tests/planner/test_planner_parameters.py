@@ -1,0 +1,302 @@
+"""Which number holds for which tensor: precedence, filters, gradients, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kits.plan_maker import good, llama, planned, refusals
+
+NORM = "model.layers.{}.input_layernorm.weight"
+Q = "model.layers.{}.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Three Llamas of four layers."""
+    root = tmp_path_factory.mktemp("models")
+    return llama(root / "a", 4), llama(root / "b", 4), llama(root / "c", 4)
+
+
+def _sliced(a: Path, b: Path, **levels: Any) -> dict[str, Any]:
+    entry = {"model": a, "layer_range": [0, 4], "parameters": levels.get("entry", {})}
+    other = {"model": b, "layer_range": [0, 4], "parameters": {"weight": 9}}
+    return {
+        "merge_method": "linear",
+        "slices": [{"sources": [entry, other], "parameters": levels.get("slice", {})}],
+        "parameters": levels.get("recipe", {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ({"entry": {"weight": 1}, "slice": {"weight": 2}, "recipe": {"weight": 3}}, 1),
+        ({"slice": {"weight": 2}, "recipe": {"weight": 3}}, 2),
+        ({"recipe": {"weight": 3}}, 3),
+        ({"entry": {"weight": [{"filter": "mlp", "value": 1}]}, "slice": {"weight": 2}}, 2),
+        ({"entry": {"weight": [{"filter": "attn", "value": 1}]}, "slice": {"weight": 2}}, 1),
+        ({"entry": {"weight": {"filter": "attn", "value": 7}}, "recipe": {"weight": 2}}, 7),
+        ({"entry": {"weight": [{"filter": "attn", "value": 1}, {"value": 5}]}}, 1),
+        ({"entry": {"weight": [{"filter": "*", "value": 8}, {"filter": "attn", "value": 1}]}}, 8),
+    ],
+)
+def test_the_nearest_level_that_says_something_holds(
+    models: tuple[Path, Path, Path], levels: dict[str, Any], expected: float
+) -> None:
+    made = good(_sliced(*models[:2], **levels))
+    assert made.weights(Q.format(0)) == [expected, 9]
+
+
+def test_a_module_stands_between_slice_and_recipe(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    module: dict[str, Any] = {
+        "models": [{"model": a}, {"model": b, "parameters": {"weight": 4}}],
+        "parameters": {"weight": 2},
+    }
+    made = good(
+        {"merge_method": "linear", "modules": {"default": module}, "parameters": {"weight": 3}},
+    )
+    assert made.weights(Q.format(0)) == [2, 4]
+    pieces = [{"sources": [{"model": a, "layer_range": [0, 4]}], "parameters": {"weight": 5}}]
+    stacked: dict[str, Any] = {"slices": pieces, "parameters": {"weight": 2}}
+    data = {"merge_method": "linear", "parameters": {"normalize": False}}
+    assert good({**data, "modules": {"default": stacked}}).weights(Q.format(0)) == [5]
+    del pieces[0]["parameters"]
+    assert good({**data, "modules": {"default": stacked}}).weights(Q.format(0)) == [2]
+
+
+def test_the_method_s_default_comes_last(models: tuple[Path, Path, Path]) -> None:
+    made = good(_sliced(*models[:2], recipe={"weight": 1}))
+    assert made.settings(Q.format(0))["values"] == {"normalize": True}
+
+
+def test_filters_see_the_source_s_name_or_the_output_s(models: tuple[Path, Path, Path]) -> None:
+    """Layer 2 of the source is layer 0 of the output."""
+    a, b, _ = models
+    entries = [
+        {"model": a, "layer_range": [2, 4], "parameters": {"weight": [{"filter": "layers.2.", "value": 5}]}},
+        {"model": b, "layer_range": [0, 2]},
+    ]
+    normalize = [{"filter": "layers.0.", "value": False}, {"value": True}]
+    made = good(
+        {
+            "merge_method": "linear",
+            "slices": [{"sources": entries}],
+            "parameters": {"weight": 1, "normalize": normalize},
+        },
+    )
+    assert made.weights(Q.format(0)) == [5, 1]
+    assert made.weights(Q.format(1)) == [1, 1]
+    assert made.settings(Q.format(0))["values"] == {"normalize": False}
+    assert made.settings(Q.format(1))["values"] == {"normalize": True}
+
+
+def test_gradients_restart_in_every_slice_and_are_at_their_start_outside(
+    models: tuple[Path, Path, Path],
+) -> None:
+    a, b, _ = models
+    slices = [
+        {"sources": [{"model": m, "layer_range": [low, high]} for m in (a, b)]}
+        for low, high in ((0, 3), (2, 3), (1, 3))
+    ]
+    made = good({"merge_method": "slerp", "base_model": a, "slices": slices, "parameters": {"t": [0, 1]}})
+    t = [made.settings(NORM.format(layer))["values"]["t"] for layer in range(6)]
+    assert t == [0, 0.5, 1, 1, 0, 1]
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert made.settings(name)["values"]["t"] == 0
+
+
+def test_a_gradient_over_whole_models_runs_over_all_layers(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    entries = [{"model": a, "parameters": {"weight": [0, 3]}}, {"model": b, "parameters": {"weight": 1}}]
+    made = good({"merge_method": "linear", "models": entries})
+    assert [made.weights(NORM.format(layer))[0] for layer in range(4)] == [0, 1, 2, 3]
+    assert made.weights("lm_head.weight") == [0, 1]
+
+
+def test_an_unlisted_base_counts_in_a_mean_with_a_weight_for_all(models: tuple[Path, Path, Path]) -> None:
+    a, b, c = models
+    data = {"merge_method": "linear", "base_model": c, "models": [{"model": a}, {"model": b}]}
+    made = good({**data, "parameters": {"weight": 1}})
+    assert [name for _, name in made.reads("lm_head.weight")] == ["lm_head.weight"] * 3
+    assert [source for source, _ in made.reads("lm_head.weight")] == [1, 2, 0]
+    for entry in data["models"]:
+        entry["parameters"] = {"weight": 1}
+    made = good(data)
+    assert [source for source, _ in made.reads("lm_head.weight")] == [1, 2]
+    assert made.fate(0, "lm_head.weight") == ("dropped", "config_only", "")
+
+
+def test_an_unlisted_base_is_appended_for_deltas_and_needs_no_parameters(
+    models: tuple[Path, Path, Path],
+) -> None:
+    a, b, c = models
+    entries = [{"model": m, "parameters": {"weight": 0.5, "density": 0.5}} for m in (a, b)]
+    for method in ("ties", "dare_ties", "dare_linear", "task_arithmetic"):
+        made = good({"merge_method": method, "base_model": c, "models": entries})
+        assert [source for source, _ in made.reads(Q.format(1))] == [0, 1, 2]
+        assert len(made.settings(Q.format(1))["sources"]) == 2
+        listed = good({"merge_method": method, "base_model": c, "models": [{"model": c}, *entries]})
+        assert [source for source, _ in listed.reads(Q.format(1))] == [0, 1, 2]
+
+
+def test_a_base_of_its_own_holds_in_its_slice(models: tuple[Path, Path, Path]) -> None:
+    a, b, c = models
+    slices = [
+        {"sources": [{"model": a, "layer_range": [0, 1]}, {"model": b, "layer_range": [0, 1]}]},
+        {
+            "base_model": c,
+            "sources": [{"model": a, "layer_range": [1, 2]}, {"model": c, "layer_range": [1, 2]}],
+        },
+    ]
+    made = good({"merge_method": "slerp", "base_model": b, "slices": slices, "parameters": {"t": 0.5}})
+    numbers = {source.name: source.index for source in made.sources}
+    assert made.reads(Q.format(0)) == [(numbers[str(b)], Q.format(0)), (numbers[str(a)], Q.format(0))]
+    assert made.reads(Q.format(1)) == [(numbers[str(c)], Q.format(1)), (numbers[str(a)], Q.format(1))]
+
+
+def test_a_base_must_be_among_the_sources_of_its_slice(models: tuple[Path, Path, Path]) -> None:
+    a, b, c = models
+    sources = [{"model": m, "layer_range": [0, 4]} for m in (a, b)]
+    data = {"merge_method": "slerp", "base_model": c, "slices": [{"sources": sources}]}
+    (problem,) = refusals({**data, "parameters": {"t": 0.5}})
+    assert f"base_model {c} is not among the sources of this slice" in problem
+    (problem,) = refusals({"merge_method": "slerp", "models": [{"model": a}], "parameters": {"t": 1}})
+    assert "slerp needs a base_model" in problem
+
+
+def test_one_model_twice_is_two_sources(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    entries = [
+        {"model": a, "layer_range": [0, 2], "parameters": {"weight": 1}},
+        {"model": a, "layer_range": [2, 4], "parameters": {"weight": 3}},
+    ]
+    made = good({"merge_method": "linear", "slices": [{"sources": entries}]})
+    assert made.reads(Q.format(0)) == [(0, Q.format(0)), (0, Q.format(2))]
+    assert made.weights(Q.format(0)) == [1, 3]
+    made = good({"merge_method": "linear", "models": [{"model": m} for m in (a, b, a)], "parameters": {"weight": 1}})
+    assert made.rows(Q.format(0))[0]["num_inputs"] == 3
+
+
+def test_what_is_one_value_per_tensor_is_refused_under_a_model(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    entries = [{"model": a}, {"model": b, "parameters": {"t": 0.5}}]
+    problems = refusals({"merge_method": "slerp", "base_model": a, "models": entries})
+    assert any("'t' is one value per tensor" in problem and "models[1]" in problem for problem in problems)
+
+
+def test_unknown_parameters_are_refused_at_every_level_at_once(models: tuple[Path, Path, Path]) -> None:
+    a, _, _ = models
+    source = {"model": a, "layer_range": [0, 4], "parameters": {"weigth": 1}}
+    piece = {"sources": [source], "parameters": {"normalise": True}}
+    data = {"merge_method": "linear", "slices": [piece], "parameters": {"density": 1, "weight": 1}}
+    problems = refusals(data)
+    assert len(problems) == 3
+    assert "Did you mean 'weight'?" in "\n".join(problems)
+    assert "linear has: weight, normalize." in problems[0]
+
+
+def test_missing_and_impossible_values_are_said_once_each(models: tuple[Path, Path, Path]) -> None:
+    a, b, c = models
+    entries = [
+        {"model": a},
+        {"model": b, "parameters": {"weight": [{"filter": "mlp", "value": 1}]}},
+        {"model": c, "parameters": {"weight": 1, "density": [0.5, 2.5]}},
+    ]
+    data = {"merge_method": "ties", "base_model": c, "models": entries}
+    (problem,) = refusals(data)
+    assert f"source {a} has no value of 'weight', which ties requires (39 tensors)" in problem
+    entries[0]["parameters"] = {"weight": 1}
+    (problem,) = refusals(data)
+    assert f"source {b} has no value of 'weight'" in problem
+    assert "27 tensors" in problem
+    assert "and 22 more" in problem
+    entries[1]["parameters"] = {"weight": 1, "density": [0.5, 2.5]}
+    (problem,) = refusals(data)
+    assert "models[1].parameters.density" in problem
+    assert "between 0 and 1" in problem
+
+
+def test_a_parameter_missing_for_all_tensors_is_said_without_a_list(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    (problem,) = refusals({"merge_method": "linear", "models": [{"model": a}, {"model": b}]})
+    assert "tensors" not in problem
+    assert f"source {a} has no value of 'weight', which linear requires." in problem
+
+
+def test_weights_that_cancel_are_refused(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    entries = [{"model": a, "parameters": {"weight": 1}}, {"model": b, "parameters": {"weight": -1}}]
+    (problem,) = refusals({"merge_method": "linear", "models": entries})
+    assert "the weights sum to 0" in problem
+    assert "39 tensors" in problem
+
+
+def test_a_parameter_without_effect_is_noted(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    entries = [{"model": b, "parameters": {"weight": 1, "density": 0.5}}]
+    made = good(
+        {
+            "merge_method": "task_arithmetic",
+            "base_model": a,
+            "models": entries,
+            "parameters": {"int8_mask": True},
+        },
+    )
+    notes = [note for note in made.plan.manifest["notes"] if "no effect" in note]
+    assert [note.split("'")[1] for note in notes] == ["density", "int8_mask"]
+
+
+def test_binding_and_shapes_are_reported_together(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a", 2), llama(tmp_path / "b", 1)
+    problems = refusals({"merge_method": "linear", "models": [{"model": a}, {"model": b}]})
+    assert any("has no value of 'weight'" in problem for problem in problems)
+    assert any("lacks 9 tensors" in problem for problem in problems)
+
+
+_NUMBERS = st.one_of(
+    st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)
+)
+_SETTINGS = st.one_of(
+    _NUMBERS,
+    st.lists(
+        st.fixed_dictionaries({"filter": st.sampled_from(["attn", "mlp", "layers.1.", "*"]), "value": _NUMBERS}),
+        min_size=1,
+        max_size=3,
+    ),
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(levels=st.fixed_dictionaries({"entry": _SETTINGS, "slice": _SETTINGS, "recipe": st.integers(1, 9)}))
+def test_precedence_agrees_with_a_plain_walk(
+    models: tuple[Path, Path, Path], levels: dict[str, Any]
+) -> None:
+    made = planned(_sliced(*models[:2], **{level: {"weight": value} for level, value in levels.items()}))
+    for layer in range(4):
+        for name in (Q.format(layer), f"model.layers.{layer}.mlp.up_proj.weight"):
+            expected = next(
+                value
+                for level in ("entry", "slice", "recipe")
+                if (value := _plain(levels[level], name, layer / 3)) is not None
+            )
+            assert made.weights(name)[0] == pytest.approx(expected)
+
+
+def _plain(setting: Any, name: str, t: float) -> float | None:
+    if isinstance(setting, int):
+        return setting
+    if isinstance(setting[0], int):
+        place = t * (len(setting) - 1)
+        low = int(place)
+        high = min(low + 1, len(setting) - 1)
+        return setting[low] * (1 - place + low) + setting[high] * (place - low)
+    for choice in setting:
+        if choice["filter"] == "*" or choice["filter"] in name:
+            return _plain(choice["value"], name, t)
+    return None
+

@@ -1,0 +1,315 @@
+"""Stacked layers: names, numbers, ends of the model, what the config says of them, and what is refused."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kits.checkpoint_maker import llama_config
+from kits.plan_maker import good, header_checkpoint, llama, llama_specs, refusals
+
+from raymerge.dtypes import DType
+
+Q = "model.layers.{}.self_attn.q_proj.weight"
+
+
+def _piece(model: Path, start: int, stop: int) -> dict[str, Any]:
+    return {"sources": [{"model": model, "layer_range": [start, stop]}]}
+
+
+def _stack(*pieces: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "slices": list(pieces), **more}
+
+
+def test_layers_are_numbered_in_slice_order(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a", 4), llama(tmp_path / "b", 4)
+    made = good(_stack(_piece(a, 0, 3), _piece(b, 1, 4), _piece(a, 3, 4)))
+    sources = [made.reads(Q.format(layer)) for layer in range(7)]
+    expected = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (0, 3)]
+    assert sources == [[(source, Q.format(layer))] for source, layer in expected]
+    assert made.config["num_hidden_layers"] == 7
+    assert all(made.method(name) == "copy" for name in made.names())
+
+
+def test_the_first_slice_gives_what_is_before_the_layers_and_the_last_what_is_behind(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 1, 3)))
+    assert made.reads("model.embed_tokens.weight") == [(0, "model.embed_tokens.weight")]
+    assert made.reads("model.norm.weight") == [(1, "model.norm.weight")]
+    assert made.reads("lm_head.weight") == [(1, "lm_head.weight")]
+
+
+def test_what_slices_leave_out_is_dropped_by_that_rule(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 1, 3)))
+    assert made.fate(0, Q.format(2)) == ("dropped", "outside_slices", "")
+    assert made.fate(1, Q.format(0)) == ("dropped", "outside_slices", "")
+    assert made.fate(0, "lm_head.weight") == ("dropped", "outside_slices", "")
+    assert made.fate(1, "model.embed_tokens.weight") == ("dropped", "outside_slices", "")
+    assert made.fate(1, Q.format(2)) == ("copied", "one_source", Q.format(3))
+
+
+def test_a_base_outside_the_slices_gives_config_and_companions_only(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b", 5, rope_theta=7)
+    made = good(_stack(_piece(a, 0, 2), base_model=b))
+    assert made.plan.manifest["donor"] == 0
+    assert (made.config["rope_theta"], made.config["num_hidden_layers"]) == (7, 2)
+    assert made.fate(0, Q.format(0)) == ("dropped", "config_only", "")
+
+
+def test_slices_of_unequal_length_are_refused_with_a_recipe_that_plans(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a: #1", 4), llama(tmp_path / "b", 4)
+    unequal = {
+        "sources": [
+            {"model": a, "layer_range": [0, 3], "parameters": {"scale": 2}},
+            {"model": b, "layer_range": [2, 4]},
+        ],
+        "parameters": {"scale": 0.5},
+    }
+    (problem,) = refusals(_stack(_piece(a, 0, 1), unequal))
+    assert "span 3, 2 layers" in problem
+    assert "give each a range of 2 layers" in problem
+    assert "slices[1].sources" in problem
+    corrected = yaml.safe_load(problem[problem.index("\nslices:") :])
+    made = good({"merge_method": "passthrough", **corrected})
+    assert made.config["num_hidden_layers"] == 6
+    assert made.settings(Q.format(1))["sources"] == [{"scale": 2}]
+    assert made.settings(Q.format(4))["sources"] == [{"scale": 0.5}]
+
+
+def test_the_correction_keeps_references_that_are_maps(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a@b", 4), llama(tmp_path / "b", 4)
+    named = {"model": {"path": str(a)}, "override_architecture": "LlamaForCausalLM"}
+    sources = [{"model": named, "layer_range": [0, 3]}, {"model": b, "layer_range": [2, 4]}]
+    (problem,) = refusals(_stack({"sources": sources}))
+    assert good({"merge_method": "passthrough", **yaml.safe_load(problem[problem.index("\nslices:") :])})
+
+
+def test_layers_out_of_range_are_all_reported(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a", 4)
+    problems = refusals(_stack(_piece(a, 0, 5), _piece(a, 2, 9)))
+    assert len(problems) == 2
+    assert f"{a} has 4 layers; layer_range [0, 5] does not fit. Use a range within [0, 4]." in problems[0]
+    assert "slices[1].sources[0].layer_range" in problems[1]
+
+
+def test_methods_refuse_too_few_and_too_many_sources(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    (problem,) = refusals({"merge_method": "passthrough", "models": [{"model": a}, {"model": b}]})
+    assert "passthrough takes 1 model(s), but 2 are listed here" in problem
+    data = {"merge_method": "slerp", "base_model": a, "models": [{"model": a}], "parameters": {"t": 1}}
+    (problem,) = refusals(data)
+    assert "slerp takes 1 model(s) beside the base, but 0 are listed" in problem
+
+
+def test_an_unknown_method_and_other_families_are_refused(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a")
+    b = llama(tmp_path / "b", architectures=["MistralForCausalLM"], model_type="mistral")
+    data = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    (problem,) = refusals(data)
+    assert "another family (mistral: MistralForCausalLM) than" in problem
+    assert "override_architecture: LlamaForCausalLM" in problem
+    named = {"model": str(b), "override_architecture": "LlamaForCausalLM"}
+    made = good({**data, "models": [{"model": a}, {"model": named}]})
+    assert made.config["model_type"] == "llama"
+    (problem,) = refusals({**data, "merge_method": "linaer"})
+    assert "Did you mean 'linear'?" in problem
+
+
+def test_problems_of_recipe_and_sources_are_told_at_once(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a")
+    b = llama(tmp_path / "b", architectures=["Other"])
+    entries = [{"model": a, "parameters": {"wieght": 1}}, {"model": b}]
+    problems = "\n".join(refusals({"merge_method": "slerp", "models": entries, "tokenizer_source": "union"}))
+    for words in ("another family", "'wieght' is not a parameter", "needs a base_model", "'tokenizer_source'"):
+        assert words in problems
+
+
+DEEP = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def _deep(root: Path, **config: Any) -> Path:
+    """Three layers, of which the first is dense, and one that predicts further tokens."""
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (DType.BF16, (8, 4)),
+        "model.norm.weight": (DType.BF16, (4,)),
+        "lm_head.weight": (DType.BF16, (8, 4)),
+        "model.layers.3.eh_proj.weight": (DType.BF16, (4, 8)),
+        "model.layers.3.enorm.weight": (DType.BF16, (4,)),
+    }
+    for layer in range(4):
+        block = f"model.layers.{layer}"
+        specs[f"{block}.input_layernorm.weight"] = (DType.BF16, (4,))
+        if layer == 0:
+            specs[f"{block}.mlp.up_proj.weight"] = (DType.BF16, (4, 4))
+            continue
+        specs[f"{block}.mlp.gate.weight"] = (DType.BF16, (2, 4))
+        specs[f"{block}.mlp.gate.e_score_correction_bias"] = (DType.F32, (2,))
+        specs |= {f"{block}.mlp.experts.{e}.up_proj.weight": (DType.BF16, (4, 4)) for e in range(2)}
+    return header_checkpoint(root, specs, {**DEEP, **config})
+
+
+def test_a_prediction_layer_stays_behind_the_last_layer(tmp_path: Path) -> None:
+    a, b = _deep(tmp_path / "a"), _deep(tmp_path / "b")
+    made = good(_stack(_piece(a, 0, 3), _piece(b, 1, 3)))
+    assert made.reads("model.layers.5.eh_proj.weight") == [(1, "model.layers.3.eh_proj.weight")]
+    gate = "model.layers.5.mlp.gate.weight"
+    assert made.reads(gate) == [(1, "model.layers.3.mlp.gate.weight")]
+    assert made.fate(0, "model.layers.3.eh_proj.weight") == ("dropped", "outside_slices", "")
+    assert (made.config["num_hidden_layers"], made.config["num_nextn_predict_layers"]) == (5, 1)
+    assert made.config["first_k_dense_replace"] == 1
+
+
+def test_prediction_layers_of_parents_of_other_depth_meet(tmp_path: Path) -> None:
+    a, b = _deep(tmp_path / "a"), _deep(tmp_path / "b")
+    slices = [{"sources": [{"model": m, "layer_range": [1, 3]} for m in (a, b)]}]
+    made = good({"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}})
+    name = "model.layers.3.eh_proj.weight"
+    assert made.reads("model.layers.2.eh_proj.weight") == [(0, name), (1, name)]
+    assert made.config["first_k_dense_replace"] == 0
+
+
+def test_dense_layers_among_sparse_ones_are_refused(tmp_path: Path) -> None:
+    a = _deep(tmp_path / "a")
+    (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(a, 0, 2)))
+    assert "first_k_dense_replace" in problem
+
+
+def test_lists_of_layers_follow_the_layers(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    a = llama(tmp_path / "a", layer_types=kinds)
+    made = good(_stack(_piece(a, 0, 2), _piece(a, 1, 3)))
+    assert made.config["layer_types"] == [kinds[layer] for layer in (0, 1, 1, 2)]
+
+
+def test_lists_of_layers_that_differ_are_refused(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a", layer_types=["x", "y", "x"], eos_token_id=[1, 2, 3])
+    b = llama(tmp_path / "b", layer_types=["y", "x", "x"], eos_token_id=[1, 2, 4])
+    same = llama(tmp_path / "same", layer_types=["x", "y", "x"], eos_token_id=[1, 2, 4])
+    deep = llama(tmp_path / "deep", 4, layer_types=["x", "y", "x", "x"])
+    for other in (b, deep):
+        (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(other, 2, 3)))
+        assert "list their layers one by one and differently" in problem
+    assert good(_stack(_piece(a, 0, 2), _piece(same, 2, 3))).config["layer_types"] == ["x", "y", "x"]
+
+
+def test_models_of_other_depth_stack_where_nothing_lists_layers(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a", 2), llama(tmp_path / "b", 6)
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 4, 6)))
+    assert made.config["num_hidden_layers"] == 4
+    assert made.reads(Q.format(3)) == [(1, Q.format(5))]
+
+
+VISION = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Some"],
+    "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": False},
+    "vision_config": {"depth": 2},
+}
+
+
+def _vision(root: Path, *, extra: str = "") -> Path:
+    text = {
+        name.replace("model.", "language_model.model.", 1): spec for name, spec in llama_specs(2).items()
+    }
+    specs = {f"language_model.{name}" if name == "lm_head.weight" else name: spec for name, spec in text.items()}
+    for layer in range(2):
+        specs[f"vision_tower.blocks.{layer}.attn.qkv.weight"] = (DType.BF16, (4, 4))
+    specs["multi_modal_projector.linear.weight"] = (DType.BF16, (4, 4))
+    if extra:
+        specs[extra] = (DType.I64, (2,))
+    return header_checkpoint(root, specs, VISION)
+
+
+def _modules(**modules: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "modules": modules, "parameters": {"weight": 1}}
+
+
+def test_modules_that_are_not_named_are_copied_from_the_donor(tmp_path: Path) -> None:
+    a, b = _vision(tmp_path / "a", extra="vision_tower.positions"), _vision(tmp_path / "b")
+    slices = [{"sources": [{"model": b, "layer_range": [0, 2]}]}, {"sources": [{"model": b, "layer_range": [1, 2]}]}]
+    made = good({**_modules(text_decoder={"slices": slices}), "base_model": a})
+    assert made.config["text_config"]["num_hidden_layers"] == 3
+    name = "vision_tower.blocks.1.attn.qkv.weight"
+    assert made.reads(name) == [(0, name)]
+    assert made.fate(0, name) == ("copied", "unnamed_module", name)
+    assert made.fate(0, "vision_tower.positions")[:2] == ("copied", "copied_from_lead")
+    assert made.fate(1, name) == ("dropped", "outside_modules", "")
+    stacked = "language_model.model.layers.2.mlp.up_proj.weight"
+    assert made.reads(stacked) == [(1, "language_model.model.layers.1.mlp.up_proj.weight")]
+    assert any("modules named in the recipe: text_decoder" in note for note in made.plan.manifest["notes"])
+
+
+def test_each_module_is_made_its_own_way(tmp_path: Path) -> None:
+    a, b = _vision(tmp_path / "a"), _vision(tmp_path / "b")
+    both = {"models": [{"model": a}, {"model": b}]}
+    made = good(_modules(text_decoder=both, vision_tower={"models": [{"model": b}]}))
+    name = "vision_tower.blocks.0.attn.qkv.weight"
+    assert made.reads(name) == [(1, name)]
+    assert len(made.reads("language_model.model.norm.weight")) == 2
+    assert made.fate(0, name)[:2] == ("dropped", "outside_modules")
+
+
+def test_an_unknown_module_is_refused_with_the_names_that_there_are(tmp_path: Path) -> None:
+    a = _vision(tmp_path / "a")
+    (problem,) = refusals(_modules(vision_towr={"models": [{"model": a}]}))
+    assert "no module 'vision_towr'" in problem
+    assert "Did you mean 'vision_tower'?" in problem
+    assert "They have: multi_modal_projector, text_decoder, vision_tower." in problem
+
+
+@pytest.mark.parametrize("ranges", [[(0, 2)], [(0, 1), (1, 2)]])
+def test_layers_of_a_vision_tower_may_be_stacked_as_they_were(
+    tmp_path: Path, ranges: list[tuple[int, int]]
+) -> None:
+    a = _vision(tmp_path / "a")
+    made = good(_modules(vision_tower={"slices": [_piece(a, *each) for each in ranges]}))
+    assert made.config == VISION
+
+
+def test_a_vision_tower_of_other_layers_is_refused(tmp_path: Path) -> None:
+    """Its number of layers is not the one that the text decoder's field counts."""
+    a = _vision(tmp_path / "a")
+    (problem,) = refusals(_modules(vision_tower={"slices": [_piece(a, 0, 2), _piece(a, 1, 2)]}))
+    assert "cannot be told of other layers in 'vision_tower'" in problem
+
+
+def test_a_model_without_countable_layers_cannot_be_sliced(tmp_path: Path) -> None:
+    a = header_checkpoint(tmp_path / "a", {"w.weight": (DType.F32, (2,))}, {"model_type": "x"})
+    (problem,) = refusals(_stack(_piece(a, 0, 1)))
+    assert "no one stack of decoder layers" in problem
+
+
+def test_many_slices_of_one_layer_give_each_tensor_once(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a", 4), llama(tmp_path / "b", 4)
+    pieces = [_piece((a, b)[layer % 2], layer, layer + 1) for layer in (0, 1, 2, 3, 3, 2, 1, 0)]
+    made = good(_stack(*pieces))
+    assert len(set(made.names())) == len(made.names()) == 3 + 8 * 9
+    assert made.config == {**llama_config(layers=4), "num_hidden_layers": 8}
+
+
+def test_the_remedy_of_unequal_slices_reads_as_yaml_of_its_own(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a", 3)
+    sources = [{"model": a, "layer_range": [0, 2]}, {"model": a, "layer_range": [2, 3]}]
+    (problem,) = refusals(_stack({"sources": sources}))
+    expected = f"""
+        slices:
+        - sources:
+          - model: {a}
+            layer_range: [0, 2]
+        - sources:
+          - model: {a}
+            layer_range: [2, 3]
+        """
+    assert problem.endswith(textwrap.dedent(expected).strip())

@@ -1,0 +1,181 @@
+"""Heads that are the embedding, heads of their own, and what a merge makes of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
+from kits.plan_maker import Planned, good, refusals
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def _llama(
+    root: Path, seed: int, *, tie: bool | None, head: str = "absent", layers: int = 2, **config: Any
+) -> Path:
+    """A Llama whose head is ``absent``, ``equal`` to the embedding, or ``own``; no flag where tie is None."""
+    tiny_llama(root, seed, layers=layers, tie=head != "own")
+    tensors = read_tensors(root)
+    if head == "equal":
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+    fields = {**llama_config(layers=layers), **config, "tie_word_embeddings": tie}
+    if tie is None:
+        del fields["tie_word_embeddings"]
+    return write_checkpoint(root, tensors, fields)
+
+
+def _linear(*models: Path, **more: Any) -> Planned:
+    entries = [{"model": model} for model in models]
+    return good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more})
+
+
+def _flag(made: Planned) -> object:
+    return made.config.get("tie_word_embeddings")
+
+
+def test_tied_parents_that_store_no_head_give_none(tmp_path: Path) -> None:
+    made = _linear(_llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True))
+    assert HEAD not in made.names()
+    assert _flag(made) is True
+    assert made.plan.manifest["tie"]["tied"] is None
+
+
+@pytest.mark.parametrize(("first", "written"), [("equal", True), ("absent", False)])
+def test_a_stored_copy_of_the_embedding_follows_the_lead(tmp_path: Path, first: str, written: bool) -> None:
+    second = "absent" if first == "equal" else "equal"
+    made = _linear(
+        _llama(tmp_path / "a", 1, tie=True, head=first), _llama(tmp_path / "b", 2, tie=True, head=second)
+    )
+    assert (HEAD in made.names()) is written
+    assert _flag(made) is True
+    stored = 0 if first == "equal" else 1
+    assert made.fate(stored, HEAD) == ("dropped", "equals_embedding", EMBEDDING)
+    if written:
+        assert made.reads(HEAD) == made.reads(EMBEDDING) == [(0, EMBEDDING), (1, EMBEDDING)]
+        assert {row["copy_of"] >= 0 for name in (HEAD, EMBEDDING) for row in made.rows(name)} == {True, False}
+
+
+def test_a_stored_head_that_differs_is_not_dropped_whatever_the_config_says(tmp_path: Path) -> None:
+    made = _linear(
+        _llama(tmp_path / "a", 1, tie=True, head="own"), _llama(tmp_path / "b", 2, tie=True, head="own")
+    )
+    assert made.reads(HEAD) == [(0, HEAD), (1, HEAD)]
+    assert _flag(made) is False
+    assert made.fate(0, HEAD)[0] == "merged"
+
+
+@pytest.mark.parametrize("tie", [False, None])
+def test_untied_parents_stay_untied(tmp_path: Path, tie: bool | None) -> None:
+    made = _linear(
+        _llama(tmp_path / "a", 1, tie=tie, head="own"), _llama(tmp_path / "b", 2, tie=tie, head="own")
+    )
+    assert made.reads(HEAD) == [(0, HEAD), (1, HEAD)]
+    assert _flag(made) is tie
+
+
+@pytest.mark.parametrize("tied_head", ["absent", "equal"])
+def test_a_tie_is_cut_where_one_parent_has_a_head_of_its_own(tmp_path: Path, tied_head: str) -> None:
+    made = _linear(
+        _llama(tmp_path / "a", 1, tie=True, head=tied_head), _llama(tmp_path / "b", 2, tie=False, head="own")
+    )
+    assert made.reads(HEAD) == [(0, EMBEDDING), (1, HEAD)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING), (1, EMBEDDING)]
+    assert _flag(made) is False
+    tie = made.plan.manifest["tie"]
+    assert (tie["head"], tie["embedding"], tie["tied"]) == (HEAD, EMBEDDING, False)
+    assert "both are written" in tie["reason"]
+
+
+def test_an_untied_lead_takes_the_embedding_of_a_tied_parent_for_its_head(tmp_path: Path) -> None:
+    made = _linear(_llama(tmp_path / "a", 1, tie=False, head="own"), _llama(tmp_path / "b", 2, tie=True))
+    assert made.reads(HEAD) == [(0, HEAD), (1, EMBEDDING)]
+    assert _flag(made) is False
+
+
+def test_a_silent_config_is_untied_in_words_where_a_head_is_added(tmp_path: Path) -> None:
+    made = _linear(_llama(tmp_path / "a", 1, tie=None), _llama(tmp_path / "b", 2, tie=None, head="own"))
+    assert made.reads(HEAD) == [(0, EMBEDDING), (1, HEAD)]
+    assert _flag(made) is False
+
+
+def test_a_headless_lead_refuses_a_head(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a", 1, tie=False), _llama(tmp_path / "b", 2, tie=False, head="own")
+    data = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
+    (problem,) = refusals(data)
+    assert f"1 of its tensors have no place in the output, since {a} lacks them: {HEAD}." in problem
+
+
+def test_a_head_follows_the_base_of_delta_methods(tmp_path: Path) -> None:
+    base = _llama(tmp_path / "base", 1, tie=True)
+    tuned = _llama(tmp_path / "tuned", 2, tie=False, head="own")
+    entries = [{"model": tuned, "parameters": {"weight": 1}}]
+    made = good({"merge_method": "task_arithmetic", "base_model": base, "models": entries})
+    assert made.reads(HEAD) == [(0, EMBEDDING), (1, HEAD)]
+    assert _flag(made) is False
+
+
+def test_a_tied_head_draws_and_filters_as_its_embedding_does(tmp_path: Path) -> None:
+    """Or equal bytes in all parents would come out different."""
+    base = _llama(tmp_path / "base", 1, tie=True, head="equal")
+    tuned = _llama(tmp_path / "tuned", 2, tie=True, head="equal")
+    weight = [{"filter": "embed_tokens", "value": 0.25}, {"value": 1}]
+    entries = [{"model": tuned, "parameters": {"weight": weight, "density": 0.5}}]
+    made = good({"merge_method": "dare_linear", "base_model": base, "models": entries})
+    assert made.weights(HEAD) == made.weights(EMBEDDING) == [0.25]
+    (part,) = made.parts(made.rows(HEAD)[0])
+    assert part["logical"] == EMBEDDING
+    assert _flag(made) is True
+
+
+def test_stacked_tied_models_keep_one_embedding(tmp_path: Path) -> None:
+    """All parents say that head and embedding are one; what the first slice gives is both."""
+    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
+    made = good({"merge_method": "passthrough", "slices": slices})
+    assert HEAD not in made.names()
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert made.fate(1, EMBEDDING) == ("dropped", "outside_slices", "")
+
+
+def test_a_stack_that_ends_in_a_head_of_its_own_is_untied(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=False, head="own")
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
+    made = good({"merge_method": "passthrough", "slices": slices})
+    assert made.reads(HEAD) == [(1, HEAD)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert _flag(made) is False
+
+
+def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: Path) -> None:
+    """Slices of unlike numbers of sources: the head's members are those of its own slice."""
+    a, b = _llama(tmp_path / "a", 1, tie=True, head="equal"), _llama(tmp_path / "b", 2, tie=True, head="equal")
+    one = {"sources": [{"model": a, "layer_range": [0, 1]}]}
+    two = {"sources": [{"model": m, "layer_range": [1, 2]} for m in (a, b)]}
+    made = good({"merge_method": "linear", "slices": [one, two], "parameters": {"weight": 1}})
+    assert made.reads(HEAD) == [(0, EMBEDDING), (1, EMBEDDING)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert _flag(made) is False
+
+
+def test_a_model_without_a_token_embedding_has_no_tie(tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "a", {"w": torch.zeros(2, 2)}, {"model_type": "thing"})
+    made = good({"merge_method": "linear", "models": [{"model": root}], "parameters": {"weight": 1}})
+    assert made.plan.manifest["tie"] == {
+        "head": "",
+        "embedding": "",
+        "tied": None,
+        "reason": "the model has no token embedding that a head could share",
+    }
+
+
+def test_a_stack_under_an_untied_config_gets_the_head_that_it_needs(tmp_path: Path) -> None:
+    """The config is the first model's and says that there is a head; the last one has its embedding for it."""
+    a, b = _llama(tmp_path / "a", 1, tie=False, head="own"), _llama(tmp_path / "b", 2, tie=True)
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
+    made = good({"merge_method": "passthrough", "slices": slices})
+    assert made.reads(HEAD) == [(1, EMBEDDING)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert _flag(made) is False
