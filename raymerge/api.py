@@ -21,6 +21,20 @@ from raymerge.runtime.pool import Pool
 from raymerge.runtime.run import Run, RunResult
 from raymerge.verifier.structure import Verdict, verify_structure
 
+__all__ = [
+    "Inspection",
+    "Plan",
+    "RecipeLike",
+    "RunOptions",
+    "RunResult",
+    "Verdict",
+    "inspect",
+    "plan",
+    "read_recipe",
+    "submit",
+    "verify",
+]
+
 RecipeLike = Recipe | Mapping[str, object] | str | Path
 """A recipe, its mapping, or the path of its file."""
 

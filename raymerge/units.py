@@ -35,8 +35,10 @@ def parse_size(text: str | int) -> int:
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _FACTORS:
         raise ValueError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 5GB")
-    return int(float(match.group(1)) * _FACTORS[unit]) if "." in match.group(1) else (
-        int(match.group(1)) * _FACTORS[unit]
+    return (
+        int(float(match.group(1)) * _FACTORS[unit])
+        if "." in match.group(1)
+        else (int(match.group(1)) * _FACTORS[unit])
     )
 
 
@@ -51,7 +53,9 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``3725`` as ``"1:02:05"``."""
+    """``3725`` as ``"1:02:05"``, ``0.34`` as ``"0.3 s"``."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)

@@ -162,7 +162,7 @@ def summary(tally: Tally) -> str:
     left = tally.seconds_left
     parts = (
         f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
-        f"{format_size(round(tally.speed()))}/s",
+        _rate(tally, tally.made_bytes),
         f"{format_duration(left)} left" if left is not None else "",
         f"{tally.done_segments} of {tally.total_segments} segments",
     )
@@ -174,7 +174,7 @@ def _worker_table(tally: Tally) -> Table:
         (
             name,
             counted(worker.segments, "segment"),
-            f"{format_size(round(tally.speed(worker.nbytes)))}/s",
+            _rate(tally, worker.nbytes),
         )
         for name, worker in tally.workers.items()
         if not worker.is_lost
@@ -195,6 +195,9 @@ class _Report:
             self._print(_planned(event))
         elif isinstance(event, Started):
             self._print(_started(event, tally))
+        elif isinstance(event, SegmentDone) and tally.done_segments >= tally.total_segments:
+            for line in _merged(tally):
+                self._print(line)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event), style="yellow")
         elif isinstance(event, Verified):
@@ -216,6 +219,22 @@ def _planned(event: Planned) -> str:
 def _started(event: Started, tally: Tally) -> str:
     begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
     return f"{begun if event.done_segments else 'merging '}with {_how(event)}"
+
+
+def _merged(tally: Tally) -> tuple[str, ...]:
+    total = f"merged: {format_size(tally.made_bytes)} read and written at {_rate(tally, tally.made_bytes)}"
+    return (
+        total,
+        *(
+            f"  {name}: {counted(worker.segments, 'segment')}, {format_size(worker.nbytes)}, "
+            f"{_rate(tally, worker.nbytes)}"
+            for name, worker in tally.workers.items()
+        ),
+    )
+
+
+def _rate(tally: Tally, nbytes: int) -> str:
+    return f"{format_size(round(tally.speed(nbytes)))}/s"
 
 
 def _lost(event: WorkerLost) -> str:

@@ -90,13 +90,12 @@ class Tally:
         """Seconds since work began in this run."""
         return self._clock() - self._began if self._began is not None else 0.0
 
-    def speed(self, nbytes: int | None = None) -> float:
-        """Bytes a second in this run: of all workers, or of the ``nbytes`` that one of them made."""
-        made = self.made_bytes if nbytes is None else nbytes
-        return made / self.elapsed if self.elapsed > 0 else 0.0
+    def speed(self, nbytes: int) -> float:
+        """Bytes a second in this run, for ``nbytes`` that were made in it."""
+        return nbytes / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds to go at this speed; None while it is not known."""
-        speed = self.speed()
+        speed = self.speed(self.made_bytes)
         return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

@@ -56,7 +56,7 @@ def _plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
 
 def test_an_empty_tally_knows_nothing() -> None:
     tally = Tally()
-    assert (tally.fraction, tally.speed(), tally.seconds_left, tally.elapsed) == (0.0, 0.0, None, 0.0)
+    assert (tally.fraction, tally.speed(0), tally.seconds_left, tally.elapsed) == (0.0, 0.0, None, 0.0)
 
 
 def test_bytes_speed_and_time_left_add_up() -> None:
@@ -65,7 +65,7 @@ def test_bytes_speed_and_time_left_add_up() -> None:
     clock.now += 4
     assert tally.done_bytes == 2000
     assert tally.fraction == pytest.approx(0.2)
-    assert tally.speed() == pytest.approx(500)
+    assert tally.speed(tally.made_bytes) == pytest.approx(500)
     assert tally.seconds_left == pytest.approx(16)
     assert summary(tally) == "2.00 kB of 10.00 kB, 500 B/s, 0:16 left, 2 of 10 segments"
 
@@ -84,7 +84,7 @@ def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
     clock.now += 1
     assert tally.done_bytes == 6000
     assert tally.done_segments == 6
-    assert tally.speed() == pytest.approx(1000)
+    assert tally.speed(tally.made_bytes) == pytest.approx(1000)
     assert tally.seconds_left == pytest.approx(4)
 
 
@@ -122,13 +122,20 @@ def test_json_is_one_event_a_line() -> None:
 
 
 def test_plain_lines_tell_beginning_and_end() -> None:
-    progress, stream = _plain(Clock())
+    clock = Clock()
+    progress, stream = _plain(clock)
     with progress:
-        for event in (PLANNED, STARTED, *map(_done, range(10)), *ENDING):
+        for event in (PLANNED, STARTED, *map(_done, range(9))):
+            progress(event)
+        clock.now += 2
+        for event in (_done(9), *ENDING):
             progress(event)
     assert stream.getvalue().splitlines() == [
         "planned: 10 tensors, 4.00 kB; at most 5.00 MB of memory a worker",
         "merging with 2 workers on cpu",
+        "merged: 10.00 kB read and written at 5.00 kB/s",
+        "  worker-0: 10 segments, 10.00 kB, 5.00 kB/s",
+        "  worker-1: 0 segments, 0 B, 0 B/s",
         "verified: 10 tensors, 4.00 kB, all as planned",
         "done: out",
         "  in 1:01 with 2 workers on cpu",

@@ -72,11 +72,13 @@ def test_a_pipe_gets_beginning_verdict_and_end(folder: Path) -> None:
     lines = _submit(folder, "-o", "out").text.splitlines()
     assert lines[0].startswith("planned: 30 tensors, ")
     assert lines[1] == "merging with 1 worker on cpu"
-    assert lines[2].startswith("verified: 30 tensors, ")
-    assert lines[3] == "done: out"
-    assert lines[4].endswith("with 1 worker on cpu")
-    assert lines[5].startswith("  digest ")
-    assert len(lines) == 6
+    assert lines[2].startswith("merged: ")
+    assert lines[3].startswith("  inline: ")
+    assert lines[4].startswith("verified: 30 tensors, ")
+    assert lines[5] == "done: out"
+    assert lines[6].endswith("with 1 worker on cpu")
+    assert lines[7].startswith("  digest ")
+    assert len(lines) == 8
 
 
 def test_json_is_events_and_nothing_else(folder: Path) -> None:

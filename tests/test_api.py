@@ -1,0 +1,71 @@
+"""The Python API: the same power as the command line, and nothing loaded before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from kits.checkpoint_maker import read_tensors, tiny_llama
+
+import raymerge
+from raymerge.errors import PlanError, RecipeError
+from raymerge.runtime.events import Event, Published
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Mapping[str, object]:
+    """The mean of two small models, as a mapping."""
+    base = tiny_llama(tmp_path / "a", 1)
+    tiny_llama(tmp_path / "b", 2, base=base)
+    entries = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in ("a", "b")]
+    return {"merge_method": "linear", "models": entries}
+
+
+def test_a_mapping_is_planned_merged_and_verified(recipe: Mapping[str, object], tmp_path: Path) -> None:
+    seen: list[Event] = []
+    plan = raymerge.plan(recipe)
+    options = raymerge.RunOptions(inline=True)
+    result = raymerge.submit(recipe, tmp_path / "out", options, on_event=seen.append)
+    assert (plan.problems, result.digest) == ((), plan.digest)
+    assert raymerge.verify(tmp_path / "out").problems == ()
+    assert isinstance(seen[-1], Published)
+    first, second, merged = (read_tensors(tmp_path / name) for name in ("a", "b", "out"))
+    name = "model.norm.weight"
+    assert merged[name].float().tolist() == pytest.approx(
+        ((first[name] + second[name]) / 2).tolist(), rel=1e-2
+    )
+
+
+def test_a_file_and_its_mapping_give_the_same_plan(recipe: Mapping[str, object], tmp_path: Path) -> None:
+    import yaml
+
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump(dict(recipe)))
+    tables = raymerge.plan(path).tables, raymerge.plan(str(path)).tables, raymerge.plan(recipe).tables
+    assert all(each["rows"].equals(tables[0]["rows"]) for each in tables)
+
+
+def test_inspect_tells_what_a_checkpoint_holds(recipe: Mapping[str, object], tmp_path: Path) -> None:
+    assert raymerge.inspect(tmp_path / "a").to_json()
+
+
+def test_errors_are_the_librarys_own(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError):
+        raymerge.plan({"merge_method": "linear"})
+    with pytest.raises(PlanError, match="absent"):
+        raymerge.plan({"merge_method": "passthrough", "models": [{"model": str(tmp_path / "absent")}]})
+    experts = [{"source_model": "a"}, {"source_model": "b"}]
+    with pytest.raises(PlanError, match="mixture of experts"):
+        raymerge.plan({"base_model": "a", "gate_mode": "random", "experts": experts})
+    with pytest.raises(AttributeError):
+        raymerge.no_such_thing  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    heavy = ("torch", "ray", "pyarrow", "pydantic")
+    code = f"import raymerge, sys; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
