@@ -7,6 +7,7 @@ from typing import Any
 
 from raymerge.assemble.card import Parent, model_card
 from raymerge.assemble.companions import copy_companions
+from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.layout import TensorSpec, index_json, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import Problem, VerificationError
@@ -14,8 +15,6 @@ from raymerge.planner.config_fields import config_bytes
 from raymerge.planner.sources import Source
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import ReadStore, WriteStore
-
-INDEX = "model.safetensors.index.json"
 
 
 def finish_companions(
@@ -73,7 +72,7 @@ def finish_config(
     target.write_atomic("config.json", text)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
-        target.write_atomic(INDEX, _index(plan, shards))
+        target.write_atomic(INDEX_FILE, _index(plan, shards))
     target.sync_directory()
 
 

@@ -1,29 +1,28 @@
 """Parameters: which number holds for which tensor.
 
-Precedence, nearest first: the source's entry, its slice, its module, the recipe, the method's default. A filter
-of a per-source parameter is matched against the name in that source, of a global one against the output's name.
+Precedence, nearest first: the source's entry, its slice, its module, the recipe, the method's default. The
+filters of a per-source parameter look at the name in that source, those of a global one at the output's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from raymerge.errors import Problem
-from raymerge.methods import Method, Parameter, Settings
-from raymerge.planner.sources import Path_
+from raymerge.methods import Method, Parameter, Settings, Value
+from raymerge.planner.sources import Path_, Source
 from raymerge.planner.spans import Parameters, Span
-from raymerge.recipes import Recipe, Scalar, Setting, did_you_mean, evaluate
-
-Value = float | bool | int | None
+from raymerge.recipes import ModelEntry, OutputSlice, Recipe, Scalar, Setting, did_you_mean, evaluate
 
 
 class Binder:
     """Binds one span's parameters; settings that depend on no name or layer are computed once."""
 
-    def __init__(self, recipe: Recipe, method: Method, span: Span) -> None:
+    def __init__(self, recipe: Recipe, method: Method, span: Span, sources: Sequence[Source]) -> None:
         self._recipe = recipe
         self._method = method
         self._span = span
+        self._names = {member.path: sources[member.source].name for member in span.members}
         self._constant = self._compute("", [""] * len(span.members), 0.0) if self._is_constant() else None
 
     def settings(self, output: str, names: Sequence[str], t: float) -> Settings:
@@ -65,39 +64,41 @@ class Binder:
         for setting in chain:
             found = evaluate(setting, name, t) if setting is not None else None
             if found is not None:
-                return self._coerced(parameter, found, place)
+                return self._coerced(parameter, found, name, place)
         if parameter.required:
-            tensor = f" for {name}" if name else ""
-            raise BindError(
-                Problem(
-                    self._recipe.where(*place),
-                    f"{self._subject(place)} has no value of '{parameter.name}'{tensor}, which "
-                    f"{self._method.name} requires.",
-                    f"Add '{parameter.name}' to its parameters, or to the parameters of the recipe.",
-                )
-            )
+            raise BindError(self._required(parameter, place), parameter.name, name)
         return parameter.default
 
-    def _coerced(self, parameter: Parameter, value: float, place: Path_) -> Value:
+    def _coerced(self, parameter: Parameter, value: float, name: str, place: Path_) -> Value:
         try:
             return parameter.coerce(value)
         except ValueError as error:
-            raise BindError(
-                Problem(self._recipe.where(*place), f"{error}.", "Correct the value.")
-            ) from error
+            where = self._recipe.where(*place, "parameters", parameter.name)
+            problem = Problem(where, f"{error}.", "Correct the value.")
+            raise BindError(problem, parameter.name, name) from error
 
-    def _subject(self, place: Path_) -> str:
-        for member in self._span.members:
-            if member.path == place:
-                return f"source {_entry_model(self._recipe, place)}"
-        return "this merge"
+    def _required(self, parameter: Parameter, place: Path_) -> Problem:
+        subject = f"source {self._names[place]}" if place in self._names else "this merge"
+        return Problem(
+            self._recipe.where(*place),
+            f"{subject} has no value of '{parameter.name}', which {self._method.name} requires.",
+            f"Add '{parameter.name}' to its parameters, or to the parameters of the recipe.",
+        )
 
 
 class BindError(ValueError):
-    """One parameter cannot be bound; carries the problem."""
+    """One parameter cannot be bound.
 
-    def __init__(self, problem: Problem) -> None:
+    Attributes:
+        problem: what is wrong.
+        parameter: name of the parameter.
+        tensor: the tensor for which it cannot be bound; "" where it can be for none.
+    """
+
+    def __init__(self, problem: Problem, parameter: str, tensor: str) -> None:
         self.problem = problem
+        self.parameter = parameter
+        self.tensor = tensor
         super().__init__(str(problem))
 
 
@@ -106,22 +107,25 @@ def check_parameter_names(recipe: Recipe, method: Method) -> list[Problem]:
     problems: list[Problem] = []
     for path, parameters, is_entry in _written(recipe):
         for name in parameters:
-            problems.extend(_name_problem(recipe, method, (*path, "parameters", name), name, is_entry=is_entry))
+            problems.extend(
+                _name_problem(recipe, method, (*path, "parameters", name), name, is_entry=is_entry)
+            )
     return problems
 
 
-def _name_problem(
-    recipe: Recipe, method: Method, path: Path_, name: str, *, is_entry: bool
-) -> list[Problem]:
+def written_parameters(recipe: Recipe) -> frozenset[str]:
+    """Names of all parameters that the recipe writes, at any level."""
+    return frozenset(name for _, parameters, _ in _written(recipe) for name in parameters)
+
+
+def _name_problem(recipe: Recipe, method: Method, path: Path_, name: str, *, is_entry: bool) -> list[Problem]:
     parameter = method.parameter(name)
     where = recipe.where(*path)
     if parameter is None:
         known = [p.name for p in method.parameters]
         hint = did_you_mean(name, known)
         listed = f"{method.name} has: {', '.join(known)}." if known else f"{method.name} has no parameters."
-        return [
-            Problem(where, f"'{name}' is not a parameter of {method.name}.", f"{hint} {listed}".strip())
-        ]
+        return [Problem(where, f"'{name}' is not a parameter of {method.name}.", f"{hint} {listed}".strip())]
     if is_entry and parameter.scope == "global":
         return [
             Problem(
@@ -133,32 +137,24 @@ def _name_problem(
     return []
 
 
-def _written(recipe: Recipe) -> list[tuple[Path_, Parameters, bool]]:
+def _written(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
-    blocks: list[tuple[Path_, Mapping[str, Setting], bool]] = [((), recipe.parameters, False)]
-    blocks += [(("models", i), entry.parameters, True) for i, entry in enumerate(recipe.models or ())]
-    pieces: list[tuple[Path_, Sequence[object]]] = [((), recipe.slices or ())]
-    for name, module in (recipe.modules or {}).items():
-        blocks.append((("modules", name), module.parameters, False))
-        blocks += [
-            (("modules", name, "models", i), entry.parameters, True)
-            for i, entry in enumerate(module.models or ())
-        ]
-        pieces.append((("modules", name), module.slices or ()))
-    for prefix, slices in pieces:
-        for i, piece in enumerate(slices):
-            blocks.append(((*prefix, "slices", i), piece.parameters, False))  # type: ignore[attr-defined]
-            blocks += [
-                ((*prefix, "slices", i, "sources", j), entry.parameters, True)
-                for j, entry in enumerate(piece.sources)  # type: ignore[attr-defined]
-            ]
-    return blocks
+    yield (), recipe.parameters, False
+    yield from _entries((), recipe.models)
+    yield from _slices((), recipe.slices)
+    for name, module in recipe.modules.items():
+        yield ("modules", name), module.parameters, False
+        yield from _entries(("modules", name), module.models)
+        yield from _slices(("modules", name), module.slices)
 
 
-def _entry_model(recipe: Recipe, path: Path_) -> str:
-    """The model named by the entry at a path, as text."""
-    node: object = recipe
-    for key in path:
-        node = node[key] if isinstance(node, tuple | list | Mapping) else getattr(node, str(key))  # type: ignore[index]
-    return str(getattr(node, "model", node))
+def _entries(path: Path_, entries: Sequence[ModelEntry]) -> Iterator[tuple[Path_, Parameters, bool]]:
+    for index, entry in enumerate(entries):
+        yield (*path, "models", index), entry.parameters, True
 
+
+def _slices(path: Path_, slices: Sequence[OutputSlice]) -> Iterator[tuple[Path_, Parameters, bool]]:
+    for position, piece in enumerate(slices):
+        yield (*path, "slices", position), piece.parameters, False
+        for index, entry in enumerate(piece.sources):
+            yield (*path, "slices", position, "sources", index), entry.parameters, True

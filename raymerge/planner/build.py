@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from raymerge.architectures import Role
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, find_method, methods
-from raymerge.planner.align import Aligned, Aligner
-from raymerge.planner.bind import check_parameter_names
+from raymerge.planner.align import Aligner, modules_of
+from raymerge.planner.bind import check_parameter_names, written_parameters
+from raymerge.planner.check import check_plan
 from raymerge.planner.config import plan_config
-from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
-from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.outputs import OutputBuilder
+from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.sources import Source, model_references
 from raymerge.planner.spans import Section, SpanBuilder
-from raymerge.planner.tables import FORMAT, Plan, expression_to_json, make_plan, make_tables
-from raymerge.planner.ties import TieDecision, settle_tie, stores_own_head, with_heads
+from raymerge.planner.tables import make_tables
+from raymerge.planner.ties import settle_tie, with_heads
 from raymerge.recipes import Recipe, canonical, did_you_mean
 
 
@@ -38,16 +41,21 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
+    with _collector_paused():
+        return _proved(_built(recipe, sources, version))
+
+
+def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     method = _method(recipe)
     sections = _sections(recipe, method, sources)
     logical = [LogicalTensors(source) for source in sources]
-    aligner = Aligner(sections, sources, logical)
-    builder = OutputBuilder(recipe, method, sources, logical)
-    outputs, tie = _outputs(builder, aligner, sections, sources)
-    findings = builder.findings
-    _one_producer(outputs, findings)
-    _settle_rest(recipe, aligner, builder, sources, logical, sections)
     donor = donor_of(recipe, sources)
+    aligner = Aligner(sections, sources, logical, donor=donor)
+    builder = OutputBuilder(recipe, method, sources, logical)
+    outputs = _outputs(builder, aligner, sections, sources, donor=sources[donor])
+    tie = settle_tie(outputs, sections, sources, builder.fates, donor=sources[donor])
+    findings = builder.findings
+    _settle_rest(recipe, aligner, builder, sources, logical, sections)
     config, objections = plan_config(recipe, sources[donor], sources, logical, sections, outputs, tie)
     for objection in objections:
         findings.add(objection)
@@ -70,6 +78,26 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
         "notes": _notes(recipe, method, sources, sections),
     }
     return make_plan(manifest, tables, findings.problems())
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes millions of small objects and no cycles: looking for some takes a third of its time."""
+    was_running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_running:
+            gc.enable()
+
+
+def _proved(plan: Plan) -> Plan:
+    """The plan, if it does not contradict itself. That it does is no fault of the user's."""
+    problems = check_plan(plan)
+    if problems:
+        raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
+    return plan
 
 
 def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
@@ -100,7 +128,7 @@ def _sections(recipe: Recipe, method: Method, sources: Sequence[Source]) -> tupl
     sections = spans.sections()
     problems += spans.problems
     problems += check_parameter_names(recipe, method)
-    problems += _module_names(recipe, sections, sources)
+    problems += _module_names(recipe, sources)
     if problems:
         raise PlanError(problems)
     return sections
@@ -130,8 +158,8 @@ def _families(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
     return [
         Problem(
             recipe.where(*places[source.reference]),
-            f"{source.name} is of another family ({source.model_type}: {', '.join(source.architectures)}) than "
-            f"{lead.name} ({lead.model_type}: {', '.join(lead.architectures)}).",
+            f"{source.name} is of another family ({source.model_type}: {', '.join(source.architectures)}) "
+            f"than {lead.name} ({lead.model_type}: {', '.join(lead.architectures)}).",
             "Merge models of one architecture. If the tensors really are the same, say so with "
             f"'model: {{model: {source.reference.path}, override_architecture: "
             f"{next(iter(lead.architectures), '')}}}'.",
@@ -142,14 +170,10 @@ def _families(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
     ]
 
 
-def _module_names(
-    recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]
-) -> list[Problem]:
-    if not recipe.modules or not sections:
+def _module_names(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
+    if not recipe.modules:
         return []
-    logical = [LogicalTensors(source) for source in sources]
-    aligner = Aligner(sections, sources, logical)
-    known = sorted({module for source in sources for module in aligner.modules(source.index).values()})
+    known = sorted({module for source in sources for module in modules_of(source).values()})
     return [
         Problem(
             recipe.where("modules", name),
@@ -162,25 +186,26 @@ def _module_names(
 
 
 def _outputs(
-    builder: OutputBuilder, aligner: Aligner, sections: Sequence[Section], sources: Sequence[Source]
-) -> tuple[tuple[Output, ...], TieDecision]:
-    aligned: list[Aligned] = list(with_heads(list(aligner.outputs()), sections, sources))
-    made = [output for output in map(builder.output, aligned) if output is not None]
-    return tuple(made), settle_tie(made, sections, sources, builder.fates)
-
-
-def _one_producer(outputs: Sequence[Output], findings: Findings) -> None:
-    seen: set[str] = set()
-    for output in outputs:
-        if output.name in seen:
-            findings.tensor(
+    builder: OutputBuilder,
+    aligner: Aligner,
+    sections: Sequence[Section],
+    sources: Sequence[Source],
+    *,
+    donor: Source,
+) -> tuple[Output, ...]:
+    """Every output that can be made, each name once."""
+    made: dict[str, Output] = {}
+    for aligned in with_heads(aligner.outputs(), sections, sources, donor=donor):
+        output = builder.output(aligned)
+        if output is not None and made.setdefault(output.name, output) is not output:
+            builder.findings.tensor(
                 ("twice",),
                 where="plan",
                 what="{count} tensors would be made twice",
                 remedy="Name each module or slice once.",
                 example=output.name,
             )
-        seen.add(output.name)
+    return tuple(made.values())
 
 
 def _settle_rest(
@@ -193,27 +218,20 @@ def _settle_rest(
 ) -> None:
     """Give every tensor that no output used its rule, or report it."""
     used = {member.source for section in sections for span in section.spans for member in span.everyone()}
+    lead = sources[donor_of(recipe, sources)].name
     for source, name in list(builder.fates.unsettled()):
         rule = _rule(recipe, aligner, source, name, used=used, role=logical[source].part(name))
         if rule is not None:
             builder.fates.settle(source, name, Fate(Disposition.DROPPED, rule))
             continue
-        if _has_finding(builder, sources[source], name):
-            continue
         builder.findings.tensor(
             ("extra", sources[source].name),
             where=sources[source].name,
-            what=f"{{count}} of its tensors have no place in the output, since "
-            f"{sources[donor_of(recipe, sources)].name} lacks them",
-            remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in the "
-            "recipe to leave them out.",
+            what=f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
+            remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in "
+            "the recipe to leave them out.",
             example=name,
         )
-
-
-def _has_finding(builder: OutputBuilder, source: Source, name: str) -> bool:
-    """A stored head that takes part in a cut tie is reported where the tie is settled."""
-    return source.pair is not None and name == source.pair.head and not stores_own_head(source)
 
 
 def _rule(
@@ -233,6 +251,7 @@ def _fingerprint(source: Source) -> dict[str, Any]:
     checkpoint = source.checkpoint
     return {
         "name": source.name,
+        "num_tensors": len(checkpoint.tensors),
         "files": [[file.key, file.nbytes, file.header_digest] for file in checkpoint.files],
     }
 
@@ -243,13 +262,12 @@ def _notes(
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
     donor = sources[donor_of(recipe, sources)].name
     notes.append(f"config, tokenizer and companion files come from {donor}")
-    written: Mapping[str, object] = recipe.parameters
     notes += [
-        f"'{name}' has no effect on {method.name} and is accepted for compatibility"
-        for name in written
-        if (parameter := method.parameter(name)) is not None and not parameter.effective
+        f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
+        for parameter in method.parameters
+        if not parameter.effective and parameter.name in written_parameters(recipe)
     ]
-    if sections and sections[0].module is not None:
+    if sections[0].module is not None:
         named = ", ".join(str(section.module) for section in sections)
         notes.append(f"modules named in the recipe: {named}; all others are copied from {donor}")
     return notes

@@ -1,4 +1,4 @@
-"""The output's ``config.json``, decided with the plan: dtype, tie flag, and every field that counts layers."""
+"""The output's ``config.json``, decided with the plan: dtype, tie flag, every field that counts layers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures import Role, restack_config
-from raymerge.assemble.config import output_config
+from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.planner.config_fields import output_config
 from raymerge.planner.expressions import Output
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.sources import Source
-from raymerge.planner.spans import Section
+from raymerge.planner.spans import Section, Span
 from raymerge.planner.ties import TieDecision
 from raymerge.recipes import Recipe
 
@@ -31,9 +32,12 @@ def plan_config(
     config: Mapping[str, Any] = donor.checkpoint.config
     problems: list[Problem] = []
     for section in sections:
-        if not section.is_whole:
-            config, found = _restacked(recipe, config, donor, sources, logical, section)
-            problems += found
+        if section.is_whole:
+            continue
+        config, sentences = _restacked(config, donor, sources, logical, section)
+        path = ("slices",) if section.module is None else ("modules", section.module)
+        remedy = "Choose slices that keep the pattern."
+        problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
     dtype = _main_output(outputs)
     wanted = recipe.out_dtype or recipe.dtype
     changed = wanted is not None or dtype is not main_dtype(donor.checkpoint)
@@ -41,49 +45,49 @@ def plan_config(
 
 
 def _restacked(
-    recipe: Recipe,
     config: Mapping[str, Any],
     donor: Source,
     sources: Sequence[Source],
     logical: Sequence[LogicalTensors],
     section: Section,
-) -> tuple[Mapping[str, Any], list[Problem]]:
-    where = recipe.where("slices") if section.module is None else recipe.where("modules", section.module)
-    depth = _depth(donor, section)
-    layers: list[int] = []
-    dense: list[bool] = []
-    problems: list[Problem] = []
-    for span in section.spans:
-        lead = sources[span.lead.source]
-        taken = range(span.lead.first_layer, span.lead.first_layer + (span.num_layers or 0))
-        sparse = _expert_layers(logical[lead.index], lead, section)
-        dense += [layer not in sparse for layer in taken]
-        layers += [min(layer, depth - 1) for layer in taken] if depth else taken
-        if _depth(lead, section) != depth and _lists_layers(lead, _depth(lead, section)):
-            problems.append(
-                Problem(
-                    where,
-                    f"{lead.name} and {donor.name} have different numbers of layers and configs that list them one "
-                    "by one, and such lists cannot be put together.",
-                    "Stack layers of models of one depth.",
-                )
-            )
-    new, sentences = restack_config(config, layers, dense=None if all(dense) else dense)
-    problems += [
-        Problem(where, sentence, "Choose slices that keep the pattern.") for sentence in sentences
-    ]
-    return new, problems
-
-
-def _depth(source: Source, section: Section) -> int:
-    stack = source.layer_stack(section.module)
-    return stack.num_layers if stack is not None else 0
-
-
-def _lists_layers(source: Source, depth: int) -> bool:
-    return any(
-        isinstance(value, list) and len(value) == depth > 1 for value in source.checkpoint.config.values()
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The config for a section's layers, and what it cannot express."""
+    stack = donor.layer_stack(section.module)
+    leads = [(span, sources[span.lead.source]) for span in section.spans]
+    layers = [layer for span, _ in leads for layer in _taken(span)]
+    if stack is None or not stack.is_main:
+        same = stack is not None and layers == list(range(stack.num_layers))
+        what = f"config.json cannot be told of other layers in '{section.module}' yet."
+        return config, () if same else (what,)
+    sparse = {lead.index: _expert_layers(logical[lead.index], lead, section) for _, lead in leads}
+    dense = [layer not in sparse[lead.index] for span, lead in leads for layer in _taken(span)]
+    others = tuple(
+        f"{lead.name} and {donor.name} have configs that list their layers one by one and differently, and "
+        "such lists cannot be put together."
+        for lead in {lead.index: lead for _, lead in leads}.values()
+        if _layer_lists(lead, section) != _layer_lists(donor, section)
     )
+    # Layers that only a deeper parent has are of no kind that the donor's config could list.
+    known = [min(layer, stack.num_layers - 1) for layer in layers]
+    restacked, sentences = restack_config(config, known, dense=None if all(dense) else dense)
+    return restacked, (*others, *sentences)
+
+
+def _taken(span: Span) -> range:
+    return range(span.lead.first_layer, span.lead.first_layer + (span.num_layers or 0))
+
+
+def _layer_lists(source: Source, section: Section) -> dict[str, list[Any]]:
+    """Fields of a config with one entry a layer."""
+    stack = source.layer_stack(section.module)
+    depth = stack.num_layers if stack is not None else 0
+    return {
+        key: value
+        for key, value in text_section(source.checkpoint.config).items()
+        if isinstance(value, list)
+        and len(value) == depth > 1
+        and not source.rules.depth.not_per_layer.search(key)
+    }
 
 
 def _expert_layers(logical: LogicalTensors, source: Source, section: Section) -> frozenset[int]:

@@ -26,7 +26,7 @@ class Rule(StrEnum):
     ONE_SOURCE = "one_source"
     """It is the only source of its output and passes unchanged."""
     DTYPE = "dtype"
-    """It is the only source of its output; the recipe's dtype converts it."""
+    """It is the only source of its output and keeps its values, in another dtype or layout."""
     UNNAMED_MODULE = "unnamed_module"
     """Its module is not named in the recipe, so the lead's is copied."""
     COPIED_FROM_LEAD = "copied_from_lead"
@@ -44,7 +44,7 @@ class Rule(StrEnum):
     CONFIG_ONLY = "config_only"
     """The model gives only config, tokenizer and companion files."""
     ONLY_IN_BASE = "only_in_base"
-    """Some source lacks it and the recipe says ``missing_tensors: copy_base``."""
+    """Some source lacks it and the recipe says ``missing_tensors: copy_base``, so the base's is kept."""
     EXTRA_DROPPED = "extra_dropped"
     """The lead lacks it and the recipe says ``extra_tensors: drop``."""
 
@@ -67,7 +67,7 @@ class Fate:
 
 
 class Fates:
-    """Fates of all source tensors as planning goes on; a tensor used twice keeps its strongest disposition."""
+    """Fates of all source tensors as planning goes on; one used twice keeps its strongest disposition."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources

@@ -35,9 +35,7 @@ class Expression:
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
         """The settings as a kernel takes them, for one logical tensor."""
         decoded: Mapping[str, Any] = json.loads(self.settings)
-        return Settings(
-            values=decoded["values"], sources=tuple(decoded["sources"]), keys=keys, shape=shape
-        )
+        return Settings(values=decoded["values"], sources=tuple(decoded["sources"]), keys=keys, shape=shape)
 
     def text(self) -> str:
         """Post-order text: ``read* subtract ties {...} cast BF16``."""
@@ -52,9 +50,7 @@ class Expression:
 def make_expression(method: Method, settings: Settings, *, has_base: bool, cast: DType) -> Expression:
     """The expression of a method applied with these settings."""
     numbers = {"sources": [dict(s) for s in settings.sources], "values": dict(settings.values)}
-    return Expression(
-        method.name, has_base, json.dumps(numbers, sort_keys=True, separators=(",", ":")), cast
-    )
+    return Expression(method.name, has_base, json.dumps(numbers, sort_keys=True, separators=(",", ":")), cast)
 
 
 def copy_expression(dtype: DType) -> Expression:

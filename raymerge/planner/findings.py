@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from raymerge.errors import Problem
 
@@ -14,8 +15,7 @@ class _Group:
     where: str
     what: str
     remedy: str
-    examples: list[str] = field(default_factory=list)
-    count: int = 0
+    examples: dict[str, None] = field(default_factory=dict)
 
 
 class Findings:
@@ -31,14 +31,11 @@ class Findings:
         )
 
     def tensor(self, key: tuple[str, ...], *, where: str, what: str, remedy: str, example: str) -> None:
-        """One tensor that has the trouble named by ``key``; ``what`` and ``remedy`` of the first one are kept.
+        """One tensor that has the trouble named by ``key``; the words of the first one are kept.
 
-        ``what`` may hold ``{count}``.
+        ``what`` may hold ``{count}``, the number of different examples.
         """
-        group = self._groups.setdefault(key, _Group(where, what, remedy))
-        group.count += 1
-        if len(group.examples) < _SHOWN:
-            group.examples.append(example)
+        self._groups.setdefault(key, _Group(where, what, remedy)).examples[example] = None
 
     def problems(self) -> tuple[Problem, ...]:
         """Everything found."""
@@ -46,8 +43,9 @@ class Findings:
 
 
 def _problem(group: _Group) -> Problem:
-    if not group.count:
+    count = len(group.examples)
+    if not count:
         return Problem(group.where, group.what, group.remedy)
-    more = group.count - len(group.examples)
-    listed = "; ".join(group.examples) + (f"; and {more} more" if more else "")
-    return Problem(group.where, f"{group.what.replace('{count}', str(group.count))}: {listed}.", group.remedy)
+    more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+    listed = "; ".join(islice(group.examples, _SHOWN)) + more
+    return Problem(group.where, f"{group.what.replace('{count}', str(count))}: {listed}.", group.remedy)

@@ -1,8 +1,9 @@
 """Where logical tensors lie in stored ones.
 
-A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. The same matrix is
-stored alone, or as a part of a fused tensor, possibly transposed or interleaved. This module finds it by its
-canonical name, so that a result does not depend on file layout and parents of different layouts merge.
+A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. The same
+matrix is stored alone, or as a part of a fused tensor, possibly transposed or interleaved. This module finds
+it by its canonical name, so that a result does not depend on file layout and parents of different layouts
+merge.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ class LogicalTensors:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.infos: Mapping[str, TensorInfo] = {
-            name: describe(name, source.rules, stacks=source.stacks)
-            for name in source.checkpoint.tensors
+            name: describe(name, source.rules, stacks=source.stacks) for name in source.checkpoint.tensors
         }
         self._places: dict[str, Place] | None = None
 
@@ -102,4 +102,3 @@ class LogicalTensors:
 def _place(tensor: StoredTensor, start: int, count: int, view: View) -> Place:
     inside = View(view.offset - start, view.shape, view.strides)
     return Place(tensor, start, count, view.shape, None if inside.is_flat and inside.offset == 0 else inside)
-

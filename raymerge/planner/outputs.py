@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
 from raymerge.methods import Access, Method, Settings
 from raymerge.planner.align import Aligned
 from raymerge.planner.bind import Binder, BindError
@@ -31,6 +30,7 @@ from raymerge.planner.quantised import quantised_format
 from raymerge.planner.sources import Path_, Source
 from raymerge.planner.spans import Member
 from raymerge.recipes import Recipe
+
 
 class OutputBuilder:
     """Builds the outputs of one plan; findings and fates collect on the way."""
@@ -57,56 +57,63 @@ class OutputBuilder:
 
     def _give_up(self, aligned: Aligned) -> None:
         """Settle what a failed output would have used, so that one fault is not reported twice."""
-        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
-            if self._logical[member.source].stored(name) is not None:
-                fate = Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
-                self.fates.settle(member.source, name, fate)
+        for source, name in self._held(aligned):
+            self.fates.settle(source, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output))
 
     def _make(self, aligned: Aligned) -> Output | None:
-        lead = self._stored_lead(aligned)
-        role = self._logical[aligned.span.lead.source].part(aligned.lead)
-        dtype = output_dtype(self._recipe, lead, role, self._main[aligned.span.lead.source])
-        if role is Role.BUFFER or self._is_integer(lead, aligned.span.lead.source):
-            self._leave_others(aligned)
+        source = aligned.span.lead.source
+        lead = self._sources[source].checkpoint.tensors[aligned.lead]
+        role = self._logical[source].part(aligned.lead)
+        if role is Role.BUFFER or self._is_integer(lead, source):
             return self._from_lead(aligned, lead, lead.dtype, Rule.COPIED_FROM_LEAD)
+        dtype = output_dtype(self._recipe, lead, role, self._main[source])
         if aligned.copied:
             return self._from_lead(aligned, lead, dtype, Rule.UNNAMED_MODULE)
         if self._recipe.missing_tensors == "copy_base" and self._lacking(aligned):
             return self._from_lead(aligned, lead, dtype, Rule.ONLY_IN_BASE)
+        return self._by_method(aligned, lead, dtype)
+
+    def _by_method(self, aligned: Aligned, lead: StoredTensor, dtype: DType) -> Output | None:
         settings = self._settings(aligned)
-        if settings is None:
-            return None
-        whole = self._whole_copy(aligned, lead, settings, dtype)
-        if whole is not None:
-            return Output(aligned.output, dtype, lead.shape, (whole,), dtype.is_mergeable)
-        if not self._all_plain(aligned):
-            return None
+        if settings is not None and not self._converts_codes(lead, aligned.span.lead.source):
+            whole = self._whole_copy(aligned, lead, settings, dtype)
+            if whole is not None:
+                return Output(aligned.output, dtype, lead.shape, (whole,), dtype.is_mergeable)
+        # What cannot be computed is looked at all the same: every problem is to be said at once.
+        combines = settings is not None or len(aligned.span.everyone()) > 1
+        if combines and not self._all_plain(aligned):
+            settings = None
         rows = self._rows(aligned, lead, settings, dtype)
         return None if rows is None else Output(aligned.output, dtype, lead.shape, rows, True)
-
-    def _stored_lead(self, aligned: Aligned) -> StoredTensor:
-        return self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
 
     def _is_integer(self, lead: StoredTensor, source: int) -> bool:
         return not lead.dtype.is_mergeable and (
             quantised_format(lead, self._sources[source].checkpoint) is None
         )
 
-    def _from_lead(
-        self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule
-    ) -> Output | None:
+    def _converts_codes(self, lead: StoredTensor, source: int) -> bool:
+        """Whether the recipe asks for another dtype of a quantised tensor."""
+        wanted = self._recipe.out_dtype or self._recipe.dtype
+        return wanted is not None and quantised_format(lead, self._sources[source].checkpoint) is not None
+
+    def _from_lead(self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values in another dtype."""
         source = aligned.span.lead.source
         alone = replace(
-            aligned, span=replace(aligned.span, members=(aligned.span.lead,), base=None), names=(aligned.lead,)
+            aligned,
+            span=replace(aligned.span, members=(aligned.span.lead,), base=None),
+            names=(aligned.lead,),
         )
         row = _copy_row(alone, lead, source)
         disposition = Disposition.COPIED
-        if dtype is not lead.dtype:
+        if dtype is not lead.dtype or self._converts_codes(lead, source):
             if not self._all_plain(alone):
                 return None
             disposition = Disposition.CONVERTED
             row = replace(row, expression=conversion_expression(dtype))
+        instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
+        for other, name in self._held(aligned):
+            self.fates.settle(other, name, Fate(Disposition.DROPPED, instead, aligned.output))
         self.fates.settle(source, aligned.lead, Fate(disposition, rule, aligned.output))
         finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
         return Output(aligned.output, dtype, lead.shape, (row,), finite)
@@ -115,47 +122,68 @@ class OutputBuilder:
         """Whether some member stores the tensor neither by this name nor within another."""
         return any(
             self._logical[member.source].stored(name) is None
-            and any(
-                self._logical[member.source].find(self._moved(aligned, logical, name)) is None
-                for block in self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
-                for logical, _ in block.members
-            )
+            and None in self._elsewhere(aligned, member, name)
             for member, name in zip(aligned.span.everyone(), aligned.names, strict=True)
         )
+
+    def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
+        """The stored tensors that hold an aligned tensor: source and name, member by member."""
+        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
+            if self._logical[member.source].stored(name) is not None:
+                yield member.source, name
+            else:
+                places = self._elsewhere(aligned, member, name)
+                yield from ((member.source, place.tensor.name) for place in places if place is not None)
+
+    def _elsewhere(self, aligned: Aligned, member: Member, name: str) -> list[Place | None]:
+        """Where a member has each logical tensor of the lead's tensor, whatever it is stored in."""
+        blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
+        return [
+            self._logical[member.source].find(self._moved(aligned, logical, name))
+            for block in blocks
+            for logical, _ in block.members
+        ]
 
     def _moved(self, aligned: Aligned, logical: str, name: str) -> str:
         """A logical name of the lead, moved to the layer that ``name`` is in."""
         return logical.replace(_layer_text(aligned.lead), _layer_text(name), 1)
-
-    def _leave_others(self, aligned: Aligned) -> None:
-        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
-            if self._logical[member.source].stored(name) is not None:
-                fate = Fate(Disposition.DROPPED, Rule.LEAD_HAS_IT, aligned.output)
-                self.fates.settle(member.source, name, fate)
 
     def _settings(self, aligned: Aligned) -> Settings | None:
         span = aligned.span
         offset = 1 if span.base is not None else 0
         try:
             if span.path not in self._binders:
-                self._binders[span.path] = Binder(self._recipe, self._method, span)
+                self._binders[span.path] = Binder(self._recipe, self._method, span, self._sources)
             settings = self._binders[span.path].settings(
                 aligned.alias or aligned.output, aligned.names[offset:], aligned.t
             )
         except BindError as error:
-            self.findings.add(error.problem)
+            self._unbound(error)
             return None
         objection = self._method.check(settings)
-        if objection is not None:
-            self.findings.tensor(
-                ("settings", objection),
-                where=self._recipe.where(*span.path),
-                what=f"{objection} ({{count}} tensors)",
-                remedy="Change the parameters.",
-                example=aligned.output,
-            )
-            return None
-        return settings
+        if objection is None:
+            return settings
+        self.findings.tensor(
+            ("settings", objection),
+            where=self._recipe.where(*span.path),
+            what=f"{objection} ({{count}} tensors)",
+            remedy="Change the parameters.",
+            example=aligned.output,
+        )
+        return None
+
+    def _unbound(self, error: BindError) -> None:
+        problem = error.problem
+        if not error.tensor:
+            self.findings.add(problem)
+            return
+        self.findings.tensor(
+            ("unbound", problem.where, error.parameter),
+            where=problem.where,
+            what=f"{problem.what.removesuffix('.')} ({{count}} tensors)",
+            remedy=problem.remedy,
+            example=error.tensor,
+        )
 
     def _whole_copy(
         self, aligned: Aligned, lead: StoredTensor, settings: Settings, dtype: DType
@@ -169,47 +197,59 @@ class OutputBuilder:
         stored = self._logical[member.source].stored(name)
         if stored is None or stored.shape != lead.shape or stored.dtype is not dtype:
             return None
-        for other, its_name in zip(aligned.span.everyone(), aligned.names, strict=True):
-            if self._logical[other.source].stored(its_name) is not None:
-                fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
-                self.fates.settle(other.source, its_name, fate)
-        self.fates.settle(
-            member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output)
-        )
+        for other, its_name in self._held(aligned):
+            if (other, its_name) != (member.source, name):
+                self.fates.settle(other, its_name, Fate(Disposition.DROPPED, Rule.METHOD, aligned.output))
+        self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
         return _copy_row(aligned, stored, member.source)
 
     def _all_plain(self, aligned: Aligned) -> bool:
-        plain = True
-        for member, name in zip(aligned.span.everyone(), aligned.names, strict=True):
-            source = self._sources[member.source]
-            stored = self._logical[member.source].stored(name)
-            form = quantised_format(stored, source.checkpoint) if stored is not None else None
-            if stored is None or (form is None and stored.dtype.is_mergeable):
-                continue
-            plain = False
-            form = form or f"{stored.dtype.value} integers"
-            self.findings.tensor(
-                ("quantised", source.name, form),
-                where=source.name,
-                what=f"{{count}} tensors are quantised as {form}, and raymerge does not combine or convert "
-                "quantised tensors yet; their raw codes mean nothing without their scales",
-                remedy="Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
-                "source unchanged (merge_method: passthrough, without dtype).",
-                example=f"{name} {stored.dtype.value}{list(stored.shape)}",
-            )
-        return plain
+        """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
+        names = zip(aligned.span.everyone(), aligned.names, strict=True)
+        stored = dict.fromkeys([(aligned.span.lead.source, aligned.lead), *((m.source, n) for m, n in names)])
+        found = [(source, self._logical[source].stored(name)) for source, name in stored]
+        plain = [self._is_plain(source, tensor) for source, tensor in found if tensor is not None]
+        return all(plain)
+
+    def _is_plain(self, index: int, tensor: StoredTensor) -> bool:
+        source = self._sources[index]
+        form = quantised_format(tensor, source.checkpoint)
+        if form is None and tensor.dtype.is_mergeable:
+            return True
+        form = form or f"{tensor.dtype.value} integers"
+        self.findings.tensor(
+            ("quantised", source.name, form),
+            where=source.name,
+            what=f"{{count}} tensors are quantised as {form}, and raymerge does not combine or convert "
+            "quantised tensors yet; their raw codes mean nothing without their scales",
+            remedy="Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
+            "source unchanged (merge_method: passthrough, without dtype).",
+            example=f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)}",
+        )
+        return False
 
     def _rows(
-        self, aligned: Aligned, lead: StoredTensor, settings: Settings, dtype: DType
+        self, aligned: Aligned, lead: StoredTensor, settings: Settings | None, dtype: DType
     ) -> tuple[Row, ...] | None:
         blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead)
         if blocks is None:
             blocks = self._unknown_layout(aligned, lead)
         if blocks is None:
             return None
+        unchanged = settings is not None and self._method.identity(settings) is not None
+        fate = (
+            Fate(Disposition.CONVERTED, Rule.DTYPE, aligned.output)
+            if unchanged
+            else Fate(Disposition.MERGED, Rule.METHOD, aligned.output)
+        )
+        runs = [self._run(aligned, block, fate) for block in blocks]
+        found = [run for run in runs if run is not None]
+        if settings is None or len(found) < len(runs):
+            return None
         expression = self._expression(settings, aligned, dtype)
-        rows = [self._row(aligned, block, expression) for block in blocks]
-        return None if any(row is None for row in rows) else tuple(row for row in rows if row is not None)
+        return tuple(
+            Row(block.num_elements, expression, *run) for block, run in zip(blocks, found, strict=True)
+        )
 
     def _unknown_layout(self, aligned: Aligned, lead: StoredTensor) -> tuple[Block, ...] | None:
         """An expert stack of unknown orientation is one tensor for element-wise methods only."""
@@ -220,9 +260,10 @@ class OutputBuilder:
         self.findings.tensor(
             ("layout", source.name),
             where=source.name,
-            what=f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' does "
-            f"not tell, and {self._method.name} needs each expert's matrix by itself",
-            remedy="Use an element-wise method (linear, task_arithmetic, dare_linear), or report the model type.",
+            what=f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' "
+            f"does not tell, and {self._method.name} needs each expert's matrix by itself",
+            remedy="Use an element-wise method (linear, task_arithmetic, dare_linear), or report the "
+            "model type.",
             example=f"{aligned.lead} {list(lead.shape)}",
         )
         return None
@@ -236,21 +277,23 @@ class OutputBuilder:
         self._latest = (settings, has_base, dtype, made)
         return made
 
-    def _row(self, aligned: Aligned, block: Block, expression: Expression) -> Row | None:
+    def _run(
+        self, aligned: Aligned, block: Block, fate: Fate
+    ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
+        """What is read for one block of the lead's tensor, or None with a finding."""
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
         for logical, place in block.members:
-            name = self._output_logical(aligned, logical)
             for position, member in enumerate(aligned.span.everyone()):
                 found = self._find(aligned, position, member, logical)
-                if found is None or not self._same_shape(aligned, member, place, found):
+                if found is None or not self._fits(aligned, member, place, found):
                     complete = False
                     continue
-                self._use(aligned, member, found)
+                self.fates.settle(member.source, found.tensor.name, fate)
                 reads.append(_read(len(parts), member.source, found))
-            parts.append(Part(name, place.shape, place.view))
-        return Row(block.num_elements, expression, tuple(parts), tuple(reads)) if complete else None
+            parts.append(Part(self._output_logical(aligned, logical), place.shape, place.view))
+        return (tuple(parts), tuple(reads)) if complete else None
 
     def _output_logical(self, aligned: Aligned, logical: str) -> str:
         """Name by which chance is drawn: the output's, so that a layer used twice draws twice."""
@@ -291,9 +334,10 @@ class OutputBuilder:
             example=name,
         )
 
-    def _same_shape(self, aligned: Aligned, member: Member, place: Place, found: Place) -> bool:
+    def _fits(self, aligned: Aligned, member: Member, place: Place, found: Place) -> bool:
+        """Whether what was found are plain numbers of the lead's shape; else a finding says what they are."""
         if place.shape == found.shape:
-            return True
+            return self._is_plain(member.source, found.tensor)
         source, lead = self._sources[member.source], self._sources[aligned.span.lead.source]
         self.findings.tensor(
             ("shape", source.name),
@@ -304,13 +348,6 @@ class OutputBuilder:
             example=f"{found.tensor.name} is {list(found.shape)} here and {list(place.shape)} there",
         )
         return False
-
-    def _use(self, aligned: Aligned, member: Member, found: Place) -> None:
-        alone = len(aligned.span.everyone()) == 1
-        disposition, rule = (
-            (Disposition.CONVERTED, Rule.DTYPE) if alone else (Disposition.MERGED, Rule.METHOD)
-        )
-        self.fates.settle(member.source, found.tensor.name, Fate(disposition, rule, aligned.output))
 
 
 def _layer_text(name: str) -> str:

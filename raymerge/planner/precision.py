@@ -1,7 +1,7 @@
 """The dtype of each output tensor.
 
-What goes in comes out: without a ``dtype`` in the recipe every tensor keeps the lead checkpoint's. With one, it
-replaces the checkpoint's main dtype; tensors that were kept in float32 on purpose stay so.
+What goes in comes out: without a ``dtype`` in the recipe every tensor keeps the lead checkpoint's. With one,
+it replaces the checkpoint's main dtype; tensors that were kept in float32 on purpose stay so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recognises quantised tensors, so that nothing is ever computed on raw codes.
 
-A quantised weight and its scale are one logical tensor. Until a codec for a format exists, such tensors may be
-copied from one source, bytes and scales alike, and combining them is refused by the format's name.
+A quantised weight and its scale are one logical tensor. Until a codec for a format exists, such tensors may
+be copied from one source, bytes and scales alike, and combining them is refused by the format's name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PARTNER_SUFFIXES = {
 def quantised_format(tensor: StoredTensor, checkpoint: Checkpoint) -> str | None:
     """Name of the quantised format that a tensor belongs to, as code or as scale; None for plain numbers.
 
-    Suffixes count only where the checkpoint declares a quantisation or really stores codes beside them, so that
-    a plain tensor that happens to be called ``scales`` is not one.
+    Suffixes count only where the checkpoint declares a quantisation or really stores codes beside them, so
+    that a plain tensor that happens to be called ``scales`` is not one.
     """
     if tensor.dtype.is_narrow_float:
         return _narrow_format(tensor, checkpoint)

@@ -1,12 +1,14 @@
 """Shards, and segments: the contiguous byte ranges of shards that workers take.
 
-Cuts depend on the plan alone, never on the number of workers, so that a run can be resumed with another number.
+Cuts depend on the plan alone, never on the number of workers, so that a run can be resumed with another
+number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import natural_key
@@ -41,6 +43,19 @@ class PlacedRow:
         return 0 if self.copy_of >= 0 else sum(r.nbytes for r in self.row.reads) + self.row.nbytes
 
 
+class Segment(NamedTuple):
+    """A contiguous byte range of one shard, as a run of rows."""
+
+    first_row: int
+    """Index of its first row."""
+    num_rows: int
+    """Rows in it."""
+    shard: int
+    """Index of its shard."""
+    cost: int
+    """Bytes read and written to make it."""
+
+
 def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str, FileLayout], ...]:
     """File names and layouts of the shards, tensors in natural order of their names."""
     ordered = sorted(outputs, key=lambda output: natural_key(output.name))
@@ -48,44 +63,60 @@ def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str,
     return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
 
 
-def place_rows(
-    outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]
-) -> tuple[PlacedRow, ...]:
+def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedRow, ...]:
     """Every row at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
     index = {output.name: position for position, output in enumerate(outputs)}
-    target = _segment_target(sum(row.nbytes + sum(r.nbytes for r in row.reads) for o in outputs for row in o.rows))
+    target = _segment_target(
+        sum(row.nbytes + sum(r.nbytes for r in row.reads) for o in outputs for row in o.rows)
+    )
     placed: list[PlacedRow] = []
-    seen: dict[tuple[object, ...], int] = {}
+    twins = _Twins(placed)
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
-            output = outputs[index[tensor.name]]
-            offset = tensor.offset
-            for row in output.rows:
+            number, offset = index[tensor.name], tensor.offset
+            for row in outputs[number].rows:
                 for first, piece in _cut(row, target):
-                    twin = seen.setdefault((first, *piece.content()), len(placed))
-                    placed.append(
-                        PlacedRow(
-                            index[tensor.name], shard, offset, first, piece,
-                            copy_of=twin if twin != len(placed) else -1,
-                        )
-                    )
+                    twin = twins.of(first, piece)
+                    placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
                     offset += piece.nbytes
     return tuple(placed)
 
 
-def cut_segments(rows: Sequence[PlacedRow]) -> tuple[tuple[int, int], ...]:
-    """Ranges ``[first row, last row)`` of about equal cost, none across two shards."""
-    target = _segment_target(sum(row.cost for row in rows))
-    segments: list[tuple[int, int]] = []
-    start, cost = 0, 0
-    for position, row in enumerate(rows):
-        if position > start and (row.shard != rows[start].shard or cost + row.cost > target):
-            segments.append((start, position))
-            start, cost = position, 0
-        cost += row.cost
+def cut_segments(rows: Sequence[PlacedRow]) -> tuple[Segment, ...]:
+    """Runs of rows of about equal cost, none across two shards."""
+    costs = [row.cost for row in rows]
+    target = _segment_target(sum(costs))
+    segments: list[Segment] = []
+    start, total = 0, 0
+    for position, (row, cost) in enumerate(zip(rows, costs, strict=True)):
+        if position > start and (row.shard != rows[start].shard or total + cost > target):
+            segments.append(Segment(start, position - start, rows[start].shard, total))
+            start, total = position, 0
+        total += cost
     if rows:
-        segments.append((start, len(rows)))
+        segments.append(Segment(start, len(rows) - start, rows[start].shard, total))
     return tuple(segments)
+
+
+class _Twins:
+    """Finds earlier rows of the same content.
+
+    By where their first input begins, which is quickly hashed and hardly ever the same; only where it is are
+    whole contents compared.
+    """
+
+    def __init__(self, placed: Sequence[PlacedRow]) -> None:
+        self._placed = placed
+        self._by_begin: dict[tuple[object, ...], int] = {}
+        self._by_content: dict[tuple[object, ...], int] = {}
+
+    def of(self, first: int, row: Row) -> int:
+        """Index of the first row with the content of this one, which is placed next; -1 for none."""
+        here, read = len(self._placed), row.reads[0]
+        known = self._by_begin.setdefault((first, read.source, read.key, read.offset), here)
+        if known != here and self._placed[known].row.content() != row.content():
+            known = self._by_content.setdefault((first, *row.content()), here)
+        return known if known != here else -1
 
 
 def _segment_target(total_cost: int) -> int:

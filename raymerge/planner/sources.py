@@ -1,20 +1,20 @@
 """The sources of a recipe, opened: each distinct model reference once, in recipe order.
 
 This is the reading half of planning. It reads headers and configs only, with one exception: a checkpoint that
-declares tied embeddings and stores the head all the same is compared byte for byte, because nothing else tells
-whether dropping that head would lose weights.
+declares tied embeddings and stores the head all the same is compared byte for byte, because nothing else
+tells whether dropping that head would lose weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_of, stacks, tied_pair
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint, same_bytes
 from raymerge.errors import CheckpointError, PlanError, Problem, UserError
-from raymerge.recipes import ModelReference, Recipe
+from raymerge.recipes import ModelEntry, ModelReference, OutputSlice, Recipe
 from raymerge.storage.hub import resolve_model
 
 Path_ = tuple[str | int, ...]
@@ -81,7 +81,7 @@ def open_sources(recipe: Recipe, *, opener: Opener = open_reference) -> tuple[So
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
     Raises:
-        PlanError: one or more models cannot be read; each problem names the model and its place in the recipe.
+        PlanError: one or more models cannot be read; each problem names the model and its place.
     """
     sources: list[Source] = []
     problems: list[Problem] = []
@@ -103,21 +103,21 @@ def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
     """Every model reference with its path in the recipe: the base first, then in written order."""
     if recipe.base_model is not None:
         yield ("base_model",), recipe.base_model
-    for index, entry in enumerate(recipe.models or ()):
-        yield ("models", index, "model"), entry.model
-    for position, piece in enumerate(recipe.slices or ()):
+    yield from _references((), recipe.models, recipe.slices)
+    for name, module in recipe.modules.items():
+        yield from _references(("modules", name), module.models, module.slices)
+
+
+def _references(
+    path: Path_, models: Sequence[ModelEntry], slices: Sequence[OutputSlice]
+) -> Iterator[tuple[Path_, ModelReference]]:
+    for index, entry in enumerate(models):
+        yield (*path, "models", index, "model"), entry.model
+    for position, piece in enumerate(slices):
         for index, source in enumerate(piece.sources):
-            yield ("slices", position, "sources", index, "model"), source.model
+            yield (*path, "slices", position, "sources", index, "model"), source.model
         if piece.base_model is not None:
-            yield ("slices", position, "base_model"), piece.base_model
-    for name, module in (recipe.modules or {}).items():
-        for index, entry in enumerate(module.models or ()):
-            yield ("modules", name, "models", index, "model"), entry.model
-        for position, piece in enumerate(module.slices or ()):
-            for index, source in enumerate(piece.sources):
-                yield ("modules", name, "slices", position, "sources", index, "model"), source.model
-            if piece.base_model is not None:
-                yield ("modules", name, "slices", position, "base_model"), piece.base_model
+            yield (*path, "slices", position, "base_model"), piece.base_model
 
 
 def _open(index: int, reference: ModelReference, opener: Opener, *, place: str) -> Source:

@@ -1,13 +1,17 @@
-"""From what the recipe says (``models``, ``slices`` or ``modules``) to spans: runs of output layers with members.
+"""From what the recipe says to spans: runs of output layers with their members.
 
-``models`` is one span over whole models. ``slices`` is one span per output slice. ``modules`` is a list of either
-for each module of the model.
+``models`` is one span over whole models. ``slices`` is one span per output slice. ``modules`` is a list of
+either for each module of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method
@@ -87,9 +91,7 @@ class SpanBuilder:
         if recipe.slices:
             return self._found(None, self._stacked(recipe.slices, None, ({}, recipe.parameters)))
         return tuple(
-            section
-            for name, module in (recipe.modules or {}).items()
-            for section in self._module(name, module)
+            section for name, module in recipe.modules.items() for section in self._module(name, module)
         )
 
     def _module(self, name: str, module: ModuleEntry) -> tuple[Section, ...]:
@@ -97,9 +99,9 @@ class SpanBuilder:
         scopes = (module.parameters, self._recipe.parameters)
         if module.models:
             return self._found(name, [self._whole(module.models, (*path, "models"), ({}, *scopes))])
-        return self._found(name, self._stacked(module.slices or (), name, scopes))
+        return self._found(name, self._stacked(module.slices, name, scopes))
 
-    def _found(self, module: str | None, spans: Sequence[Span | None]) -> tuple[Section, ...]:
+    def _found(self, module: str | None, spans: Iterable[Span | None]) -> tuple[Section, ...]:
         kept = tuple(span for span in spans if span is not None)
         return (Section(module, kept),) if kept else ()
 
@@ -118,7 +120,7 @@ class SpanBuilder:
         return self._span(members, base, num_layers=None, first_output=0, scopes=scopes, path=path)
 
     def _averaged_in(self, scopes: tuple[Parameters, ...]) -> bool:
-        """Whether mergekit would count an unlisted base as one more source: its required parameters resolve."""
+        """Whether an unlisted base counts as one more source, as in mergekit: it has what sources need."""
         required = [p.name for p in self._method.parameters if p.required and p.scope == "source"]
         return bool(required) and all(any(name in scope for scope in scopes) for name in required)
 
@@ -168,28 +170,27 @@ class SpanBuilder:
             elif stop > stack.num_layers:
                 self._problem(
                     where,
-                    f"{source.name} has {stack.num_layers} layers; layer_range [{start}, {stop}] does not fit.",
+                    f"{source.name} has {stack.num_layers} layers; layer_range [{start}, {stop}] "
+                    "does not fit.",
                     f"Use a range within [0, {stack.num_layers}].",
                 )
         lengths = [entry.layer_range[1] - entry.layer_range[0] for entry in piece.sources]
         if len(set(lengths)) > 1:
-            self._unequal(piece, place, lengths)
+            self._unequal(place, lengths)
         return len(self.problems) == before
 
-    def _unequal(self, piece: OutputSlice, place: Path_, lengths: Sequence[int]) -> None:
-        ranges = [
-            f"  - sources:\n      - model: {entry.model}\n        layer_range: [{entry.layer_range[0]}, "
-            f"{entry.layer_range[1]}]"
-            for entry in piece.sources
-        ]
-        shortest = min(lengths)
+    def _unequal(self, place: Path_, lengths: Sequence[int]) -> None:
         self._problem(
             self._recipe.where(*place, "sources"),
             f"the sources of this slice span {', '.join(map(str, lengths))} layers; the sources of one slice "
             "are merged layer by layer, so they must span the same number of layers.",
-            f"To merge them, give each a range of {shortest} layers. To stack them one after another "
-            "(merge_method: passthrough), put each range in a slice of its own:\nslices:\n" + "\n".join(ranges),
+            f"To merge them, give each a range of {min(lengths)} layers. To stack them one after another "
+            "(merge_method: passthrough), put each range in a slice of its own:\n"
+            + _stacked_yaml(self._slices_at(place)),
         )
+
+    def _slices_at(self, place: Path_) -> tuple[OutputSlice, ...]:
+        return self._recipe.modules[str(place[1])].slices if place[0] == "modules" else self._recipe.slices
 
     def _span(
         self,
@@ -242,7 +243,9 @@ class SpanBuilder:
         least, most = self._method.min_sources, self._method.max_sources
         if least <= len(members) and (most is None or len(members) <= most):
             return True
-        wanted = str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
+        wanted = (
+            str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
+        )
         beside = " beside the base" if self._method.base is not BaseUse.UNUSED else ""
         self._problem(
             self._recipe.where(*path),
@@ -257,3 +260,17 @@ class SpanBuilder:
 
 def _same_place(member: Member, base: Member | None) -> bool:
     return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)
+
+
+def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:
+    """The slices with every source whose neighbours have other lengths in a slice of its own, as YAML."""
+    written: list[dict[str, Any]] = []
+    for piece in slices:
+        plain = piece.model_dump(mode="json", exclude_defaults=True)
+        lengths = {entry.layer_range[1] - entry.layer_range[0] for entry in piece.sources}
+        apart = [[entry] for entry in plain["sources"]] if len(lengths) > 1 else [plain["sources"]]
+        # Copies, because YAML writes what is shared by reference.
+        written += [{**copy.deepcopy(plain), "sources": sources} for sources in apart]
+    return yaml.safe_dump(
+        {"slices": written}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000
+    )

@@ -1,14 +1,15 @@
-"""Tied heads. A language-model head may be the embedding itself, stored once, or stored twice, or stored on its own.
+"""Tied heads: a language-model head may be the embedding itself, stored once or twice, or stored on its own.
 
-One copy is kept when all parents agree that head and embedding are one. When a merge makes them differ, both are
-written and ``tie_word_embeddings`` becomes false.
+One copy is kept when all parents agree that head and embedding are one. When a merge makes them differ, both
+are written and ``tie_word_embeddings`` becomes false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from raymerge.architectures import declared_tie
 from raymerge.planner.align import Aligned
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.expressions import Output
@@ -39,33 +40,41 @@ def stores_own_head(source: Source) -> bool:
 
 
 def with_heads(
-    aligned: Sequence[Aligned], sections: Sequence[Section], sources: Sequence[Source]
+    aligned: Iterable[Aligned], sections: Sequence[Section], sources: Sequence[Source], *, donor: Source
 ) -> Iterator[Aligned]:
     """The aligned outputs, with every head pointed at the bytes that hold it in each member.
 
-    A head that the lead does not store is added where a tie may have to be cut.
+    A head that the lead does not store is added where a member or the donor, whose config is written, has one
+    of its own.
     """
     span = _head_span(sections)
     pair = sources[span.lead.source].pair
     if pair is None:
         yield from aligned
         return
-    everyone = span.everyone()
-    own = [stores_own_head(sources[member.source]) for member in everyone]
-    names = tuple(
-        head_name(sources[member.source]) if mine else embedding_name(sources[member.source])
-        for member, mine in zip(everyone, own, strict=True)
-    )
-    stored = pair.head in sources[span.lead.source].checkpoint.tensors
     for each in aligned:
         if each.copied or each.lead != pair.head:
             yield each
-        elif any(own):
-            yield replace(each, names=names)
+        elif _own_heads(each.span, sources):
+            yield replace(each, names=_head_names(each.span, sources))
         else:
+            names = tuple(embedding_name(sources[member.source]) for member in each.span.everyone())
             yield replace(each, lead=pair.embedding, names=names, alias=pair.embedding)
-    if any(own) and not stored and pair.declared is not False:
-        yield Aligned(pair.head, span, pair.embedding, names, 0.0)
+    stored = pair.head in sources[span.lead.source].checkpoint.tensors
+    wanted = _own_heads(span, sources) or stores_own_head(donor)
+    if wanted and not stored and pair.declared is not False:
+        yield Aligned(pair.head, span, pair.embedding, _head_names(span, sources), 0.0)
+
+
+def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
+    """Whether any member has a head that is not its embedding."""
+    return any(stores_own_head(sources[member.source]) for member in span.everyone())
+
+
+def _head_names(span: Span, sources: Sequence[Source]) -> tuple[str, ...]:
+    """The tensor that holds the head in each member: the head, or the embedding that it is tied to."""
+    members = [sources[member.source] for member in span.everyone()]
+    return tuple(head_name(each) if stores_own_head(each) else embedding_name(each) for each in members)
 
 
 def settle_tie(
@@ -73,8 +82,13 @@ def settle_tie(
     sections: Sequence[Section],
     sources: Sequence[Source],
     fates: Fates,
+    *,
+    donor: Source,
 ) -> TieDecision:
-    """Say whether head and embedding are one, now that it is known what they are made of."""
+    """Say whether head and embedding are one, now that it is known what they are made of.
+
+    The new value of the flag is for the donor's config, whatever the other configs say.
+    """
     lead = sources[_head_span(sections).lead.source]
     pair = lead.pair
     head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
@@ -85,9 +99,11 @@ def settle_tie(
     if head is None:
         return TieDecision("", pair.embedding, None, "no head is stored, as in the lead checkpoint")
     equal = [row.content() for row in head.rows] == [row.content() for row in embedding.rows]
-    stored = pair.head in lead.checkpoint.tensors
     if not equal:
-        tied = False if pair.declared or not stored else None
+        declared = declared_tie(donor.checkpoint.config)
+        # A config that is silent means what its family means by it: what the donor does shows it.
+        untied = declared is False or (declared is None and stores_own_head(donor))
+        tied = None if untied else False
         return TieDecision(
             pair.head, pair.embedding, tied, "head and embedding differ in the result, so both are written"
         )

@@ -1,4 +1,4 @@
-"""Experts stored alone, fused, transposed or interleaved meet as the same matrices; codes are never combined."""
+"""Experts stored alone, fused, transposed or interleaved meet as equal matrices; codes are never combined."""
 
 from __future__ import annotations
 
@@ -111,11 +111,15 @@ def test_fused_rows_are_as_small_as_whole_matrices_allow(tmp_path: Path) -> None
     data = {"merge_method": "linear", "models": [{"model": root}] * 2, "parameters": {"weight": 1}}
     made = good(data)
     rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
-    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [(F * D, 1, True)] * 2 * E
+    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [
+        (F * D, 1, True)
+    ] * 2 * E
     root = _model(tmp_path / "b", _matrices(0), "gpt_oss")
     made = good({**data, "models": [{"model": root}] * 2})
     rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
-    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [(2 * F * D, 2, False)] * E
+    assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [
+        (2 * F * D, 2, False)
+    ] * E
 
 
 def test_one_source_in_the_lead_s_layout_is_converted_not_copied(tmp_path: Path) -> None:
@@ -155,7 +159,9 @@ def test_a_stack_of_unknown_order_is_one_tensor_for_element_wise_methods_only(tm
     made = good({"merge_method": "linear", **models, "parameters": {"weight": 1}})
     assert len(made.rows("model.layers.0.mlp.experts.gate_up_proj")) == 1
     (problem,) = refusals({"merge_method": "slerp", "base_model": a, **models, "parameters": {"t": 0.5}})
-    assert "1 tensors hold several experts in an order that model_type 'nobody_knows' does not tell" in problem
+    assert (
+        "1 tensors hold several experts in an order that model_type 'nobody_knows' does not tell" in problem
+    )
 
 
 def test_random_methods_draw_by_logical_name_whatever_the_layout(tmp_path: Path) -> None:
@@ -269,7 +275,11 @@ def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path) -> 
         ({"x.weight_packed": (DType.I32, (2, 2))}, {"quantization_config": {"a": 1}}, "packed INT4"),
         ({"x.qweight": (DType.I32, (2, 2)), "x.qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
         ({"x.weight": (DType.U8, (2, 2))}, {"quantization_config": {"a": 1}}, "U8 codes"),
-        ({"x.weight": (DType.F8_E4M3, (2, 2)), "x.weight_scale": (DType.F32, ())}, {}, "FP8 with weight_scale"),
+        (
+            {"x.weight": (DType.F8_E4M3, (2, 2)), "x.weight_scale": (DType.F32, ())},
+            {},
+            "FP8 with weight_scale",
+        ),
         ({"x.weight": (DType.F8_E5M2, (2, 2))}, {}, "F8_E5M2 without a scale beside it"),
     ],
 )

@@ -178,7 +178,9 @@ def test_one_model_twice_is_two_sources(models: tuple[Path, Path, Path]) -> None
     made = good({"merge_method": "linear", "slices": [{"sources": entries}]})
     assert made.reads(Q.format(0)) == [(0, Q.format(0)), (0, Q.format(2))]
     assert made.weights(Q.format(0)) == [1, 3]
-    made = good({"merge_method": "linear", "models": [{"model": m} for m in (a, b, a)], "parameters": {"weight": 1}})
+    made = good(
+        {"merge_method": "linear", "models": [{"model": m} for m in (a, b, a)], "parameters": {"weight": 1}}
+    )
     assert made.rows(Q.format(0))[0]["num_inputs"] == 3
 
 
@@ -258,13 +260,13 @@ def test_binding_and_shapes_are_reported_together(tmp_path: Path) -> None:
     assert any("lacks 9 tensors" in problem for problem in problems)
 
 
-_NUMBERS = st.one_of(
-    st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)
-)
+_NUMBERS = st.one_of(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 _SETTINGS = st.one_of(
     _NUMBERS,
     st.lists(
-        st.fixed_dictionaries({"filter": st.sampled_from(["attn", "mlp", "layers.1.", "*"]), "value": _NUMBERS}),
+        st.fixed_dictionaries(
+            {"filter": st.sampled_from(["attn", "mlp", "layers.1.", "*"]), "value": _NUMBERS}
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -273,9 +275,7 @@ _SETTINGS = st.one_of(
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(levels=st.fixed_dictionaries({"entry": _SETTINGS, "slice": _SETTINGS, "recipe": st.integers(1, 9)}))
-def test_precedence_agrees_with_a_plain_walk(
-    models: tuple[Path, Path, Path], levels: dict[str, Any]
-) -> None:
+def test_precedence_agrees_with_a_plain_walk(models: tuple[Path, Path, Path], levels: dict[str, Any]) -> None:
     made = planned(_sliced(*models[:2], **{level: {"weight": value} for level, value in levels.items()}))
     for layer in range(4):
         for name in (Q.format(layer), f"model.layers.{layer}.mlp.up_proj.weight"):
@@ -299,4 +299,3 @@ def _plain(setting: Any, name: str, t: float) -> float | None:
         if choice["filter"] == "*" or choice["filter"] in name:
             return _plain(choice["value"], name, t)
     return None
-

@@ -124,7 +124,12 @@ def test_problems_of_recipe_and_sources_are_told_at_once(tmp_path: Path) -> None
     b = llama(tmp_path / "b", architectures=["Other"])
     entries = [{"model": a, "parameters": {"wieght": 1}}, {"model": b}]
     problems = "\n".join(refusals({"merge_method": "slerp", "models": entries, "tokenizer_source": "union"}))
-    for words in ("another family", "'wieght' is not a parameter", "needs a base_model", "'tokenizer_source'"):
+    for words in (
+        "another family",
+        "'wieght' is not a parameter",
+        "needs a base_model",
+        "'tokenizer_source'",
+    ):
         assert words in problems
 
 
@@ -220,10 +225,10 @@ VISION = {
 
 
 def _vision(root: Path, *, extra: str = "") -> Path:
-    text = {
-        name.replace("model.", "language_model.model.", 1): spec for name, spec in llama_specs(2).items()
+    text = {name.replace("model.", "language_model.model.", 1): spec for name, spec in llama_specs(2).items()}
+    specs = {
+        f"language_model.{name}" if name == "lm_head.weight" else name: spec for name, spec in text.items()
     }
-    specs = {f"language_model.{name}" if name == "lm_head.weight" else name: spec for name, spec in text.items()}
     for layer in range(2):
         specs[f"vision_tower.blocks.{layer}.attn.qkv.weight"] = (DType.BF16, (4, 4))
     specs["multi_modal_projector.linear.weight"] = (DType.BF16, (4, 4))
@@ -238,7 +243,10 @@ def _modules(**modules: Any) -> dict[str, Any]:
 
 def test_modules_that_are_not_named_are_copied_from_the_donor(tmp_path: Path) -> None:
     a, b = _vision(tmp_path / "a", extra="vision_tower.positions"), _vision(tmp_path / "b")
-    slices = [{"sources": [{"model": b, "layer_range": [0, 2]}]}, {"sources": [{"model": b, "layer_range": [1, 2]}]}]
+    slices = [
+        {"sources": [{"model": b, "layer_range": [0, 2]}]},
+        {"sources": [{"model": b, "layer_range": [1, 2]}]},
+    ]
     made = good({**_modules(text_decoder={"slices": slices}), "base_model": a})
     assert made.config["text_config"]["num_hidden_layers"] == 3
     name = "vision_tower.blocks.1.attn.qkv.weight"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -60,6 +61,20 @@ def test_random_results_are_no_copies_of_each_other(tmp_path: Path) -> None:
     assert set(good(data).plan["rows"].column("copy_of").to_pylist()) == {-1}
 
 
+def test_content_is_compared_beyond_where_it_is_read(tmp_path: Path) -> None:
+    """The same bytes under two weights, each twice, in any order."""
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    sources = [{"model": m, "layer_range": [0, 1]} for m in (a, b)]
+    data = {"merge_method": "linear", "parameters": {"normalize": False}}
+    slices = [{"sources": sources, "parameters": {"weight": weight}} for weight in (1, 2, 2, 3, 1, 3)]
+    made = good({**data, "slices": slices})
+    rows = made.plan["rows"].to_pylist()
+    names = [Q.format(layer) for layer in range(6)]
+    firsts = [rows[rows.index(made.rows(name)[0])]["copy_of"] for name in names]
+    order = [rows.index(made.rows(name)[0]) for name in names]
+    assert firsts == [-1, -1, order[1], -1, order[0], order[3]]
+
+
 @pytest.mark.parametrize("duplicates", ["keep", "share"])
 def test_each_name_has_bytes_of_its_own_under_either_policy(tmp_path: Path, duplicates: str) -> None:
     a = llama(tmp_path / "a")
@@ -114,9 +129,7 @@ def test_pieces_of_repeated_content_are_paired_piece_by_piece(tmp_path: Path) ->
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shard_size=st.integers(0, 40_000), layers=st.integers(1, 3), hidden=st.sampled_from([8, 16]))
-def test_every_split_gives_a_sound_plan(
-    tmp_path: Path, shard_size: int, layers: int, hidden: int
-) -> None:
+def test_every_split_gives_a_sound_plan(tmp_path: Path, shard_size: int, layers: int, hidden: int) -> None:
     specs, config = llama_specs(layers, hidden=hidden), llama_config(layers=layers, hidden=hidden)
     a, b = (header_checkpoint(tmp_path / f"{n}{layers}{hidden}", specs, config) for n in "ab")
     made = good(_linear(a, b, shard_size=shard_size))
@@ -134,6 +147,21 @@ def test_two_calls_give_equal_plans_and_every_recipe_field_another(tmp_path: Pat
     digests = {planned(_linear(a, b, **change)).plan.digest for change in changes}
     assert len(digests | {plans[0].digest}) == 5
     assert build_plan(recipe, sources, version="1").digest != plans[0].digest
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path: Path, running: bool) -> None:
+    a = llama(tmp_path / "a")
+    was_running = gc.isenabled()
+    (gc.enable if running else gc.disable)()
+    try:
+        good(_linear(a))
+        assert gc.isenabled() is running
+        with pytest.raises(PlanError):
+            planned({**_linear(a), "merge_method": "none"})
+        assert gc.isenabled() is running
+    finally:
+        (gc.enable if was_running else gc.disable)()
 
 
 _CHILD = """
@@ -177,9 +205,7 @@ def test_a_saved_plan_comes_back_as_it_was(saved: tuple[Plan, Path]) -> None:
 
 def test_the_digest_does_not_hang_on_how_arrow_cuts_its_columns(saved: tuple[Plan, Path]) -> None:
     plan, _ = saved
-    cut = {
-        name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()
-    }
+    cut = {name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()}
     assert digest(plan.manifest, cut) == plan.digest
 
 
@@ -222,7 +248,12 @@ def test_a_flipped_bit_gives_the_same_plan_or_a_refusal(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "cannot be read"), ("[]", "cannot be read"), ("{}", "cannot be read"), ('{"digest": ""}', "cannot be")],
+    [
+        ("", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"digest": ""}', "cannot be"),
+    ],
 )
 def test_a_broken_manifest_is_refused(saved: tuple[Plan, Path], text: str, words: str) -> None:
     _, directory = saved

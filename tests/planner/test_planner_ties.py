@@ -151,7 +151,10 @@ def test_a_stack_that_ends_in_a_head_of_its_own_is_untied(tmp_path: Path) -> Non
 
 def test_a_head_whose_role_is_not_told_by_its_name_meets_every_member(tmp_path: Path) -> None:
     """Slices of unlike numbers of sources: the head's members are those of its own slice."""
-    a, b = _llama(tmp_path / "a", 1, tie=True, head="equal"), _llama(tmp_path / "b", 2, tie=True, head="equal")
+    a, b = (
+        _llama(tmp_path / "a", 1, tie=True, head="equal"),
+        _llama(tmp_path / "b", 2, tie=True, head="equal"),
+    )
     one = {"sources": [{"model": a, "layer_range": [0, 1]}]}
     two = {"sources": [{"model": m, "layer_range": [1, 2]} for m in (a, b)]}
     made = good({"merge_method": "linear", "slices": [one, two], "parameters": {"weight": 1}})
@@ -172,7 +175,7 @@ def test_a_model_without_a_token_embedding_has_no_tie(tmp_path: Path) -> None:
 
 
 def test_a_stack_under_an_untied_config_gets_the_head_that_it_needs(tmp_path: Path) -> None:
-    """The config is the first model's and says that there is a head; the last one has its embedding for it."""
+    """The config is the first model's and says that there is a head; the last one's is its embedding."""
     a, b = _llama(tmp_path / "a", 1, tie=False, head="own"), _llama(tmp_path / "b", 2, tie=True)
     slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
     made = good({"merge_method": "passthrough", "slices": slices})
