@@ -37,16 +37,16 @@ class PartComputation:
     ) -> None:
         method = find_method(expression.method)
         if method is None:
-            raise ValueError(f"the plan names a method '{expression.method}' that this raymerge does not have")
+            raise ValueError(
+                f"the plan names a method '{expression.method}' that this raymerge does not have"
+            )
         self._method: Method = method
         self._has_base = expression.has_base
         self._part = part
         self._device = device
         self._settings = _settings(expression, method, part, seed)
         self.passes = method.kernel.passes(self._settings)
-        self._state: Any = (
-            method.kernel.begin(self._settings, num_elements, device) if self.passes else None
-        )
+        self._state: Any = method.kernel.begin(self._settings, num_elements, device) if self.passes else None
 
     def observe(self, raw: Raw, start: int, pass_index: int) -> None:
         """Take one tile into the statistics of a pass."""
@@ -113,4 +113,4 @@ def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
 
 
 def _strided(flat: torch.Tensor, view: View) -> torch.Tensor:
-    return torch.as_strided(flat, view.shape, view.strides, view.offset)
+    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)

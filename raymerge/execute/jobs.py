@@ -79,7 +79,7 @@ class RowJob:
         """Memory that making it takes."""
         return row_need(
             self.expression,
-            [each.dtype for each in self.inputs],
+            [(each.dtype, each.nbytes) for each in self.inputs],
             len(self.parts),
             num_elements=self.num_elements,
             is_flat=self.is_flat,
@@ -103,12 +103,6 @@ class Jobs:
             for position, row in enumerate(rows)
             if row["copy_of"] < 0
         )
-
-    def shards(self, segment: int) -> tuple[str, ...]:
-        """Names of the shards that a segment writes into."""
-        own = self._plan["segments"].column("shard")[segment].as_py()
-        names = {shard for row in self.rows(segment) for shard, _ in row.places}
-        return tuple(sorted(names | {self._shards[own]}))
 
     def _row(self, index: int, row: dict[str, int]) -> RowJob:
         tensor = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()[0]
@@ -137,7 +131,12 @@ class Jobs:
         rows = self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
         inputs = [
             Input(
-                each["part"], each["source"], each["key"], each["offset"], each["nbytes"], DType(each["dtype"]),
+                each["part"],
+                each["source"],
+                each["key"],
+                each["offset"],
+                each["nbytes"],
+                DType(each["dtype"]),
                 _view(each["view_offset"], each["view_shape"], each["view_strides"]),
             )
             for each in rows

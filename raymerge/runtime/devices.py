@@ -17,7 +17,9 @@ def choose_device(wanted: Device) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise OptionError(
-            Problem("--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu.")
+            Problem(
+                "--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu."
+            )
         )
     return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 

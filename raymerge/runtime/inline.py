@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
@@ -45,15 +45,16 @@ class InlinePool:
         """Choose the device."""
         self._device = choose_device(self._wanted)
 
-    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Iterator[Receipt]:
+    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
         """Make segments in threads; see ``Pool.run``."""
         with ExitStack() as stack:
             sources = [stack.enter_context(open_store(root)) for root in work.roots]
             staging = stack.enter_context(open_store(str(work.staging)))
             runner = SegmentRunner(
-                work.plan, sources, staging, device=self._device, budget=work.budget, name=_NAME
+                work.plan, sources, staging, device=self._device, projection=work.projection, name=_NAME
             )
             threads = stack.enter_context(ThreadPoolExecutor(SLOTS))
+            stack.callback(runner.abort)
             yield from _feed(runner, threads, list(segments), stop)
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class InlinePool:
 
 def _feed(
     runner: SegmentRunner, threads: ThreadPoolExecutor, todo: list[int], stop: Stop
-) -> Iterator[Receipt]:
+) -> Generator[Receipt, None, None]:
     flight: set[Future[Receipt]] = set()
     while True:
         while todo and len(flight) < SLOTS and not stop.requested:

@@ -33,9 +33,15 @@ class RunOptions:
             problems.append(
                 Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
             )
+        if self.memory is not None and self.memory < 1:
+            problems.append(
+                Problem("--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB.")
+            )
         if self.inline and self.address is not None:
             problems.append(
-                Problem("--inline", "a run in this process has no cluster address.", "Drop --address or --inline.")
+                Problem(
+                    "--inline", "a run in this process has no cluster address.", "Drop --address or --inline."
+                )
             )
         if self.inline and self.workers not in (None, 1):
             problems.append(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from raymerge.execute.receipts import Receipt
+from raymerge.planner.memory import Projection
 from raymerge.planner.tables import Plan
 
 
@@ -22,8 +23,8 @@ class Work:
     """Directory of each source."""
     staging: Path
     """The staging directory, reachable from every worker."""
-    budget: int
-    """Bytes that a worker may use."""
+    projection: Projection
+    """Memory that a worker may use."""
 
 
 class Stop:
@@ -64,10 +65,11 @@ class Pool(Protocol):
             OptionError: the workers asked for cannot be had.
         """
 
-    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Iterator[Receipt]:
+    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
         """Make segments in about the given order and yield receipts as they come.
 
-        Ends early, without error, once ``stop`` is requested and the segments in hand are done.
+        Ends early, without error, once ``stop`` is requested and the segments in hand are done. Closing the
+        generator gives up the segments in hand.
         """
 
     def close(self) -> None:

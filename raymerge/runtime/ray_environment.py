@@ -1,15 +1,21 @@
-"""What must be set before ray is imported, and how an embedded Ray is started. Imported by the Ray pool alone."""
+"""What must be set before ray is imported, and how a cluster is reached or started."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from types import ModuleType
+from typing import Any
+
+from raymerge.errors import OptionError, Problem
 
 _OBJECT_STORE_BYTES = 200 << 20
+_ANSWER_SECONDS = 5.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -17,6 +23,7 @@ _QUIET = {
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
 
 
 def import_ray(*, embedded: bool) -> ModuleType:
@@ -52,15 +59,38 @@ class RayConnection:
         self.ray = import_ray(embedded=address is None)
 
     def open(self) -> None:
-        """Connect; where this process is connected already, that connection is used and left open."""
+        """Connect; where this process is connected already, that connection is used and left open.
+
+        Raises:
+            OptionError: no cluster answers at the address, or none can be started here.
+        """
         if self.ray.is_initialized():
             return
         self._owner = True
-        if self._address is not None:
-            self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
-            return
+        try:
+            if self._address is None:
+                self._start()
+            else:
+                _check_answers(self._address)
+                self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _no_ray(self._address, error) from error
+        _silence_notices(self.ray)
+
+    def close(self) -> None:
+        """Disconnect, and end the cluster if it is ours."""
+        if self._owner:
+            self.ray.shutdown()
+            self._owner = False
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = ""
+
+    def _start(self) -> None:
         # A short path: Ray's socket names below it must stay under 108 bytes.
-        self._temporary = tempfile.mkdtemp(prefix="raymerge-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        short = "/tmp" if os.path.isdir("/tmp") else None
+        self._temporary = tempfile.mkdtemp(prefix="raymerge-", dir=short)
+        # "local", because without an address Ray joins any cluster that it finds on this machine.
         self.ray.init(
             address="local",
             num_cpus=self._num_cpus,
@@ -71,11 +101,40 @@ class RayConnection:
             object_store_memory=_OBJECT_STORE_BYTES,
         )
 
-    def close(self) -> None:
-        """Disconnect, and end the cluster if it is ours."""
-        if self._owner:
-            self.ray.shutdown()
-            self._owner = False
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = ""
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries an address for more than a minute and then ends the process.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is not None:
+        socket.create_connection((found.group(1), int(found.group(2))), timeout=_ANSWER_SECONDS).close()
+
+
+def _no_ray(address: str | None, error: Exception) -> OptionError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if address is None:
+        return OptionError(
+            Problem("ray", f"an embedded Ray does not start ({reason}).", "Give --inline to run without it.")
+        )
+    return OptionError(
+        Problem(
+            f"--address {address}",
+            f"no Ray cluster can be reached there ({reason}).",
+            "Give HOST:PORT of a running head node (usually port 6379), or none for an embedded Ray.",
+        )
+    )
+
+
+def _silence_notices(ray: Any) -> None:
+    """Ray prints the raylet's notices to standard output, whatever it is told; ours are events.
+
+    A worker's death is reported by ``WorkerLost``, and standard output belongs to the caller.
+    """
+    ray._private.worker.print_to_stdstream = _say_nothing
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """Takes the place of Ray's printer."""

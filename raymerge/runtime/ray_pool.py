@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from raymerge.runtime.worker import MergeWorker
 _READY_SECONDS = 120.0
 _TICK_SECONDS = 1.0
 _ATTEMPTS = 3
-"""Workers that a segment may take down with it before the run gives up."""
+"""Workers that a segment may take down with it, or that may fail to start, before the run gives up."""
 _MOST_CPU_WORKERS = 8
 
 
@@ -28,24 +29,31 @@ _MOST_CPU_WORKERS = 8
 class _Actor:
     name: str
     handle: Any
+    opening: Any = None
+    """Reference to its taking up the plan; None once that is done."""
     flight: dict[Any, int] = field(default_factory=dict)
+    """Segments in hand by the reference to their receipt."""
 
 
 class RayPool:
     """Workers on an embedded Ray, or on a running cluster."""
 
-    def __init__(self, options: RunOptions, on_event: OnEvent) -> None:
+    def __init__(self, options: RunOptions, on_event: OnEvent, *, worker: type[Any] = MergeWorker) -> None:
+        """
+        Args:
+            options: how many workers, on what, and where.
+            on_event: told of lost workers.
+            worker: class of the actors.
+        """
         self._options = options
         self._on_event = on_event
+        self._worker = worker
         self._actors: list[_Actor] = []
         self._spawned = 0
         self._numerics: dict[str, str] = {}
-        self._wanted = 0
         self._use_gpu = False
-        workers = options.workers or 0
-        self._connection = RayConnection(
-            options.address, num_cpus=max(workers, os.cpu_count() or 1) if options.address is None else None
-        )
+        slots = max(options.workers or 0, os.cpu_count() or 1)
+        self._connection = RayConnection(options.address, num_cpus=slots if options.address is None else None)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -65,39 +73,18 @@ class RayPool:
     def start(self) -> None:
         """Connect and start the workers; see ``Pool.start``."""
         self._connection.open()
-        self._count()
-        self._actors = [self._spawn() for _ in range(self._wanted)]
-        answers = self._ready(self._actors)
-        kinds = {tuple(sorted(answer["numerics"].items())) for answer in answers}
-        if len(kinds) > 1:
-            raise OptionError(
-                Problem(
-                    "workers", f"the workers differ in device or torch version: {sorted(kinds)}.",
-                    "Give --device cpu, or use equal machines, so that the bytes do not depend on chance.",
-                )
-            )
+        self._actors = [self._spawn() for _ in range(self._count())]
+        answers = self._answers([actor.handle.ready.remote() for actor in self._actors])
         self._numerics = dict(answers[0]["numerics"])
+        for answer in answers:
+            self._check_numerics(answer)
 
-    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Iterator[Receipt]:
+    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
         """Keep every worker busy with a bounded number of segments; see ``Pool.run``."""
-        ray = self._connection.ray
-        shared = ray.put(work)
-        ray.get([actor.handle.open.remote(shared) for actor in self._actors])
-        todo = deque(segments)
-        attempts: dict[int, int] = {}
-        while True:
-            self._feed(todo, stop)
-            flight = {ref: actor for actor in self._actors for ref in actor.flight}
-            if not flight:
-                return
-            ready, _ = ray.wait(list(flight), num_returns=1, timeout=_TICK_SECONDS)
-            for ref in ready:
-                actor = flight[ref]
-                if ref not in actor.flight:
-                    continue
-                receipt = self._collect(ref, actor, lambda a, e: self._lost(a, e, todo, attempts, shared))
-                if receipt is not None:
-                    yield receipt
+        shift = _Shift(self, self._connection.ray, self._connection.ray.put(work), deque(segments))
+        shift.begin()
+        while shift.goes_on(stop):
+            yield from shift.advance(stop)
 
     def close(self) -> None:
         """End the workers, and the cluster if it is ours."""
@@ -106,28 +93,22 @@ class RayPool:
         self._actors = []
         self._connection.close()
 
-    def _count(self) -> None:
+    def _count(self) -> int:
+        """Workers to start."""
         resources = self._connection.ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
         self._use_gpu = gpus > 0 and self._options.device != "cpu"
         if self._options.device == "cuda" and not gpus:
-            raise OptionError(
-                Problem("--device", "cuda was asked for, but the cluster has no GPU.", "Use --device auto or cpu.")
-            )
-        room = gpus if self._use_gpu else cpus
-        usual = gpus if self._use_gpu else min(cpus, _MOST_CPU_WORKERS)
-        self._wanted = self._options.workers or max(1, usual)
-        if self._wanted > room:
-            kind = "GPUs" if self._use_gpu else "CPU slots"
-            raise OptionError(
-                Problem(
-                    "--workers", f"{self._wanted} workers were asked for, but the cluster has {room} {kind}.",
-                    f"Give at most {room}, or add machines.",
-                )
-            )
+            what = "cuda was asked for, but the cluster has no GPU."
+            raise OptionError(Problem("--device", what, "Use --device auto or cpu."))
+        room, kind = (gpus, "GPUs") if self._use_gpu else (cpus, "CPU slots")
+        wanted = self._options.workers or max(1, room if self._use_gpu else min(room, _MOST_CPU_WORKERS))
+        if wanted > room:
+            what = f"{wanted} workers were asked for, but the cluster has {room} {kind}."
+            raise OptionError(Problem("--workers", what, f"Give at most {room}, or add machines."))
+        return wanted
 
     def _spawn(self) -> _Actor:
-        ray = self._connection.ray
         name = f"worker-{self._spawned}"
         self._spawned += 1
         options = {
@@ -138,79 +119,149 @@ class RayPool:
             "max_concurrency": SLOTS + 1,
         }
         device = self._options.device if self._use_gpu else "cpu"
-        return _Actor(name, ray.remote(MergeWorker).options(**options).remote(name, device))
+        return _Actor(name, self._connection.ray.remote(self._worker).options(**options).remote(name, device))
 
-    def _ready(self, actors: Sequence[_Actor]) -> list[dict[str, Any]]:
+    def _answers(self, references: Sequence[Any]) -> list[dict[str, Any]]:
+        """What the first workers answer when they are ready."""
         ray = self._connection.ray
         try:
-            answers: list[dict[str, Any]] = ray.get(
-                [actor.handle.ready.remote() for actor in actors], timeout=_READY_SECONDS
-            )
-        except ray.exceptions.GetTimeoutError as error:
+            answers: list[dict[str, Any]] = ray.get(list(references), timeout=_READY_SECONDS)
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise OptionError(
                 Problem(
-                    "workers", f"they did not start within {_READY_SECONDS:.0f} s.",
-                    "Look at 'ray status': the cluster may be full or without the resources asked for.",
+                    "workers",
+                    f"they did not start within {_READY_SECONDS:.0f} s ({_first_line(error)}).",
+                    "Look at 'ray status': the cluster may be full or short of memory; --inline needs none.",
                 )
             ) from error
         return answers
 
-    def _feed(self, todo: deque[int], stop: Stop) -> None:
+    def _check_numerics(self, answer: dict[str, Any]) -> None:
+        if answer["numerics"] != self._numerics:
+            raise OptionError(
+                Problem(
+                    "workers",
+                    f"they differ in device or torch version: {self._numerics} and {answer['numerics']}.",
+                    "Give --device cpu, or use equal machines, so that the bytes do not depend on chance.",
+                )
+            )
+
+
+class _Shift:
+    """One call of ``RayPool.run``: what is to be done, and who has what in hand."""
+
+    def __init__(self, pool: RayPool, ray: Any, work: Any, todo: deque[int]) -> None:
+        self._pool = pool
+        self._ray = ray
+        self._work = work
+        self._todo = todo
+        self._took_down: Counter[int] = Counter()
+        self._failed_starts = 0
+        self._progress = time.monotonic()
+
+    def begin(self) -> None:
+        """Give every worker the plan."""
+        for actor in self._pool._actors:
+            actor.opening = actor.handle.open.remote(self._work)
+
+    def goes_on(self, stop: Stop) -> bool:
+        """Whether segments are in hand, or wait and may be begun."""
+        return any(actor.flight for actor in self._pool._actors) or bool(self._todo and not stop.requested)
+
+    def advance(self, stop: Stop) -> Generator[Receipt, None, None]:
+        """Hand out segments, wait a moment, and yield the receipts that have come."""
+        self._feed(stop)
+        actors = self._pool._actors
+        waiting = {
+            ref: actor for actor in actors for ref in (*actor.flight, actor.opening) if ref is not None
+        }
+        ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_TICK_SECONDS)
+        for ref in ready:
+            answer = self._answer(ref, waiting[ref])
+            if answer is not None:
+                yield Receipt.from_json(answer)
+        self._check_patience(progressed=bool(ready))
+
+    def _feed(self, stop: Stop) -> None:
         for _ in range(SLOTS):
-            for actor in self._actors:
-                if todo and len(actor.flight) < SLOTS and not stop.requested:
-                    segment = todo.popleft()
+            for actor in self._pool._actors:
+                if self._todo and not stop.requested and self._may_take(actor, self._todo[0]):
+                    segment = self._todo.popleft()
                     actor.flight[actor.handle.run.remote(segment)] = segment
 
-    def _collect(
-        self, ref: Any, actor: _Actor, lost: Callable[[_Actor, Exception], None]
-    ) -> Receipt | None:
-        ray = self._connection.ray
-        errors = ray.exceptions
+    def _may_take(self, actor: _Actor, segment: int) -> bool:
+        """Whether there is a place; one that took a worker down runs alone, for the blame to be clear."""
+        if actor.opening is not None or len(actor.flight) >= SLOTS:
+            return False
+        suspects = [each for each in (segment, *actor.flight.values()) if self._took_down[each]]
+        return not (actor.flight and suspects)
+
+    def _answer(self, ref: Any, actor: _Actor) -> dict[str, Any] | None:
+        """A receipt; None where a worker took up the plan, or was lost."""
+        errors = self._ray.exceptions
         try:
-            answer = ray.get(ref)
+            answer: dict[str, Any] = self._ray.get(ref)
         except errors.RayTaskError as error:
             raise _cause(error) from None
-        except (
-            errors.RayActorError, errors.OutOfMemoryError, errors.NodeDiedError, errors.WorkerCrashedError,
-            errors.ObjectLostError,
-        ) as error:
-            lost(actor, error)
+        except errors.RayError as error:
+            self._lose(actor, _first_line(error))
+            return None
+        if ref == actor.opening:
+            self._pool._check_numerics(answer)
+            actor.opening = None
             return None
         del actor.flight[ref]
-        return Receipt.from_json(answer)
+        return answer
 
-    def _lost(
-        self, actor: _Actor, error: Exception, todo: deque[int], attempts: dict[int, int], shared: Any
-    ) -> None:
-        ray = self._connection.ray
+    def _lose(self, actor: _Actor, reason: str) -> None:
+        """Take back what a lost worker had in hand, and start another in its place."""
+        self._ray.kill(actor.handle)
+        self._pool._actors.remove(actor)
         segments = tuple(actor.flight.values())
-        ray.kill(actor.handle)
-        self._actors.remove(actor)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        self._on_event(WorkerLost(actor.name, reason, segments))
+        self._pool._on_event(WorkerLost(actor.name, reason, segments))
+        self._failed_starts += actor.opening is not None
         for segment in segments:
-            attempts[segment] = attempts.get(segment, 0) + 1
-            todo.appendleft(segment)
-        worn = [segment for segment in segments if attempts[segment] >= _ATTEMPTS]
-        if worn:
+            self._took_down[segment] += 1
+            self._todo.appendleft(segment)
+        self._check_attempts(segments, reason)
+        if self._failed_starts < _ATTEMPTS:
+            fresh = self._pool._spawn()
+            fresh.opening = fresh.handle.open.remote(self._work)
+            self._pool._actors.append(fresh)
+
+    def _check_attempts(self, segments: Sequence[int], reason: str) -> None:
+        worn = next((segment for segment in segments if self._took_down[segment] >= _ATTEMPTS), None)
+        if worn is not None:
             raise IncompleteError(
-                f"segment {worn[0]} took down {_ATTEMPTS} workers, the last with: {reason}. What is done is kept: "
-                "the same command goes on there, perhaps with a smaller --memory or fewer --workers."
+                f"segment {worn} took down {_ATTEMPTS} workers, the last with: {reason}. What is done is "
+                "kept: the same command goes on there, perhaps with a smaller --memory or fewer --workers."
             )
-        fresh = self._spawn()
-        self._ready([fresh])
-        ray.get(fresh.handle.open.remote(shared))
-        self._actors.append(fresh)
+        if self._failed_starts >= _ATTEMPTS and not self._pool._actors:
+            raise IncompleteError(
+                f"{_ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
+                "command goes on there."
+            )
+
+    def _check_patience(self, *, progressed: bool) -> None:
+        """Without any worker that is up, wait only so long for a new one."""
+        if progressed or any(actor.opening is None for actor in self._pool._actors):
+            self._progress = time.monotonic()
+        elif time.monotonic() - self._progress > _READY_SECONDS:
+            raise IncompleteError(
+                f"no worker has been up for {_READY_SECONDS:.0f} s. What is done is kept: the same command "
+                "goes on once the cluster has room."
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _cause(error: Any) -> Exception:
-    """What a worker raised, as the driver raises it."""
+    """What a worker raised, as the driver raises it; for what nobody foresaw, with the worker's traceback."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, RaymergeError):
+    if isinstance(cause, RaymergeError | OSError):
         return cause
-    if isinstance(cause, OSError):
-        return IncompleteError(
-            f"a worker could not read or write: {cause}. What is done is kept: the same command goes on there."
-        )
     return error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -5,16 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from raymerge.assemble.finish import check_shards, finish_companions, finish_config, parents_of
-from raymerge.errors import IncompleteError, NonFiniteError, OptionError, Problem
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    NonFiniteError,
+    OptionError,
+    Problem,
+    RaymergeError,
+)
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import UNFINISHED
 from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
@@ -24,6 +32,7 @@ from raymerge.runtime.events import OnEvent, Planned, Published, SegmentDone, Sh
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool, Stop, Work
+from raymerge.runtime.sharing import share_duplicates
 from raymerge.runtime.staging import Staging
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
@@ -53,7 +62,7 @@ def fit_budget(plan: Plan, options: RunOptions) -> Projection:
     """The memory projection of a plan under the options' budget.
 
     Raises:
-        OptionError: the plan needs more than the budget allows; the message names the tensor and the least budget.
+        OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
     """
     projection = project(plan, options.memory or _usual_budget(options))
     if projection.budget < projection.least_budget:
@@ -92,7 +101,7 @@ class Run:
         self._sources = sources
         self._options = options
         self._on_event = on_event
-        self._staging = Staging(output.absolute(), plan)
+        self._staging = Staging(output.resolve(), plan)
         self._started = time.monotonic()
         self.projection = fit_budget(plan, options)
 
@@ -124,18 +133,24 @@ class Run:
         Raises:
             TargetError: the output place is taken or holds another plan's unfinished run.
             NonFiniteError: a source holds NaN or infinity; the staging directory is removed.
+            CheckpointError: a source was changed while it was read.
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: what was written is not what was planned.
         """
-        conditions = {
-            "numerics": pool.numerics,
-            "versions": [
-                {"name": s.name, "files": [[f.key, f.version] for f in s.checkpoint.files]}
-                for s in self._sources
-            ],
-        }
-        ledger = self._staging.prepare(conditions, replace=self._options.replace)
-        with self._staging.lock(), LocalStore(self._staging.root) as store:
+        try:
+            with self._staging.lock():
+                return self._carry_out(pool)
+        except RaymergeError:
+            raise
+        except OSError as error:
+            raise IncompleteError(
+                f"reading or writing failed: {error}. What is done is kept: the same command goes on from "
+                "there."
+            ) from error
+
+    def _carry_out(self, pool: Pool) -> RunResult:
+        ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
+        with LocalStore(self._staging.root) as store:
             receipts = self._work(pool, ledger, store)
             self._finish(store)
         verdict = verify_structure(self._staging.root).require()
@@ -143,52 +158,87 @@ class Run:
         self._staging.publish(replace=self._options.replace)
         seconds = time.monotonic() - self._started
         self._on_event(Published(str(self._staging.output), seconds))
-        return RunResult(
-            self._staging.output, self._plan.digest, verdict, tuple(receipts.values()), seconds
-        )
+        output = self._staging.output
+        proved = replace(verdict, path=str(output))
+        return RunResult(output, self._plan.digest, proved, tuple(receipts.values()), seconds)
+
+    def _conditions(self, pool: Pool) -> dict[str, Any]:
+        """What must be the same for a run to go on, beside the plan."""
+        return {
+            "numerics": pool.numerics,
+            "versions": [
+                {"name": source.name, "files": [[f.key, f.version] for f in source.checkpoint.files]}
+                for source in self._sources
+            ],
+        }
 
     def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> dict[int, Receipt]:
-        receipts = ledger.receipts()
+        """Receipts of all segments, when every shard has its final name."""
+        shards = _Shards(self._plan, store, self._on_event)
+        receipts = {} if shards.create() else ledger.receipts()
         costs = self._plan["segments"].column("cost").to_pylist()
         todo = sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
         self._on_event(Started(pool.workers, pool.device, len(receipts), sum(costs[s] for s in receipts)))
-        progress = _Shards(self._plan, store, self._on_event)
-        progress.create()
-        work = Work(
-            self._plan,
-            tuple(source.checkpoint.root for source in self._sources),
-            self._staging.root,
-            self.projection.budget,
-        )
         try:
-            with _stopping() as stop:
-                for receipt in pool.run(work, todo, stop):
-                    ledger.record(receipt)
-                    receipts[receipt.segment] = receipt
-                    self._on_event(
-                        SegmentDone(
-                            receipt.segment, receipt.worker, receipt.read_bytes, receipt.written_bytes,
-                            receipt.seconds,
-                        )
-                    )
+            self._make(pool, todo, ledger, receipts)
         except NonFiniteError:
             self._staging.discard()
             raise
         if len(receipts) < len(costs):
             raise IncompleteError(
-                f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same command goes "
-                "on from there."
+                f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
+                "command goes on from there."
             )
-        progress.complete()
+        self._check_sources()
+        shards.complete()
         return receipts
+
+    def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
+        """Have segments made and add their receipts, until all are in or a stop is asked for."""
+        roots = tuple(source.checkpoint.root for source in self._sources)
+        work = Work(self._plan, roots, self._staging.root, self.projection)
+        with _stopping() as stop, closing(pool.run(work, todo, stop)) as made:
+            for receipt in made:
+                ledger.record(receipt)
+                receipts[receipt.segment] = receipt
+                self._on_event(
+                    SegmentDone(
+                        receipt.segment,
+                        receipt.worker,
+                        receipt.read_bytes,
+                        receipt.written_bytes,
+                        receipt.seconds,
+                    )
+                )
+
+    def _check_sources(self) -> None:
+        """Find files that were written again since the plan was made: their bytes may be of two kinds."""
+        problems = []
+        for source in self._sources:
+            with open_store(source.checkpoint.root) as store:
+                now = {file.key: file.version for file in store.files()}
+            problems += [
+                Problem(
+                    f"{source.name}: {file.key}",
+                    "the file was changed while it was merged.",
+                    "Leave the sources alone, and start again with --replace.",
+                )
+                for file in source.checkpoint.files
+                if now.get(file.key) != file.version
+            ]
+        if problems:
+            raise CheckpointError(problems)
 
     def _finish(self, store: LocalStore) -> None:
         donor = self._sources[int(self._plan.manifest["donor"])]
         check_shards(self._plan, store)
         with open_store(donor.checkpoint.root) as files:
             finish_companions(
-                self._plan, files, store,
-                companions=donor.checkpoint.companions, parents=parents_of(self._sources),
+                self._plan,
+                files,
+                store,
+                companions=donor.checkpoint.companions,
+                parents=parents_of(self._sources),
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
 
@@ -197,29 +247,46 @@ class _Shards:
     """The shard files of a run: made with their headers first, named for good when all segments are in."""
 
     def __init__(self, plan: Plan, store: LocalStore, on_event: OnEvent) -> None:
+        self._plan = plan
         self._shards = plan["shards"].to_pylist()
         self._store = store
         self._on_event = on_event
 
-    def create(self) -> None:
-        """Reserve every file that is not there and write its header."""
-        present = {file.key for file in self._store.files()}
-        for shard in self._shards:
-            key = shard["name"] + UNFINISHED
-            if shard["name"] in present:
-                continue
-            self._store.create(key, shard["nbytes"])
-            self._store.write_at(key, 0, shard["header"])
+    def create(self) -> bool:
+        """Reserve every file that is not there and write its header; whether there was such a one.
+
+        Without its file, a receipt of an earlier run proves nothing.
+        """
+        sizes = {file.key: file.nbytes for file in self._store.files()}
+        lacking = [
+            s for s in self._shards if s["nbytes"] not in (sizes.get(s["name"]), sizes.get(_growing(s)))
+        ]
+        for shard in lacking:
+            self._store.remove(shard["name"])
+            self._store.create(_growing(shard), shard["nbytes"])
+            self._store.write_at(_growing(shard), 0, shard["header"])
+        self._store.sync_directory()
+        return bool(lacking)
 
     def complete(self) -> None:
-        """Give every shard its final name."""
+        """Give every shard its final name, after duplicates share extents where the recipe says so."""
         present = {file.key for file in self._store.files()}
+        # Names are given after that, so where one is given already, an earlier run has shared.
+        if self._plan.manifest["duplicates"] == "share" and not any(
+            s["name"] in present for s in self._shards
+        ):
+            share_duplicates(self._plan, self._store)
         for shard in self._shards:
             if shard["name"] not in present:
-                self._store.sync(shard["name"] + UNFINISHED)
-                self._store.rename(shard["name"] + UNFINISHED, shard["name"])
+                self._store.sync(_growing(shard))
+                self._store.rename(_growing(shard), shard["name"])
             self._on_event(ShardDone(shard["name"], shard["nbytes"]))
         self._store.sync_directory()
+
+
+def _growing(shard: Mapping[str, Any]) -> str:
+    """Name of a shard that is not complete."""
+    return f"{shard['name']}{UNFINISHED}"
 
 
 @contextmanager
@@ -230,7 +297,7 @@ def _stopping() -> Iterator[Stop]:
         yield stop
         return
 
-    def handle(number: int, _: FrameType | None) -> None:
+    def handle(_: int, __: FrameType | None) -> None:
         if stop.requested:
             raise KeyboardInterrupt
         stop.request()
@@ -246,4 +313,3 @@ def _stopping() -> Iterator[Stop]:
     finally:
         for number, old in zip(wanted, before, strict=True):
             signal.signal(number, old)
-

@@ -8,7 +8,7 @@ from raymerge.storage.store import WriteStore
 
 
 def share_duplicates(plan: Plan, store: WriteStore) -> int:
-    """Share the extents of every row that repeats an earlier one, in shards that are written but not yet named.
+    """Share the extents of rows that repeat an earlier one, in shards that are written and not yet named.
 
     Returns:
         Bytes that share storage. Each name keeps bytes of its own for every reader.

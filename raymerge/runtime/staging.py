@@ -1,7 +1,7 @@
 """The staging directory: where a checkpoint grows beside its place, until it is verified and renamed into it.
 
-It is named by the plan's digest. Whoever writes a segment of that plan writes the same bytes to the same place,
-so a worker that was given up and goes on writing does no harm.
+It is named by the plan's digest. Whoever writes a segment of that plan writes the same bytes to the same
+place, so a worker that was given up and goes on writing does no harm.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.planner.tables import Plan, save_plan
@@ -23,13 +23,19 @@ from raymerge.units import format_size
 
 RECORD = "raymerge"
 """Directory of the run record within a checkpoint: plan, ledger and recipe."""
-_LOCK = ".lock"
+_ELSEWHERE = "Choose another -o."
+_FACTS_SHOWN = 4
 
 
 class Staging:
     """The staging directory of one plan for one output place."""
 
     def __init__(self, output: Path, plan: Plan) -> None:
+        """
+        Args:
+            output: the output place, an absolute path without links.
+            plan: what is made.
+        """
         self.output = output
         self.root = output.parent / f"{_prefix(output)}{plan.digest[:16]}"
         self._plan = plan
@@ -40,14 +46,14 @@ class Staging:
         return self.root / RECORD / NAME
 
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
-        """Make or take up the directory.
+        """Make or take up the directory, under ``lock``.
 
         Raises:
             TargetError: the output place is taken, or an unfinished run differs from this one.
             OptionError: there is not enough room.
         """
         self.check(replace=replace)
-        self._discard_others()
+        self._discard_leftovers()
         self._check_conditions(conditions, replace=replace)
         if not self.ledger_path.exists():
             self._check_room()
@@ -59,30 +65,26 @@ class Staging:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory against a second driver on this machine.
+        """Hold the output place against a second driver on this machine.
 
         Raises:
-            TargetError: another process holds it.
+            TargetError: another process holds it, or nothing can be written there.
         """
-        with (self.root / _LOCK).open("a+", encoding="utf-8") as file:
+        path = self.output.parent / f".{self.output.name}.raymerge.lock"
+        with self._lock_file(path):
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise TargetError(
-                    Problem(
-                        str(self.output), "another raymerge process is making this very checkpoint now.",
-                        "Wait for it, or stop it first.",
-                    )
-                ) from error
-            yield
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def check(self, *, replace: bool) -> None:
         """Find what is wrong with the output place, changing nothing.
 
         Raises:
-            TargetError: it is taken, or an unfinished run of another plan is beside it.
+            TargetError: it is taken, cannot be written to, or an unfinished run of another plan is beside it.
         """
         self._check_output(replace=replace)
+        self._check_parent()
         for other in () if replace else self._others():
             difference = _difference(_manifest(other), self._plan.manifest)
             raise TargetError(
@@ -94,43 +96,92 @@ class Staging:
             )
 
     def publish(self, *, replace: bool) -> None:
-        """Rename the directory into the output place, durably; what was there goes only after that."""
-        (self.root / _LOCK).unlink(missing_ok=True)
-        old = self.output.parent / f".{self.output.name}.replaced"
+        """Rename the directory into the output place, durably; what was there goes only after that.
+
+        After a crash between two steps the old output or the new one is whole; the same command ends it.
+        """
         self._check_output(replace=replace)
-        if self.output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.output.rename(old)
+        if self._is_filled():
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self.output.rename(self._replaced)
         self.root.rename(self.output)
         _sync_directory(self.output.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the directory with all that is in it."""
         shutil.rmtree(self.root, ignore_errors=True)
 
+    @property
+    def _replaced(self) -> Path:
+        """Where an old output waits until the new one is in its place."""
+        return self.output.parent / f".{self.output.name}.replaced"
+
+    def _is_filled(self) -> bool:
+        return self.output.is_dir() and any(self.output.iterdir())
+
     def _check_output(self, *, replace: bool) -> None:
         if self.output.is_dir():
-            if any(self.output.iterdir()) and not replace:
+            if self._is_filled() and not replace:
                 raise TargetError(
                     Problem(
-                        str(self.output), "this directory is not empty.",
+                        str(self.output),
+                        "this directory is not empty.",
                         "Choose another -o, or give --replace to replace it once the merge is verified.",
                     )
                 )
         elif self.output.exists():
             raise TargetError(
-                Problem(str(self.output), "a file is in the place of the output directory.", "Choose another -o.")
+                Problem(str(self.output), "a file is in the place of the output directory.", _ELSEWHERE)
             )
+
+    def _check_parent(self) -> None:
+        place = _nearest(self.output.parent)
+        if not place.is_dir():
+            what = f"{place} is a file, so no directory can be made below it."
+        elif not os.access(place, os.W_OK | os.X_OK):
+            what = f"you may not write in {place}."
+        else:
+            return
+        raise TargetError(Problem(str(self.output), what, _ELSEWHERE))
+
+    @contextmanager
+    def _lock_file(self, path: Path) -> Iterator[None]:
+        """The lock file, held; one that its holder removed while we waited for it is no lock."""
+        self._check_parent()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with path.open("a", encoding="utf-8") as file:
+                self._hold(file)
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    yield
+                    return
+
+    def _hold(self, file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TargetError(
+                Problem(
+                    str(self.output),
+                    "another raymerge process is making this very checkpoint now.",
+                    "Wait for it, or stop it first.",
+                )
+            ) from error
+        except OSError:
+            # A file system without locks. Two drivers of one plan write the same bytes to the same places.
+            return
 
     def _others(self) -> list[Path]:
         """Staging directories of other plans for the same place."""
         found = sorted(self.output.parent.glob(glob.escape(_prefix(self.output)) + "*"))
         return [other for other in found if other != self.root]
 
-    def _discard_others(self) -> None:
-        for other in self._others():
-            shutil.rmtree(other, ignore_errors=True)
+    def _discard_leftovers(self) -> None:
+        """Remove unfinished runs of other plans, and an old output whose successor is in place."""
+        replaced = [self._replaced] if self._is_filled() else []
+        for leftover in (*self._others(), *replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _check_conditions(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
         before = Ledger.conditions(self.ledger_path)
@@ -152,10 +203,7 @@ class Staging:
 
     def _check_room(self) -> None:
         wanted = sum(self._plan["shards"].column("nbytes").to_pylist())
-        place = self.output.parent
-        while not place.exists():
-            place = place.parent
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(_nearest(self.output.parent)).free
         if free < wanted:
             raise OptionError(
                 Problem(
@@ -182,28 +230,49 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The first few facts in which two records differ, as one phrase."""
     if not old:
         return "its record cannot be read"
-    keys = ("recipe", "sources", "raymerge", "numerics", "versions")
-    found: list[str] = []
-    for key in keys:
-        found += _differences(key, old.get(key), json.loads(json.dumps(new.get(key))))
-    shown = found[:4] + ([f"and {len(found) - 4} more"] if len(found) > 4 else [])
+    before, after = _facts(old), _facts(json.loads(json.dumps(dict(new))))
+    places = [place for place in {**before, **after} if before.get(place) != after.get(place)]
+    found = [f"{place} was {_shown(before.get(place))}, is {_shown(after.get(place))}" for place in places]
+    shown = found[:_FACTS_SHOWN] + ([f"and {len(found) - _FACTS_SHOWN} more"] if found[_FACTS_SHOWN:] else [])
     return "; ".join(shown) or "it was planned by another version of raymerge"
 
 
-def _differences(place: str, old: Any, new: Any) -> list[str]:
-    if old == new:
-        return []
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = list(dict.fromkeys([*old, *new]))
-        return [each for key in keys for each in _differences(f"{place}.{key}", old.get(key), new.get(key))]
-    if _are_lists(old, new) and len(old) == len(new):
-        pairs = zip(old, new, strict=True)
-        return [each for i, (a, b) in enumerate(pairs) for each in _differences(f"{place}[{i}]", a, b)]
-    return [f"{place} was {json.dumps(old)}, is {json.dumps(new)}"]
+def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a record by their place, as far as they tell one run from another."""
+    found: dict[str, Any] = {}
+    for key in ("recipe", "raymerge", "sources", "numerics", "versions"):
+        found |= _flat(key, record.get(key))
+    return found
 
 
-def _are_lists(old: Any, new: Any) -> bool:
-    return isinstance(old, Sequence) and isinstance(new, Sequence) and not isinstance(old, str | bytes)
+def _flat(place: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        named = value.items()
+    elif isinstance(value, list):
+        named = {_label(each, position): each for position, each in enumerate(value)}.items()
+    else:
+        return {place: value}
+    return {at: fact for key, each in named for at, fact in _flat(f"{place} > {key}", each).items()}
+
+
+def _label(value: Any, position: int) -> str:
+    """How to call an element of a list: by the model or file that it is about, else by its number."""
+    if isinstance(value, dict) and "name" in value:
+        return str(value["name"])
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return value[0]
+    return str(position + 1)
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else json.dumps(value)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the closest place above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def _sync_directory(path: Path) -> None:

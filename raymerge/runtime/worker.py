@@ -1,9 +1,9 @@
-"""The actor: holds a segment runner on its device. Threaded, so that one segment reads while another computes."""
+"""The actor: holds a segment runner on its device. Threaded, so that one segment reads while another
+computes."""
 
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch
@@ -21,28 +21,24 @@ class MergeWorker:
     def __init__(self, name: str, device: Device) -> None:
         torch.set_num_threads(1)
         self._name = name
-        self._device = choose_device(device)
+        self._wanted = device
         self._runner: SegmentRunner | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Who it is and what it computes on."""
-        return {
-            "name": self._name,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "numerics": numerics_of(self._device),
-        }
+        """Its process and what it computes on, once it can work."""
+        return {"pid": os.getpid(), "numerics": numerics_of(choose_device(self._wanted))}
 
-    def open(self, work: Work) -> None:
-        """Take up the plan."""
+    def open(self, work: Work) -> dict[str, Any]:
+        """Take up the plan; the answer is that of ``ready``."""
         self._runner = SegmentRunner(
             work.plan,
             [open_store(root) for root in work.roots],
             open_store(str(work.staging)),
-            device=self._device,
-            budget=work.budget,
+            device=choose_device(self._wanted),
+            projection=work.projection,
             name=self._name,
         )
+        return self.ready()
 
     def run(self, segment: int) -> dict[str, Any]:
         """Make one segment; the receipt as JSON values."""

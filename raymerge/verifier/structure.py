@@ -10,9 +10,10 @@ from typing import Any
 from raymerge.architectures import load_rules, stacks, tied_pair
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import Checkpoint, main_dtype, open_checkpoint
 from raymerge.dtypes import DType, config_name
-from raymerge.errors import CheckpointError, Problem, VerificationError
+from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.planner.tables import Plan, load_plan
 
 RECORD_PLAN = Path("raymerge") / "plan"
@@ -55,9 +56,9 @@ def verify_structure(root: Path) -> Verdict:
     try:
         checkpoint = open_checkpoint(root, str(root))
         plan = load_plan(root / RECORD_PLAN) if (root / RECORD_PLAN).is_dir() else None
-    except CheckpointError as error:
+    except UserError as error:
         return Verdict(str(root), 0, 0, 0, False, error.problems)
-    problems = [*_config_problems(checkpoint)]
+    problems = [*_index_problems(checkpoint), *_config_problems(checkpoint)]
     if plan is not None:
         problems += _plan_problems(checkpoint, plan)
     return Verdict(
@@ -96,6 +97,16 @@ def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
     if dict(checkpoint.config) != plan.manifest["config"]:
         yield Problem(
             f"{checkpoint.name}/config.json", "it is not the config that the plan says.", "Merge again."
+        )
+
+
+def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A complete set of files can be read without an index; loaders want one all the same."""
+    if len(checkpoint.files) > 1 and not (Path(checkpoint.root) / INDEX_FILE).is_file():
+        yield Problem(
+            checkpoint.name,
+            f"it has {len(checkpoint.files)} weight files and no {INDEX_FILE}, so that no loader finds them.",
+            "Copy the index from where the files come from, or merge again.",
         )
 
 
@@ -158,9 +169,7 @@ def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
     yield from _vocabulary_problems(checkpoint, embedding, where)
 
 
-def _vocabulary_problems(
-    checkpoint: Checkpoint, embedding: StoredTensor, where: str
-) -> Iterator[Problem]:
+def _vocabulary_problems(checkpoint: Checkpoint, embedding: StoredTensor, where: str) -> Iterator[Problem]:
     size = text_section(checkpoint.config).get("vocab_size")
     if isinstance(size, int) and embedding.shape and embedding.shape[0] != size:
         yield Problem(

@@ -1,0 +1,340 @@
+"""A segment: the right bytes in the right place, within its memory, and nothing left behind by a failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
+from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
+from kits.method_kit import MemoryMeter
+from kits.segment_bench import Bench, PromptExecutor, make_bench
+
+from raymerge.checkpoints.layout import TensorSpec, lay_out
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, OptionError
+from raymerge.execute import segment as segment_module
+from raymerge.execute.segment import UNFINISHED
+from raymerge.planner import segments
+from raymerge.planner.memory import SLOTS
+from raymerge.storage.local import LocalStore
+
+METHODS = ("linear", "passthrough", "task_arithmetic", "slerp", "ties", "dare_linear", "dare_ties")
+CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd", "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("large"), hidden=640, layers=1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("small"))
+
+
+def _run_all(bench: Bench) -> list[Any]:
+    return [bench.runner.run(number) for number in bench.segments]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_measured_memory_stays_within_the_projection(
+    method: str, large: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 1)
+    monkeypatch.setattr(segment_module, "ThreadPoolExecutor", PromptExecutor)
+    bench = make_bench(recipes(large)[method], tmp_path, budget=LEAST_MEMORY)
+    tiles: Counter[int] = Counter()
+    made = segment_module.SegmentRunner._made
+
+    def counting(self: Any, work: Any, step: Any, *rest: Any) -> Any:
+        tiles[step.row.index] += 1
+        return made(self, work, step, *rest)
+
+    monkeypatch.setattr(segment_module.SegmentRunner, "_made", counting)
+    with MemoryMeter() as meter:
+        _run_all(bench)
+    assert max(tiles.values()) > 1
+    assert 0 < meter.peak_bytes <= bench.projection.peak // SLOTS
+    assert bench.projection.peak <= LEAST_MEMORY
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_of_small_rows_stays_within_the_projection(
+    method: str, small: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows below one block, where the method's own temporaries weigh most."""
+    monkeypatch.setattr(segment_module, "ThreadPoolExecutor", PromptExecutor)
+    bench = make_bench(recipes(small)[method], tmp_path)
+    with MemoryMeter() as meter:
+        _run_all(bench)
+    assert 0 < meter.peak_bytes <= bench.projection.peak // SLOTS
+
+
+def test_rows_overlap_only_as_far_as_both_fit(small: Family, tmp_path: Path) -> None:
+    """A tile read ahead was not counted for the row in hand, but for its own."""
+    bench = make_bench(recipes(small)["linear"], tmp_path)
+    slot = bench.projection.peak // SLOTS
+    first, *_, last = bench.runner._steps(bench.runner._jobs.rows(0))
+    half, rest = replace(first, peak=slot // 2), slot - slot // 2
+    assert bench.runner._fits(half, replace(last, peak=rest))
+    assert not bench.runner._fits(half, replace(last, peak=rest + 1))
+    assert bench.runner._fits(first, replace(first, start=1))
+
+
+def test_inputs_that_fit_are_read_once_for_all_passes(large: Family, tmp_path: Path) -> None:
+    recipe = recipes(large)["ties"]
+    once = sum(r.read_bytes for r in _run_all(make_bench(recipe, tmp_path / "a", budget=1 << 30)))
+    again = sum(r.read_bytes for r in _run_all(make_bench(recipe, tmp_path / "b", budget=LEAST_MEMORY)))
+    stored = sum(file.stat().st_size for file in large.base.glob("*.safetensors"))
+    assert once <= 4 * stored
+    assert again > 2 * once
+
+
+# Bytes
+
+
+def _pattern(spec: TensorSpec, seed: int) -> bytes:
+    """Bytes that look like NaN in most formats; floats that raymerge checks get finite ones."""
+    if spec.dtype.is_mergeable:
+        return bytes((seed + i) % 0x38 for i in range(spec.nbytes))
+    return bytes(0xFF - (seed + i) % 7 for i in range(spec.nbytes))
+
+
+def _odd_checkpoint(root: Path) -> dict[str, bytes]:
+    """One tensor of every dtype, a 0-d one and an empty one; returns their bytes."""
+    specs = [TensorSpec(f"odd.{dtype.value.lower()}.weight", dtype, (4, 6)) for dtype in DType]
+    specs += [TensorSpec("odd.scalar", DType.F32, ()), TensorSpec("odd.empty", DType.BF16, (0, 6))]
+    layout = lay_out(specs)
+    data = {spec.name: _pattern(spec, seed) for seed, spec in enumerate(specs)}
+    root.mkdir()
+    body = b"".join(data[tensor.name] for tensor in layout.tensors)
+    (root / "model.safetensors").write_bytes(layout.header + body)
+    write_json(root / "config.json", CONFIG)
+    return data
+
+
+def test_verbatim_bytes_of_every_dtype_never_meet_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a copied tensor was computed with")
+
+    for name in ("PartComputation", "encode", "scatter"):
+        monkeypatch.setattr(segment_module, name, forbidden)
+    data = _odd_checkpoint(tmp_path / "odd")
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "odd")}]}
+    bench = make_bench(recipe, tmp_path / "staging")
+    _run_all(bench)
+    assert dict(bench.written()) == data
+
+
+def _pair(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The mean of two checkpoints."""
+    for name, each in (("one", tensors), ("two", others)):
+        write_checkpoint(tmp_path / name, each, CONFIG)
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in ("one", "two")]
+    return {"merge_method": "linear", "models": models}
+
+
+def test_empty_scalar_and_float64_tensors_merge(tmp_path: Path) -> None:
+    one = {
+        "a.weight": torch.tensor([1.0, 2.0, 1 / 3], dtype=torch.float64),
+        "b.weight": torch.tensor(4.0),
+        "c.weight": torch.empty(0, 3),
+    }
+    recipe = _pair(tmp_path, one, {name: 3 * tensor for name, tensor in one.items()})
+    bench = make_bench(recipe, tmp_path / "staging")
+    _run_all(bench)
+    written = dict(bench.written())
+    wide = torch.frombuffer(bytearray(written["a.weight"]), dtype=torch.float64)
+    expected = one["a.weight"].float() * 0.5 + (3 * one["a.weight"]).float() * 0.5
+    assert torch.equal(wide, expected.double())
+    assert torch.frombuffer(bytearray(written["b.weight"]), dtype=torch.float32).tolist() == [8.0]
+    assert written["c.weight"] == b""
+
+
+def test_a_receipt_counts_bytes_and_digests_rows(small: Family, tmp_path: Path) -> None:
+    bench = make_bench(recipes(small)["task_arithmetic"], tmp_path)
+    receipts = _run_all(bench)
+    rows = bench.plan["rows"].to_pylist()
+    shards = bench.plan["shards"].column("name").to_pylist()
+    digests = {key: digest for receipt in receipts for key, digest in receipt.digests.items()}
+    assert set(digests) == {str(i) for i, row in enumerate(rows) if row["copy_of"] < 0}
+    for number, digest in digests.items():
+        row = rows[int(number)]
+        data = bench.staging.read(shards[row["shard"]] + UNFINISHED, row["offset"], row["nbytes"])
+        assert digest == xxhash.xxh3_128(data).hexdigest()
+    costs = bench.plan["segments"].column("cost").to_pylist()
+    assert [receipt.read_bytes + receipt.written_bytes for receipt in receipts] == costs
+
+
+def test_a_row_that_repeats_another_is_computed_once_and_written_twice(small: Family, tmp_path: Path) -> None:
+    span = {"model": str(small.base), "layer_range": [0, 1], "parameters": {"scale": 0.5}}
+    recipe = {"merge_method": "passthrough", "slices": [{"sources": [span]}, {"sources": [span]}]}
+    bench = make_bench(recipe, tmp_path)
+    receipts = _run_all(bench)
+    written = dict(bench.written())
+    name = "self_attn.q_proj.weight"
+    assert written[f"model.layers.0.{name}"] == written[f"model.layers.1.{name}"]
+    expected = read_tensors(small.base)[f"model.layers.0.{name}"].float() * 0.5
+    assert written[f"model.layers.0.{name}"] == bytes(
+        expected.bfloat16().view(torch.uint8).flatten().tolist()
+    )
+    assert sum(r.read_bytes for r in receipts) < sum(r.written_bytes for r in receipts)
+
+
+# Values that are no numbers
+
+
+def _bad(tmp_path: Path, bad: float, dtype: torch.dtype = torch.float32) -> tuple[Bench, int]:
+    """The mean of two checkpoints of which the second holds ``bad``, and the byte it lies at."""
+    one = {"a.weight": torch.ones(70_000, dtype=dtype), "b.weight": torch.ones(8, dtype=dtype)}
+    two = {name: tensor.clone() for name, tensor in one.items()}
+    two["a.weight"][66_000] = bad
+    recipe = _pair(tmp_path, one, two)
+    start = lay_out_start(tmp_path / "two" / "model.safetensors")
+    return make_bench(recipe, tmp_path / "staging"), start + 66_000 * one["a.weight"].element_size()
+
+
+def lay_out_start(path: Path) -> int:
+    """First byte of a safetensors file's data."""
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_source_with_a_bad_value_is_named_with_tensor_and_byte(bad: float, tmp_path: Path) -> None:
+    bench, place = _bad(tmp_path, bad)
+    with pytest.raises(NonFiniteError) as caught:
+        _run_all(bench)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{tmp_path / 'two'}: a.weight"
+    assert f"byte {place} of model.safetensors" in problem.what
+
+
+def test_a_bad_value_in_a_verbatim_copy_is_found_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", {"a.weight": torch.tensor([1.0, float("nan")])}, CONFIG)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}
+    with pytest.raises(NonFiniteError, match=r"one: a\.weight: the source holds NaN"):
+        _run_all(make_bench(recipe, tmp_path / "staging"))
+
+
+def test_a_sum_that_overflows_float16_is_named(tmp_path: Path) -> None:
+    huge = {"a.weight": torch.full((4,), 60_000.0, dtype=torch.float16)}
+    recipe = {**_pair(tmp_path, huge, huge), "parameters": {"normalize": False}}
+    for model in recipe["models"]:
+        model["parameters"]["weight"] = 1.0
+    with pytest.raises(
+        NonFiniteError, match=r"a\.weight: the sources are finite.* F16.* Use a wider out_dtype"
+    ):
+        _run_all(make_bench(recipe, tmp_path / "staging"))
+
+
+def test_a_weight_of_zero_does_not_hide_a_bad_value(tmp_path: Path) -> None:
+    recipe = _pair(tmp_path, {"a.weight": torch.ones(4)}, {"a.weight": torch.full((4,), float("inf"))})
+    recipe["models"][1]["parameters"]["weight"] = 0.0
+    with pytest.raises(NonFiniteError, match=r"two: a\.weight"):
+        _run_all(make_bench(recipe, tmp_path / "staging"))
+
+
+# Failures
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_a_failed_segment_leaves_no_thread(tmp_path: Path) -> None:
+    before = _threads()
+    bench, _ = _bad(tmp_path, float("nan"))
+    with pytest.raises(NonFiniteError):
+        _run_all(bench)
+    assert _threads() == before
+
+
+def test_a_source_that_shrank_is_named(small: Family, tmp_path: Path) -> None:
+    recipe = _pair(tmp_path, read_tensors(small.base), read_tensors(small.tunes[0]))
+    bench = make_bench(recipe, tmp_path / "staging")
+    file = tmp_path / "two" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 10)
+    with pytest.raises(CheckpointError, match=r"two/model\.safetensors: ends at byte"):
+        _run_all(bench)
+
+
+def test_a_full_disk_is_an_error_with_a_remedy(
+    small: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(recipes(small)["linear"], tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OptionError, match="Free space there"):
+        _run_all(bench)
+
+
+class _Recording:
+    """A store that notes what is asked of it, and fails where it is told to."""
+
+    def __init__(self, store: LocalStore, calls: list[str], *, fails: bool) -> None:
+        self._store, self._calls, self._fails = store, calls, fails
+
+    def write_at(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._calls.append("write")
+        if self._fails and self._calls.count("write") == 3:
+            raise OSError(errno.EIO, "broken")
+        self._store.write_at(key, offset, buffer)
+
+    def sync(self, key: str) -> None:
+        self._calls.append(f"sync {key}")
+        self._store.sync(key)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_a_complete_segment_is_synced_and_receipted(fails: bool, small: Family, tmp_path: Path) -> None:
+    calls: list[str] = []
+    bench = make_bench(
+        recipes(small)["linear"], tmp_path, wrap=lambda store: _Recording(store, calls, fails=fails)
+    )
+    if not fails:
+        bench.runner.run(0)
+        assert calls[-1] == f"sync model.safetensors{UNFINISHED}"
+        assert sum(call.startswith("sync") for call in calls) == 1
+        return
+    with pytest.raises(OSError, match="broken"):
+        bench.runner.run(0)
+    assert calls == ["write"] * len(calls)
+    assert len(calls) == 3
+
+
+def test_an_aborted_runner_begins_no_tile(small: Family, tmp_path: Path) -> None:
+    bench = make_bench(recipes(small)["linear"], tmp_path)
+    bench.runner.abort()
+    with pytest.raises(IncompleteError, match="given up"):
+        bench.runner.run(0)
+
+
+def test_segments_run_side_by_side_give_the_bytes_that_they_give_one_by_one(
+    large: Family, tmp_path: Path
+) -> None:
+    recipe = recipes(large)["slerp"]
+    alone, together = make_bench(recipe, tmp_path / "a"), make_bench(recipe, tmp_path / "b")
+    _run_all(alone)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(list(threads.map(together.runner.run, together.segments))) == len(together.segments)
+    assert dict(alone.written()) == dict(together.written())

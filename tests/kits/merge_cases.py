@@ -1,0 +1,106 @@
+"""Merges to try the executor and the runtime with: a family of checkpoints, a recipe for each method."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kits.checkpoint_maker import tiny_llama
+
+from raymerge.api import submit
+from raymerge.runtime.events import Event
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.run import RunResult
+
+NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl"})
+"""The one file of an output that names workers and tells times and file versions."""
+
+INLINE = RunOptions(inline=True)
+LEAST_MEMORY = 16 << 20
+"""Bytes of the smallest budget that raymerge runs with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A base and three fine-tunes of it."""
+
+    base: Path
+    tunes: tuple[Path, ...]
+
+
+def make_family(root: Path, *, hidden: int = 32, layers: int = 2, files: int = 1) -> Family:
+    """Write the four checkpoints below ``root``.
+
+    With ``hidden`` 32 a merge is one segment, with 256 about fifty; with 640 its tensors span several blocks.
+    """
+    base = tiny_llama(root / "base", 0, hidden=hidden, vocab=hidden, layers=layers, files=files)
+    tunes = tuple(
+        tiny_llama(root / f"tune{seed}", seed, hidden=hidden, vocab=hidden, layers=layers, base=base)
+        for seed in (1, 2, 3)
+    )
+    return Family(base, tunes)
+
+
+def recipes(family: Family) -> dict[str, dict[str, Any]]:
+    """One recipe for each method, by its name."""
+    base = str(family.base)
+    thinned = _models(family, {"weight": 0.6, "density": 0.5})
+    return {
+        "linear": {"merge_method": "linear", "models": _models(family, {"weight": 0.3}), "dtype": "float32"},
+        "passthrough": {
+            "merge_method": "passthrough",
+            "slices": [
+                {"sources": [{"model": base, "layer_range": [0, 1]}]},
+                {"sources": [{"model": base, "layer_range": [0, 1], "parameters": {"scale": 0.5}}]},
+            ],
+        },
+        "task_arithmetic": {
+            "merge_method": "task_arithmetic",
+            "base_model": base,
+            "models": _models(family, {"weight": 0.5}),
+        },
+        "slerp": {
+            "merge_method": "slerp",
+            "base_model": base,
+            "models": [{"model": base}, {"model": str(family.tunes[0])}],
+            "parameters": {"t": 0.4},
+        },
+        "ties": {"merge_method": "ties", "base_model": base, "models": thinned},
+        "dare_linear": {"merge_method": "dare_linear", "base_model": base, "models": thinned, "seed": 5},
+        "dare_ties": {"merge_method": "dare_ties", "base_model": base, "models": thinned, "seed": 5},
+    }
+
+
+def _models(family: Family, parameters: Mapping[str, float]) -> list[dict[str, Any]]:
+    return [{"model": str(tune), "parameters": dict(parameters)} for tune in family.tunes]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What became of a run, and the events on the way."""
+
+    result: RunResult
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if type(event) is kind]
+
+
+def merge(recipe: Mapping[str, Any], output: Path, options: RunOptions = INLINE) -> Merged:
+    """Submit a recipe and collect its events."""
+    events: list[Event] = []
+    result = submit(recipe, output, options, on_event=events.append)
+    return Merged(result, events)
+
+
+def digests(output: Path) -> dict[str, str]:
+    """sha256 of every file of a checkpoint that must be reproduced, by its path."""
+    return {
+        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(output.rglob("*"))
+        if path.is_file() and str(path.relative_to(output)) not in NOT_REPRODUCED
+    }

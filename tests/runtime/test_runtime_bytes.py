@@ -1,0 +1,212 @@
+"""The same recipe gives the same bytes, however it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.merge_cases import INLINE, LEAST_MEMORY, Family, digests, merge, recipes
+
+from raymerge.api import plan, read_recipe
+from raymerge.planner import segments
+from raymerge.planner.sources import open_sources
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.run import Run
+
+METHODS = ("linear", "passthrough", "task_arithmetic", "slerp", "ties", "dare_linear", "dare_ties")
+
+_MANY = """
+import json, sys
+from pathlib import Path
+from kits.merge_cases import digests, merge
+root = Path(sys.argv[1])
+for name, recipe in json.load(sys.stdin).items():
+    merge(recipe, root / name)
+print(json.dumps({path.name: digests(path) for path in sorted(root.iterdir())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(large: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Digests of every method's output, made with memory for all."""
+    root = tmp_path_factory.mktemp("wide")
+    options = RunOptions(inline=True, memory=40 * LEAST_MEMORY)
+    for name, recipe in recipes(large).items():
+        merge(recipe, root / name, options)
+    return {name: digests(root / name) for name in METHODS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forty_times_smaller_budget_changes_no_byte(
+    method: str, large: Family, wide: Mapping[str, Mapping[str, str]], tmp_path: Path
+) -> None:
+    options = RunOptions(inline=True, memory=LEAST_MEMORY)
+    merge(recipes(large)[method], tmp_path / "out", options)
+    assert digests(tmp_path / "out") == wide[method]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_rows_are_cut_changes_no_byte_of_the_weights(
+    method: str,
+    large: Family,
+    wide: Mapping[str, Mapping[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that are whole tensors, cut into tiles by the small budget alone."""
+    monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 1)
+    options = RunOptions(inline=True, memory=LEAST_MEMORY)
+    merge(recipes(large)[method], tmp_path / "out", options)
+    key = "model.safetensors"
+    assert digests(tmp_path / "out")[key] == wide[method][key]
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
+def test_the_hash_seed_changes_no_byte(hash_seed: str, small: Family, tmp_path: Path) -> None:
+    asked = recipes(small)
+    for name, recipe in asked.items():
+        merge(recipe, tmp_path / "here" / name)
+    there = tmp_path / "there"
+    there.mkdir()
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _MANY, str(there)],
+        input=json.dumps(asked),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {name: digests(tmp_path / "here" / name) for name in METHODS}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ray_workers_change_no_byte(
+    workers: int,
+    large: Family,
+    wide: Mapping[str, Mapping[str, str]],
+    tmp_path: Path,
+    ray_cluster: Any,
+) -> None:
+    """One pool carries out all plans, since starting workers takes longer than these merges."""
+    from raymerge.runtime.ray_pool import RayPool
+
+    options = RunOptions(workers=workers, memory=4 * LEAST_MEMORY)
+    pool = RayPool(options, lambda _: None)
+    try:
+        pool.start()
+        for method, recipe in recipes(large).items():
+            sources = open_sources(read_recipe(recipe))
+            run = Run(plan(recipe), sources, tmp_path / method, options, on_event=lambda _: None)
+            receipts = run.carry_out(pool).receipts
+            assert digests(tmp_path / method) == wide[method], method
+            assert len({receipt.worker for receipt in receipts}) <= workers
+    finally:
+        pool.close()
+
+
+def test_a_repeated_run_gives_the_same_digest_of_every_row(small: Family, tmp_path: Path) -> None:
+    recipe = recipes(small)["dare_ties"]
+    first, second = (merge(recipe, tmp_path / name).result for name in ("one", "two"))
+    assert first.digest == second.digest
+    assert [r.digests for r in first.receipts] == [r.digests for r in second.receipts]
+
+
+def test_another_seed_gives_other_bytes(small: Family, tmp_path: Path) -> None:
+    recipe = recipes(small)["dare_linear"]
+    merge(recipe, tmp_path / "five")
+    merge({**recipe, "seed": 6}, tmp_path / "six")
+    five, six = digests(tmp_path / "five"), digests(tmp_path / "six")
+    assert five["model.safetensors"] != six["model.safetensors"]
+
+
+# Expert layouts
+
+_EXPERTS, _WIDTH, _HIDDEN = 3, 8, 16
+_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "num_experts": _EXPERTS,
+    "hidden_size": _HIDDEN,
+    "moe_intermediate_size": _WIDTH,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "vocab_size": 8,
+}
+_BLOCK = "model.layers.0.mlp.experts"
+
+
+def _rest(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "model.embed_tokens.weight": torch.randn(8, _HIDDEN, generator=generator),
+        "lm_head.weight": torch.randn(8, _HIDDEN, generator=generator),
+        "model.norm.weight": torch.randn(_HIDDEN, generator=generator),
+        "model.layers.0.mlp.gate.weight": torch.randn(_EXPERTS, _HIDDEN, generator=generator),
+    }
+
+
+def _moe_pair(root: Path, seed: int) -> tuple[Path, Path]:
+    """One model stored expert by expert, and with its experts fused."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = _rest(generator)
+    gate, up = (torch.randn(_EXPERTS, _WIDTH, _HIDDEN, generator=generator) for _ in range(2))
+    down = torch.randn(_EXPERTS, _HIDDEN, _WIDTH, generator=generator)
+    single = {
+        f"{_BLOCK}.{expert}.{name}.weight": stack[expert]
+        for name, stack in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+        for expert in range(_EXPERTS)
+    }
+    fused = {f"{_BLOCK}.gate_up_proj": torch.cat([gate, up], dim=1), f"{_BLOCK}.down_proj": down}
+    return (
+        write_checkpoint(root / f"single{seed}", {**tensors, **single}, _CONFIG),
+        write_checkpoint(root / f"fused{seed}", {**tensors, **fused}, _CONFIG),
+    )
+
+
+def _experts(root: Path) -> dict[str, torch.Tensor]:
+    """The logical matrices of a checkpoint of either layout."""
+    tensors = read_tensors(root)
+    fused = tensors.get(f"{_BLOCK}.gate_up_proj")
+    if fused is None:
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(_BLOCK)}
+    found = {}
+    for expert in range(_EXPERTS):
+        found[f"{_BLOCK}.{expert}.gate_proj.weight"] = fused[expert, :_WIDTH]
+        found[f"{_BLOCK}.{expert}.up_proj.weight"] = fused[expert, _WIDTH:]
+        found[f"{_BLOCK}.{expert}.down_proj.weight"] = tensors[f"{_BLOCK}.down_proj"][expert]
+    return found
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare_ties"])
+def test_the_layout_of_experts_changes_no_logical_result(method: str, tmp_path: Path) -> None:
+    pairs = [_moe_pair(tmp_path, seed) for seed in (1, 2)]
+    for layout in (0, 1, "mixed"):
+        picked = [pair[position if layout == "mixed" else layout] for position, pair in enumerate(pairs)]  # type: ignore[index]
+        merge(_pair_recipe(method, picked), tmp_path / f"out-{layout}", INLINE)
+    single, fused, mixed = (_experts(tmp_path / f"out-{layout}") for layout in (0, 1, "mixed"))
+    assert single.keys() == fused.keys() == mixed.keys()
+    for name, tensor in single.items():
+        assert torch.equal(tensor, fused[name]), name
+        assert torch.equal(tensor, mixed[name]), name
+
+
+def _pair_recipe(method: str, pair: list[Path]) -> dict[str, Any]:
+    base, other = map(str, pair)
+    if method == "linear":
+        models = [{"model": path, "parameters": {"weight": 0.5}} for path in (base, other)]
+        return {"merge_method": "linear", "models": models}
+    if method == "slerp":
+        models = [{"model": base}, {"model": other}]
+        return {"merge_method": "slerp", "base_model": base, "models": models, "parameters": {"t": 0.3}}
+    models = [{"model": other, "parameters": {"weight": 1.0, "density": 0.5}}]
+    return {"merge_method": method, "base_model": base, "models": models, "seed": 3}

@@ -1,0 +1,84 @@
+"""The ledger: what it says after any crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.execute.receipts import Receipt
+from raymerge.runtime.ledger import Ledger
+
+CONDITIONS = {"numerics": {"device": "cpu"}, "versions": []}
+
+
+def _receipt(segment: int) -> Receipt:
+    return Receipt(segment, 10, 20, 0.5, "worker-0", {"3": "ab" * 16})
+
+
+def _filled(path: Path, count: int) -> Ledger:
+    ledger = Ledger(path, CONDITIONS)
+    for segment in range(count):
+        ledger.record(_receipt(segment))
+    return ledger
+
+
+def test_receipts_come_back_as_they_were(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(3)}
+    assert Ledger(tmp_path / "ledger", {"other": 1}).receipts() == ledger.receipts()
+
+
+def test_conditions_are_those_it_was_begun_under(tmp_path: Path) -> None:
+    _filled(tmp_path / "ledger", 1)
+    Ledger(tmp_path / "ledger", {"numerics": {"device": "cuda"}})
+    assert Ledger.conditions(tmp_path / "ledger") == CONDITIONS
+
+
+def test_there_are_no_conditions_without_a_ledger(tmp_path: Path) -> None:
+    assert Ledger.conditions(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("text", ["", '{"condit', "[1]\n", '{"receipt": {}}\n', '{"conditions": 3}\n'])
+def test_a_ledger_without_a_readable_first_line_has_no_conditions(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_text(text)
+    assert Ledger.conditions(path) is None
+
+
+@given(kept=st.integers(1, 400))
+@settings(deadline=None, max_examples=40)
+def test_cut_anywhere_it_keeps_whole_lines_and_can_be_continued(
+    kept: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "ledger"
+    _filled(path, 3)
+    first = len(path.read_bytes().split(b"\n")[0]) + 1
+    os.truncate(path, min(path.stat().st_size, first + kept))
+    ledger = Ledger(path, CONDITIONS)
+    before = ledger.receipts()
+    assert before == {segment: _receipt(segment) for segment in range(len(before))}
+    ledger.record(_receipt(9))
+    assert ledger.receipts() == {**before, 9: _receipt(9)}
+    assert Ledger.conditions(path) == CONDITIONS
+
+
+def test_a_line_that_is_no_text_is_passed_over(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 2)
+    with (tmp_path / "ledger").open("ab") as file:
+        file.write(b"\xff\xfe\x00garbage\n")
+    assert set(ledger.receipts()) == {0, 1}
+
+
+def test_every_line_is_json_and_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), fsync(descriptor)))
+    _filled(tmp_path / "ledger", 2)
+    lines = (tmp_path / "ledger").read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == ["conditions", "receipt", "receipt"]
+    assert len(synced) == 3

@@ -1,0 +1,334 @@
+"""The Ray pool: workers that die, errors that travel, and a connection that leaves no trace."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.driver_process import driver, finish, kin_of, wait_for_receipts
+from kits.merge_cases import Family, digests, merge, recipes
+
+from raymerge.api import submit
+from raymerge.errors import IncompleteError, NonFiniteError, OptionError
+from raymerge.runtime import ray_pool
+from raymerge.runtime.events import Event, SegmentDone, Started, WorkerLost
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.ray_pool import RayPool
+from raymerge.runtime.worker import MergeWorker
+
+pytestmark = pytest.mark.ray
+
+TWO = RunOptions(workers=2, memory=16 << 20)
+CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[RayPool]:
+    """Every pool that a test makes."""
+    made: list[RayPool] = []
+    original = RayPool.__init__
+
+    def noting(self: RayPool, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(RayPool, "__init__", noting)
+    return made
+
+
+def _use_worker(monkeypatch: pytest.MonkeyPatch, worker: type[Any]) -> None:
+    monkeypatch.setattr(ray_pool, "RayPool", functools.partial(RayPool, worker=worker))
+
+
+def _slow() -> type[Any]:
+    """Defined in here, so that Ray sends the class itself to workers that cannot import this file."""
+
+    class Slow(MergeWorker):
+        def run(self, segment: int) -> dict[str, Any]:
+            time.sleep(0.15)
+            return super().run(segment)
+
+    return Slow
+
+
+def _deadly(victim: int) -> type[Any]:
+    class Deadly(MergeWorker):
+        def run(self, segment: int) -> dict[str, Any]:
+            if segment == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().run(segment)
+
+    return Deadly
+
+
+def _failing(error: Exception) -> type[Any]:
+    class Failing(MergeWorker):
+        def run(self, segment: int) -> dict[str, Any]:
+            raise error
+
+    return Failing
+
+
+def test_a_killed_worker_costs_nothing_but_time(
+    medium: Family, tmp_path: Path, ray_cluster: Any, pools: list[RayPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use_worker(monkeypatch, _slow())
+    events: list[Event] = []
+    lost_pid: list[int] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, SegmentDone) and not lost_pid:
+            victim = pools[0]._actors[0]
+            lost_pid.append(ray_cluster.get(victim.handle.ready.remote())["pid"])
+            os.kill(lost_pid[0], signal.SIGKILL)
+
+    recipe = recipes(medium)["dare_ties"]
+    submit(recipe, tmp_path / "out", TWO, on_event=on_event)
+    (lost,) = (event for event in events if isinstance(event, WorkerLost))
+    assert lost.worker == "worker-0"
+    assert lost.reason
+    assert 1 <= len(lost.segments) <= 2
+    done = [event for event in events if isinstance(event, SegmentDone)]
+    assert sorted(event.segment for event in done) == list(range(len(done)))
+    merge(recipe, tmp_path / "undisturbed")
+    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+
+
+def test_a_segment_that_kills_three_workers_is_named(
+    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use_worker(monkeypatch, _deadly(7))
+    recipe, events = recipes(medium)["linear"], list[Event]()
+    with pytest.raises(IncompleteError, match=r"segment 7 took down 3 workers.*the same command goes on"):
+        submit(recipe, tmp_path / "out", TWO, on_event=events.append)
+    losses = [event for event in events if isinstance(event, WorkerLost)]
+    assert len(losses) == 3
+    assert [event.segments for event in losses[1:]] == [(7,), (7,)]
+    monkeypatch.undo()
+    merged = merge(recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments > 0
+
+
+def test_ctrl_c_drains_the_workers(
+    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use_worker(monkeypatch, _slow())
+    done: list[int] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            done.append(event.segment)
+            if len(done) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    recipe = recipes(medium)["linear"]
+    with pytest.raises(IncompleteError, match="stopped with"):
+        submit(recipe, tmp_path / "out", TWO, on_event=on_event)
+    assert 3 <= len(done) <= 8
+    merged = merge(recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments == len(done)
+
+
+def test_a_workers_finding_arrives_as_it_was_raised(tmp_path: Path, ray_cluster: Any) -> None:
+    write_checkpoint(tmp_path / "one", {"a.weight": torch.tensor([1.0, float("nan")])}, CONFIG)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}
+    with pytest.raises(NonFiniteError) as caught:
+        submit(recipe, tmp_path / "out", TWO)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{tmp_path / 'one'}: a.weight"
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (OSError(5, "Input/output error"), IncompleteError, "Input/output error.*the same command goes on"),
+        (ZeroDivisionError("a bug"), ZeroDivisionError, "(?s)a bug"),
+    ],
+)
+def test_other_errors_of_workers_arrive_too(
+    error: Exception,
+    raised: type[Exception],
+    said: str,
+    small: Family,
+    tmp_path: Path,
+    ray_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _use_worker(monkeypatch, _failing(error))
+    with pytest.raises(raised, match=said):
+        submit(recipes(small)["linear"], tmp_path / "out", TWO)
+
+
+def test_a_worker_that_cannot_start_is_told_as_itself(
+    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoDevice(MergeWorker):
+        def ready(self) -> dict[str, Any]:
+            from raymerge.errors import OptionError, Problem
+
+            raise OptionError(Problem("--device", "no device today.", "Try tomorrow."))
+
+    _use_worker(monkeypatch, NoDevice)
+    with pytest.raises(OptionError, match=r"--device: no device today\. Try tomorrow\."):
+        submit(recipes(small)["linear"], tmp_path / "out", TWO)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unequal_workers_are_refused(
+    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(MergeWorker):
+        def ready(self) -> dict[str, Any]:
+            return {**super().ready(), "numerics": {"device": "cpu", "torch": self._name}}
+
+    _use_worker(monkeypatch, Odd)
+    with pytest.raises(OptionError, match=r"workers: they differ in device or torch version.*worker-1"):
+        submit(recipes(small)["linear"], tmp_path / "out", TWO)
+
+
+def test_workers_that_never_come_up_are_given_up(
+    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stillborn(MergeWorker):
+        def open(self, work: Any) -> dict[str, Any]:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return {}
+
+    _use_worker(monkeypatch, Stillborn)
+    with pytest.raises(IncompleteError, match=r"3 workers did not start.*the same command goes on"):
+        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1))
+
+
+def test_workers_that_take_for_ever_are_given_up(
+    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SleepyOpen(MergeWorker):
+        def open(self, work: Any) -> dict[str, Any]:
+            time.sleep(600)
+            return {}
+
+    class SleepyReady(MergeWorker):
+        def ready(self) -> dict[str, Any]:
+            time.sleep(600)
+            return {}
+
+    recipe, one = recipes(small)["linear"], RunOptions(workers=1)
+    monkeypatch.setattr(ray_pool, "_READY_SECONDS", 6.0)
+    _use_worker(monkeypatch, SleepyOpen)
+    with pytest.raises(IncompleteError, match="no worker has been up for 6 s"):
+        submit(recipe, tmp_path / "out", one)
+    monkeypatch.setattr(ray_pool, "_READY_SECONDS", 1.0)
+    _use_worker(monkeypatch, SleepyReady)
+    with pytest.raises(OptionError, match="workers: they did not start within 1 s"):
+        submit(recipe, tmp_path / "out", one)
+
+
+def test_a_worker_asked_before_it_has_a_plan_says_so() -> None:
+    with pytest.raises(RuntimeError, match="no plan"):
+        MergeWorker("early", "cpu").run(0)
+
+
+def test_more_workers_than_room_are_refused(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
+    with pytest.raises(
+        OptionError, match="--workers: 3 workers were asked for, but the cluster has 2 CPU slots"
+    ):
+        submit(recipes(small)["linear"], tmp_path / "out", RunOptions(workers=3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_the_cluster_lacks_is_refused(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
+    if ray_cluster.cluster_resources().get("GPU"):
+        pytest.skip("the cluster has a GPU")
+    with pytest.raises(OptionError, match="the cluster has no GPU"):
+        submit(recipes(small)["linear"], tmp_path / "out", RunOptions(device="cuda"))
+
+
+def test_a_cluster_that_was_there_is_left_open(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
+    submit(recipes(small)["linear"], tmp_path / "out", TWO)
+    assert ray_cluster.is_initialized()
+
+
+# The connection
+
+
+def test_an_embedded_ray_leaves_standard_output_and_the_machine_as_they_were(
+    medium: Family, tmp_path: Path
+) -> None:
+    """A worker is killed on the way, which Ray by itself would announce on standard output."""
+    home = tmp_path / "home"
+    home.mkdir()
+    current = Path("/tmp/ray/ray_current_cluster")
+    before = current.stat().st_mtime_ns if current.exists() else None
+    directories = set(Path("/tmp").glob("raymerge-*"))
+    decoy = {"HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1"}
+    output = tmp_path / "out"
+    with driver(recipes(medium)["linear"], output, workers=1, pause=0.1, environment=decoy) as process:
+        wait_for_receipts(output, 2)
+        (victim,) = kin_of(process).workers
+        victim.kill()
+        events = finish(process)
+    assert [event["worker"] for event in events if event["event"] == "worker_lost"] == ["worker-0"]
+    assert events[-1]["event"] == "published"
+    assert list(home.iterdir()) == []
+    assert (current.stat().st_mtime_ns if current.exists() else None) == before
+    assert set(Path("/tmp").glob("raymerge-*")) <= directories
+
+
+_CONNECT = """
+import sys
+from raymerge.errors import OptionError
+from raymerge.runtime.ray_environment import RayConnection
+connection = RayConnection(sys.argv[1])
+try:
+    connection.open()
+except OptionError as error:
+    print(error)
+finally:
+    connection.close()
+"""
+
+
+def _closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "http://127.0.0.1:8265"])
+def test_an_address_without_a_cluster_is_refused_soon(address: str) -> None:
+    address = address.format(port=_closed_port())
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", _CONNECT, address],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith(f"--address {address}: no Ray cluster can be reached there (")
+    assert "Give HOST:PORT of a running head node" in done.stdout
+
+
+def test_usage_statistics_are_off(ray_cluster: Any) -> None:
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_weights_never_pass_through_the_driver(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
+    """Receipts are small, whatever the tensors."""
+    result = submit(recipes(small)["linear"], tmp_path / "out", TWO)
+    assert all(len(str(receipt.to_json())) < 10_000 for receipt in result.receipts)
+    assert len(read_tensors(tmp_path / "out")) == result.verdict.tensors

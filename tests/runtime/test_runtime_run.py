@@ -1,0 +1,439 @@
+"""One run: its events, its order of writing, how it stops, and how it goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
+from kits.merge_cases import INLINE, Family, digests, merge, recipes
+from safetensors.torch import save_file
+
+from raymerge.api import submit
+from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, OptionError, TargetError
+from raymerge.execute.segment import SegmentRunner
+from raymerge.runtime.events import Event, Planned, Published, SegmentDone, ShardDone, Started, Verified
+from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.options import RunOptions
+from raymerge.storage.local import LocalStore
+
+REPLACE = RunOptions(inline=True, replace=True)
+
+
+@pytest.fixture
+def recipe(medium: Family) -> dict[str, Any]:
+    return recipes(medium)["ties"]
+
+
+@pytest.fixture
+def own(small: Family, tmp_path: Path) -> tuple[dict[str, Any], Family]:
+    """A recipe over sources that the test may change."""
+    for root in (small.base, *small.tunes):
+        shutil.copytree(root, tmp_path / root.name)
+    family = Family(tmp_path / "base", tuple(tmp_path / tune.name for tune in small.tunes))
+    return recipes(family)["task_arithmetic"], family
+
+
+def _interrupted(recipe: dict[str, Any], output: Path, *, after: int) -> int:
+    """Stop a run by Ctrl-C after some segments; how many were done in all."""
+    events: list[Event] = []
+    with pytest.raises(IncompleteError):
+        submit(recipe, output, INLINE, on_event=_signalling(signal.SIGINT, events, after=after))
+    return sum(isinstance(event, SegmentDone) for event in events)
+
+
+def _signalling(number: int, events: list[Event], *, after: int, times: int = 1) -> Callable[[Event], None]:
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if sum(isinstance(each, SegmentDone) for each in events) == after and isinstance(event, SegmentDone):
+            for _ in range(times):
+                signal.raise_signal(number)
+
+    return on_event
+
+
+# Events
+
+
+def test_events_come_in_order_and_their_bytes_add_up(recipe: dict[str, Any], tmp_path: Path) -> None:
+    merged = merge({**recipe, "shard_size": 1_000_000}, tmp_path / "out")
+    planned, started = merged.events[:2]
+    assert isinstance(planned, Planned)
+    assert isinstance(started, Started)
+    done, shards = merged.of(SegmentDone), merged.of(ShardDone)
+    kinds = [type(event) for event in merged.events[2:]]
+    assert kinds == [SegmentDone] * planned.segments + [ShardDone] * len(shards) + [Verified, Published]
+    assert sorted(event.segment for event in done) == list(range(planned.segments))
+    assert sum(event.read_bytes + event.written_bytes for event in done) >= planned.total_bytes
+    assert sum(event.nbytes for event in shards) == planned.output_bytes
+    files = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
+    assert {event.shard: event.nbytes for event in shards} == files
+    assert len(files) > 1
+    assert planned.digest == merged.result.digest
+    assert (started.workers, started.device, started.done_segments) == (("inline",), "cpu", 0)
+    (verified,), (published,) = merged.of(Verified), merged.of(Published)
+    assert (verified.tensors, verified.nbytes) == (planned.tensors, planned.output_bytes)
+    assert published.path == str(tmp_path / "out") == merged.result.verdict.path
+
+
+def test_events_are_json(recipe: dict[str, Any], tmp_path: Path) -> None:
+    for event in merge(recipe, tmp_path / "out").events:
+        record = json.loads(json.dumps(event.to_json()))
+        assert record["event"].replace("_", "") == type(event).__name__.lower()
+
+
+def test_the_largest_segments_come_first(recipe: dict[str, Any], tmp_path: Path) -> None:
+    from raymerge.api import plan
+
+    costs = plan(recipe)["segments"].column("cost").to_pylist()
+    asked: list[int] = []
+    run = SegmentRunner.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentRunner, "run", lambda self, n: (asked.append(n), run(self, n))[1])
+        merge(recipe, tmp_path / "out")
+    assert asked == sorted(range(len(costs)), key=lambda number: (-costs[number], number))
+
+
+# The finished directory
+
+
+def test_headers_come_first_and_the_index_last(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    for name in ("create", "write_atomic", "rename"):
+        _record(monkeypatch, name, written)
+    merge({**recipe, "shard_size": 1_000_000}, tmp_path / "out")
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert written[: len(shards)] == [f"create {shard}.part" for shard in shards]
+    named = [entry for entry in written if entry.startswith("rename ") and entry.endswith(".safetensors")]
+    assert named == [f"rename {shard}" for shard in shards]
+    asked = [entry for entry in written if entry.startswith("write_atomic ")]
+    last = ["README.md", "config.json", "model.safetensors.index.json"]
+    assert asked == [f"write_atomic {name}" for name in last]
+    assert written.index(asked[0]) > written.index(named[-1])
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, name: str, written: list[str]) -> None:
+    original = getattr(LocalStore, name)
+
+    def noting(self: LocalStore, key: str, *rest: Any) -> Any:
+        written.append(f"{name} {rest[0] if name == 'rename' else key}")
+        return original(self, key, *rest)
+
+    monkeypatch.setattr(LocalStore, name, noting)
+
+
+def test_config_and_companions_are_the_donors_bytes(small: Family, tmp_path: Path) -> None:
+    merge(recipes(small)["ties"], tmp_path / "out")
+    for path in small.base.iterdir():
+        if path.suffix != ".safetensors":
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_card_and_the_record_say_what_was_done(small: Family, tmp_path: Path) -> None:
+    merged = merge(recipes(small)["ties"], tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert merged.result.digest in card
+    assert "merge_method" in card
+    record = tmp_path / "out" / "raymerge"
+    assert {path.name for path in record.iterdir()} == {"ledger.jsonl", "plan", "recipe.yml"}
+    assert (record / "recipe.yml").read_text().strip() in card
+    lines = [json.loads(line) for line in (record / "ledger.jsonl").read_text().splitlines()]
+    assert len(lines) == 1 + len(merged.result.receipts)
+
+
+def test_equal_rows_may_share_extents(small: Family, tmp_path: Path) -> None:
+    """Where the file system cannot share, nothing happens; a reader never sees a difference."""
+    span = {"sources": [{"model": str(small.base), "layer_range": [0, 1]}]}
+    twice = {"merge_method": "passthrough", "slices": [span, span]}
+    merge(twice, tmp_path / "keep")
+    merge({**twice, "duplicates": "share"}, tmp_path / "share")
+    keep, share = (digests(tmp_path / name)["model.safetensors"] for name in ("keep", "share"))
+    assert keep == share
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_the_same_command_goes_on(
+    number: int, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    before = signal.getsignal(number)
+    with pytest.raises(IncompleteError, match=r"stopped with \d+ of \d+ segments done") as caught:
+        submit(recipe, tmp_path / "out", INLINE, on_event=_signalling(number, events, after=5))
+    assert caught.value.exit_code == 3
+    assert signal.getsignal(number) == before
+    done = {event.segment for event in events if isinstance(event, SegmentDone)}
+    assert 5 <= len(done) < 10
+    assert not (tmp_path / "out").exists()
+    merged = merge(recipe, tmp_path / "out")
+    (started,) = merged.of(Started)
+    assert started.done_segments == len(done)
+    assert started.done_bytes > 0
+    assert done.isdisjoint(event.segment for event in merged.of(SegmentDone))
+    assert len(merged.result.receipts) == merged.of(Planned)[0].segments
+    merge(recipe, tmp_path / "fresh")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_a_second_signal_stops_at_once(recipe: dict[str, Any], tmp_path: Path) -> None:
+    events: list[Event] = []
+    stopper = _signalling(signal.SIGINT, events, after=3, times=2)
+    with pytest.raises(IncompleteError, match="stopped at once"):
+        submit(recipe, tmp_path / "out", INLINE, on_event=stopper)
+    (started,) = merge(recipe, tmp_path / "out").of(Started)
+    assert started.done_segments == 3
+
+
+def test_a_run_beside_the_main_thread_leaves_signals_alone(recipe: dict[str, Any], tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(
+            submit, recipe, tmp_path / "out", INLINE,
+            on_event=lambda _: seen.append(signal.getsignal(signal.SIGINT)),
+        ).result()  # fmt: skip
+    assert set(seen) == {before}
+
+
+def test_an_error_of_the_listener_stops_the_run_and_keeps_what_is_done(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    def broken(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        submit(recipe, tmp_path / "out", INLINE, on_event=broken)
+    (started,) = merge(recipe, tmp_path / "out").of(Started)
+    assert started.done_segments == 1
+
+
+# Going on
+
+
+def _staging(output: Path) -> Path:
+    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
+    return found
+
+
+def test_a_cut_ledger_costs_one_segment(recipe: dict[str, Any], tmp_path: Path) -> None:
+    done = _interrupted(recipe, tmp_path / "out", after=4)
+    ledger = _staging(tmp_path / "out") / "raymerge" / "ledger.jsonl"
+    os.truncate(ledger, ledger.stat().st_size - 20)
+    merged = merge(recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments == done - 1
+    merge(recipe, tmp_path / "fresh")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("harm", ["removed", "truncated"])
+def test_receipts_without_their_shard_prove_nothing(
+    harm: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    _interrupted(recipe, tmp_path / "out", after=4)
+    shard = _staging(tmp_path / "out") / "model.safetensors.part"
+    shard.unlink() if harm == "removed" else os.truncate(shard, 100)
+    merged = merge(recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments == 0
+    merge(recipe, tmp_path / "fresh")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(recipe: dict[str, Any], tmp_path: Path) -> None:
+    _interrupted(recipe, tmp_path / "out", after=2)
+    changed = {**recipe, "seed": 99}
+    with pytest.raises(TargetError, match=r"another plan: .*recipe > seed was .*, is 99"):
+        merge(changed, tmp_path / "out")
+    merged = merge(changed, tmp_path / "out", REPLACE)
+    assert merged.of(Started)[0].done_segments == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _stopped_early(recipe: dict[str, Any], output: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentRunner, "run", _no_disk)
+        with pytest.raises(IncompleteError, match=r"reading or writing failed: .*Input/output error"):
+            merge(recipe, output)
+
+
+def _no_disk(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_source_written_again_is_refused_with_its_name(
+    own: tuple[dict[str, Any], Family], tmp_path: Path
+) -> None:
+    recipe, family = own
+    _stopped_early(recipe, tmp_path / "out")
+    os.utime(family.tunes[1] / "model.safetensors", ns=(1, 1))
+    pattern = r"versions > .*tune2 > files > model\.safetensors > 2 was \"\d+\", is \"1\""
+    with pytest.raises(TargetError, match=pattern):
+        merge(recipe, tmp_path / "out")
+    merge(recipe, tmp_path / "out", REPLACE)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_source_with_another_header_is_refused_with_its_name(
+    own: tuple[dict[str, Any], Family], tmp_path: Path
+) -> None:
+    recipe, family = own
+    _stopped_early(recipe, tmp_path / "out")
+    tensors = read_tensors(family.tunes[1])
+    save_file(tensors, family.tunes[1] / "model.safetensors", metadata={"format": "pt", "by": "someone"})
+    with pytest.raises(TargetError, match=r"another plan: sources > .*tune2 > files > model\.safetensors"):
+        merge(recipe, tmp_path / "out")
+
+
+def test_other_numerics_are_refused_with_the_difference(
+    own: tuple[dict[str, Any], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _ = own
+    _stopped_early(recipe, tmp_path / "out")
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "0.0.1"})
+    with pytest.raises(TargetError, match=r"numerics > torch was .*, is \"0\.0\.1\""):
+        merge(recipe, tmp_path / "out")
+    merge(recipe, tmp_path / "out", REPLACE)
+
+
+def test_an_unreadable_record_is_refused_and_replaced(
+    own: tuple[dict[str, Any], Family], tmp_path: Path
+) -> None:
+    recipe, _ = own
+    _stopped_early(recipe, tmp_path / "out")
+    (_staging(tmp_path / "out") / "raymerge" / "plan" / "manifest.json").write_text("{")
+    with pytest.raises(TargetError, match="its record cannot be read"):
+        merge({**recipe, "seed": 99}, tmp_path / "out")
+    merge({**recipe, "seed": 99}, tmp_path / "out", REPLACE)
+
+
+# Sources that go wrong meanwhile
+
+
+def test_a_source_that_changes_while_it_is_merged_is_an_error(
+    own: tuple[dict[str, Any], Family], tmp_path: Path
+) -> None:
+    recipe, family = own
+
+    def touch(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            os.utime(family.tunes[2] / "model.safetensors", ns=(1, 1))
+
+    pattern = r"tune3: model\.safetensors: the file was changed while it was merged"
+    with pytest.raises(CheckpointError, match=pattern):
+        submit(recipe, tmp_path / "out", INLINE, on_event=touch)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_shrinks_while_it_is_merged_is_an_error(
+    own: tuple[dict[str, Any], Family], tmp_path: Path
+) -> None:
+    recipe, family = own
+
+    def cut(event: Event) -> None:
+        if isinstance(event, Started):
+            os.truncate(family.tunes[2] / "model.safetensors", 5000)
+
+    with pytest.raises(CheckpointError, match=r"tune3/model\.safetensors: ends at byte"):
+        submit(recipe, tmp_path / "out", INLINE, on_event=cut)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_value_removes_what_was_begun(own: tuple[dict[str, Any], Family], tmp_path: Path) -> None:
+    recipe, family = own
+    tensors = read_tensors(family.tunes[0])
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, family.tunes[0] / "model.safetensors", metadata={"format": "pt"})
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(NonFiniteError, match=r"tune1: model\.norm\.weight: the source holds NaN"):
+        merge(recipe, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_bad_values_in_integers_and_buffers_are_nobodys_fault(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.ones(4),
+        "b.codes": torch.full((4,), 0x7FC00000, dtype=torch.int32),
+    }
+    write_checkpoint(tmp_path / "one", tensors, {"architectures": ["Odd"], "model_type": "odd"})
+    merge({"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}, tmp_path / "out")
+    assert torch.equal(read_tensors(tmp_path / "out")["b.codes"], tensors["b.codes"])
+
+
+def test_a_full_disk_is_told_and_the_run_can_go_on(recipe: dict[str, Any], tmp_path: Path) -> None:
+    writes = 0
+    pwrite = os.pwrite
+
+    def nearly_full(descriptor: int, data: bytes, offset: int) -> int:
+        nonlocal writes
+        writes += 1
+        if writes > 12:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", nearly_full)
+        with pytest.raises(OptionError, match="Free space there"):
+            merge(recipe, tmp_path / "out")
+    assert merge(recipe, tmp_path / "out").of(Started)[0].done_segments > 0
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"workers": 0}, "--workers: 0 workers"),
+        ({"memory": 0}, "--memory: 0 bytes"),
+        ({"inline": True, "address": "auto"}, "--inline: a run in this process has no cluster"),
+        ({"inline": True, "workers": 2}, "--inline: a run in this process is one worker"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        RunOptions(**wrong)
+
+
+def test_all_contradictions_of_options_are_told_at_once() -> None:
+    with pytest.raises(OptionError) as caught:
+        RunOptions(workers=0, memory=-1, inline=True, address="auto")
+    assert len(caught.value.problems) == 4
+
+
+def test_too_little_memory_is_refused_with_the_least_that_works(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    options = RunOptions(inline=True, memory=1_000_000)
+    with pytest.raises(
+        OptionError, match=r"--memory: 1\.00 MB a worker are too little for .* 16777216 bytes"
+    ):
+        merge(recipe, tmp_path / "out", options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--device: cuda was asked for, but no GPU is visible"):
+        merge(recipe, tmp_path / "out", RunOptions(inline=True, device="cuda"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_config_is_written_anew(small: Family, tmp_path: Path) -> None:
+    merge({**recipes(small)["ties"], "dtype": "float16"}, tmp_path / "out")
+    donor = json.loads((small.base / "config.json").read_text())
+    write_json(tmp_path / "wanted.json", {**donor, "torch_dtype": "float16"})
+    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "wanted.json").read_bytes()

@@ -1,0 +1,264 @@
+"""The output place: what is refused, what is replaced and when, and that no crash loses anything."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.merge_cases import Family, digests, merge, recipes
+
+from raymerge.errors import IncompleteError, OptionError, TargetError
+from raymerge.runtime import staging as staging_module
+from raymerge.runtime.options import RunOptions
+
+REPLACE = RunOptions(inline=True, replace=True)
+
+
+class Crash(BaseException):
+    """A process that ends here; nothing in raymerge catches it."""
+
+
+def _looks_complete(directory: Path) -> bool:
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    return "config.json" in names and any(name.endswith(".safetensors") for name in names)
+
+
+def _complete(parent: Path) -> list[str]:
+    """Names of what a person or a loader would take for a checkpoint."""
+    return [path.name for path in sorted(parent.iterdir()) if path.name[0] != "." and _looks_complete(path)]
+
+
+@pytest.fixture
+def linear(small: Family) -> dict[str, Any]:
+    return recipes(small)["linear"]
+
+
+@pytest.fixture
+def slerp(small: Family) -> dict[str, Any]:
+    return recipes(small)["slerp"]
+
+
+def test_missing_parents_are_made(linear: dict[str, Any], tmp_path: Path) -> None:
+    merge(linear, tmp_path / "a" / "b" / "out")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["out"]
+
+
+def test_an_empty_directory_is_taken(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    merge(linear, tmp_path / "out")
+    assert _complete(tmp_path) == ["out"]
+
+
+def test_a_link_to_a_directory_is_followed(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    merge(linear, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert _complete(tmp_path / "disk") == ["out"]
+
+
+def test_a_filled_directory_is_refused_and_untouched(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(TargetError, match=r"out: this directory is not empty\. .*--replace"):
+        merge(linear, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_file_in_the_way_is_refused_even_with_replace(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    for options in (RunOptions(inline=True), REPLACE):
+        with pytest.raises(TargetError, match="a file is in the place of the output directory"):
+            merge(linear, tmp_path / "out", options)
+
+
+def test_a_file_above_the_place_is_refused(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match="file is a file, so no directory can be made below it"):
+        merge(linear, tmp_path / "file" / "out")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_parent_that_may_not_be_written_is_refused(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "sealed").mkdir(mode=0o500)
+    with pytest.raises(TargetError, match="you may not write in"):
+        merge(linear, tmp_path / "sealed" / "out")
+
+
+def test_a_parent_that_may_not_be_written_is_asked_about(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(TargetError, match=f"you may not write in {tmp_path}"):
+        merge(linear, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_is_told_before_anything_is_written(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OptionError, match=r"the output takes .* kB, and 1\.00 kB are free there"):
+        merge(linear, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replace_swaps_only_after_verification(
+    linear: dict[str, Any], slerp: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(linear, tmp_path / "out")
+    before = digests(tmp_path / "out")
+    seen: list[dict[str, str]] = []
+    verify = staging_module.Staging.publish
+
+    def publish(self: Any, *, replace: bool) -> None:
+        seen.append(digests(tmp_path / "out"))
+        verify(self, replace=replace)
+
+    monkeypatch.setattr(staging_module.Staging, "publish", publish)
+    merge(slerp, tmp_path / "out", REPLACE)
+    assert seen == [before]
+    assert digests(tmp_path / "out") != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_replacement_leaves_the_old_output(
+    linear: dict[str, Any], slerp: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(linear, tmp_path / "out")
+    before = digests(tmp_path / "out")
+
+    def broken(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr("raymerge.runtime.run.finish_companions", lambda *_, **__: broken())
+    with pytest.raises(IncompleteError, match="the disk is on fire"):
+        merge(slerp, tmp_path / "out", REPLACE)
+    assert digests(tmp_path / "out") == before
+
+
+# Crashes while publishing
+
+
+def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int) -> None:
+    """Let the process end at the given call of a function, before the call has any effect."""
+    original: Callable[..., Any] = getattr(target, name)
+    count = 0
+
+    def maybe(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise Crash
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, maybe)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "call"),
+    [
+        (Path, "rename", 1),
+        (Path, "rename", 2),
+        (staging_module, "_sync_directory", 1),
+        (staging_module.shutil, "rmtree", 1),
+        (staging_module.shutil, "rmtree", 2),
+        (staging_module.Staging, "publish", 1),
+    ],
+)
+def test_after_a_crash_while_publishing_an_output_is_whole_and_the_command_ends_it(
+    target: Any,
+    name: str,
+    call: int,
+    linear: dict[str, Any],
+    slerp: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    merge(linear, tmp_path / "out")
+    old = digests(tmp_path / "out")
+    merge(slerp, tmp_path / "elsewhere" / "out")
+    new = digests(tmp_path / "elsewhere" / "out")
+    shutil.rmtree(tmp_path / "elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        _crash_at(patch, target, name, call)
+        with pytest.raises(Crash):
+            merge(slerp, tmp_path / "out", REPLACE)
+    places = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert any(digests(path) in (old, new) for path in places)
+    assert _complete(tmp_path) in ([], ["out"])
+    merge(slerp, tmp_path / "out", REPLACE)
+    assert digests(tmp_path / "out") == new
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("step", ["check_shards", "finish_companions", "finish_config", "verify_structure"])
+def test_after_a_crash_while_finishing_nothing_looks_complete_and_the_command_ends_it(
+    step: str, linear: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"raymerge.runtime.run.{step}", _crashes)
+        with pytest.raises(Crash):
+            merge(linear, tmp_path / "out")
+    assert _complete(tmp_path) == []
+    merged = merge(linear, tmp_path / "out")
+    assert merged.result.verdict.problems == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _crashes(*_: object, **__: object) -> None:
+    raise Crash
+
+
+# Two drivers
+
+
+def test_a_second_driver_is_refused(linear: dict[str, Any], tmp_path: Path) -> None:
+    with (tmp_path / ".out.raymerge.lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(TargetError, match="another raymerge process is making this very checkpoint now"):
+            merge(linear, tmp_path / "out")
+    merge(linear, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_replace_does_not_disturb_a_running_driver(
+    linear: dict[str, Any], slerp: dict[str, Any], tmp_path: Path
+) -> None:
+    """The other driver makes another plan for the same place: its unfinished work must stay."""
+    refused: list[TargetError] = []
+
+    def second(event: object) -> None:
+        if type(event).__name__ == "SegmentDone":
+            with pytest.raises(TargetError) as caught:
+                merge(slerp, tmp_path / "out", REPLACE)
+            refused.append(caught.value)
+
+    from raymerge.api import submit
+
+    submit(linear, tmp_path / "out", REPLACE, on_event=second)
+    assert len(refused) == 1
+    assert _complete(tmp_path) == ["out"]
+
+
+def test_a_lock_file_left_by_a_dead_driver_is_no_lock(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / ".out.raymerge.lock").touch()
+    merge(linear, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_without_locks_is_good_enough(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    merge(linear, tmp_path / "out")
+    assert _complete(tmp_path) == ["out"]
