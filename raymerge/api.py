@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
@@ -96,6 +97,7 @@ def submit(
     Raises:
         RaymergeError: see its subclasses; ``exit_code`` tells a user's error from an unfinished run.
     """
+    began = time.monotonic()
     chosen = options or RunOptions()
     emit = on_event or _ignore
     read = read_recipe(recipe)
@@ -107,7 +109,7 @@ def submit(
         try:
             pool.start()
             plan_made, sources = planning.result()
-            run = Run(plan_made, sources, Path(output), chosen, on_event=emit)
+            run = Run(plan_made, sources, Path(output), chosen, on_event=emit, began=began)
             run.announce()
             return run.carry_out(pool)
         finally:

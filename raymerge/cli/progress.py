@@ -16,7 +16,16 @@ from rich.text import Text
 
 from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
 from raymerge.cli.tally import Tally
-from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, Verified, WorkerLost
+from raymerge.runtime.events import (
+    Event,
+    Planned,
+    Published,
+    SegmentDone,
+    Started,
+    Stopping,
+    Verified,
+    WorkerLost,
+)
 from raymerge.units import format_duration, format_size
 
 _QUIET_SECONDS = 5.0
@@ -200,6 +209,8 @@ class _Report:
                 self._print(line)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event), style="yellow")
+        elif isinstance(event, Stopping):
+            self._print("stopping: the segments in hand are finished first; Ctrl-C again stops at once")
         elif isinstance(event, Verified):
             self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
         elif isinstance(event, Published):

@@ -33,6 +33,7 @@ class Tally:
         self.workers: dict[str, WorkerTally] = {}
         self.made_segments = 0
         self.made_bytes = 0
+        self._planned_bytes = 0
 
     def take(self, event: Event) -> None:
         """Add one event."""
@@ -55,6 +56,7 @@ class Tally:
         worker.nbytes += nbytes
         self.made_segments += 1
         self.made_bytes += nbytes
+        self._planned_bytes += event.planned_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -73,12 +75,8 @@ class Tally:
 
     @property
     def done_bytes(self) -> int:
-        """Bytes done, by this run and earlier ones; inputs that are read again for statistics do not add up
-        to more than the total."""
-        if self.total_segments and self.done_segments >= self.total_segments:
-            return self.total_bytes
-        before = self.started.done_bytes if self.started is not None else 0
-        return min(before + self.made_bytes, self.total_bytes)
+        """Bytes of the plan that are done, by this run and earlier ones."""
+        return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
 
     @property
     def fraction(self) -> float:
@@ -97,5 +95,5 @@ class Tally:
     @property
     def seconds_left(self) -> float | None:
         """Seconds to go at this speed; None while it is not known."""
-        speed = self.speed(self.made_bytes)
+        speed = self.speed(self._planned_bytes)
         return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

@@ -24,10 +24,11 @@ _Selections: TypeAlias = tuple[MagnitudeSelection | None, ...]
 class TiesKernel:
     """Keeps of each delta the ``k = floor(density * N)`` elements of largest magnitude.
 
-    Deltas of 16-bit checkpoints take few distinct values, and about one element in 150 ties with the k-th. The
-    elements above it stay; of those equal to it as large a share stays as makes k, chosen by a hash of the element's
-    index. So each element decides for itself, and the choice favours no part of the tensor: an order by index
-    would keep the first rows of a tensor whose deltas are all alike, and an unstable sort leaves it to chance.
+    Deltas of 16-bit checkpoints take few distinct values, and about one element in 150 ties with the k-th.
+    The elements above it stay; of those equal to it as large a share stays as makes k, chosen by a hash of
+    the element's index. So each element decides for itself, and the choice favours no part of the tensor: an
+    order by index would keep the first rows of a tensor whose deltas are all alike, and an unstable sort
+    leaves it to chance.
 
     ``k = 0`` keeps nothing (but infinity and NaN, which must reach the result), density 1 everything.
     """

@@ -62,6 +62,8 @@ class SegmentDone(Event):
     """Bytes read."""
     written_bytes: int
     """Bytes written."""
+    planned_bytes: int
+    """Its share of the plan's bytes; more is read when statistics take several passes."""
     seconds: float
     """Wall time of the segment."""
 
@@ -86,6 +88,11 @@ class WorkerLost(Event):
     """What is known of the cause."""
     segments: tuple[int, ...]
     """Segments that it had in hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping(Event):
+    """A stop was asked for: the segments in hand are finished, no new one is begun."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,23 @@ from raymerge.errors import (
     OptionError,
     Problem,
     RaymergeError,
+    TargetError,
 )
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import UNFINISHED
 from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
 from raymerge.planner.sources import Source
 from raymerge.planner.tables import Plan
-from raymerge.runtime.events import OnEvent, Planned, Published, SegmentDone, ShardDone, Started, Verified
+from raymerge.runtime.events import (
+    OnEvent,
+    Planned,
+    Published,
+    SegmentDone,
+    ShardDone,
+    Started,
+    Stopping,
+    Verified,
+)
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool, Stop, Work
@@ -96,14 +106,30 @@ class Run:
         options: RunOptions,
         *,
         on_event: OnEvent,
+        began: float | None = None,
     ) -> None:
+        """
+        Args:
+            plan: what to do.
+            sources: its sources, opened.
+            output: directory of the new checkpoint.
+            options: how to run.
+            on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
+            began: ``time.monotonic()`` when the user's command began; None for now.
+
+        Raises:
+            PlanError: something stands in the plan's way.
+            OptionError: the memory limit is too small for it.
+            TargetError: the output would lie over, in or around a source.
+        """
         self._plan = plan.require()
         self._sources = sources
         self._options = options
         self._on_event = on_event
         self._staging = Staging(output.resolve(), plan)
-        self._started = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self.projection = fit_budget(plan, options)
+        _check_apart(self._staging.output, sources)
 
     def check(self) -> None:
         """Find what is wrong with the output place before any worker is started.
@@ -156,7 +182,7 @@ class Run:
         verdict = verify_structure(self._staging.root).require()
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
         self._staging.publish(replace=self._options.replace)
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._began
         self._on_event(Published(str(self._staging.output), seconds))
         output = self._staging.output
         proved = replace(verdict, path=str(output))
@@ -197,7 +223,8 @@ class Run:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
         roots = tuple(source.checkpoint.root for source in self._sources)
         work = Work(self._plan, roots, self._staging.root, self.projection)
-        with _stopping() as stop, closing(pool.run(work, todo, stop)) as made:
+        costs = self._plan["segments"].column("cost").to_pylist()
+        with _stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for receipt in made:
                 ledger.record(receipt)
                 receipts[receipt.segment] = receipt
@@ -207,6 +234,7 @@ class Run:
                         receipt.worker,
                         receipt.read_bytes,
                         receipt.written_bytes,
+                        costs[receipt.segment],
                         receipt.seconds,
                     )
                 )
@@ -284,13 +312,28 @@ class _Shards:
         self._store.sync_directory()
 
 
+def _check_apart(output: Path, sources: Sequence[Source]) -> None:
+    """An output over a source would destroy it; one inside a source would become part of it."""
+    for source in sources:
+        root = Path(source.checkpoint.root).resolve()
+        if root == output or output in root.parents or root in output.parents:
+            relation = "is" if root == output else "holds" if output in root.parents else "lies inside"
+            raise TargetError(
+                Problem(
+                    str(output),
+                    f"the output place {relation} the source {source.name}.",
+                    "Choose another -o, outside the sources.",
+                )
+            )
+
+
 def _growing(shard: Mapping[str, Any]) -> str:
     """Name of a shard that is not complete."""
     return f"{shard['name']}{UNFINISHED}"
 
 
 @contextmanager
-def _stopping() -> Iterator[Stop]:
+def _stopping(on_event: OnEvent) -> Iterator[Stop]:
     """First Ctrl-C or SIGTERM: finish the segments in hand. Second: stop at once."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -301,6 +344,7 @@ def _stopping() -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.request()
+        on_event(Stopping())
 
     wanted = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handle) for number in wanted]

@@ -1,4 +1,4 @@
-"""Sharing equal extents of files, where the filesystem can (XFS and btrfs on Linux). Changes no byte that is read."""
+"""Sharing equal extents of files, where the filesystem can (XFS, btrfs); no byte that is read changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 BLOCK_NBYTES = 4096
 """Extents are shared in whole blocks that lie at multiples of this."""
 
-# FIDEDUPERANGE of linux/fs.h. The kernel compares the two ranges itself and shares them only if they are equal.
+# FIDEDUPERANGE of linux/fs.h. The kernel compares the two ranges itself and shares them only if equal.
 _REQUEST = 0xC0189436
 _RANGE = struct.Struct("=QQHHI")
 _TARGET = struct.Struct("=qQQiI")

@@ -39,7 +39,7 @@ class Clock:
 
 
 def _done(segment: int, worker: str = "worker-0", nbytes: int = 1000) -> SegmentDone:
-    return SegmentDone(segment, worker, nbytes - 100, 100, 0.5)
+    return SegmentDone(segment, worker, nbytes - 100, 100, nbytes, 0.5)
 
 
 def _fed(clock: Clock, *events: Event) -> Tally:
@@ -88,6 +88,15 @@ def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
     assert tally.seconds_left == pytest.approx(4)
 
 
+def test_bytes_read_again_for_statistics_count_for_the_speed_and_not_as_progress() -> None:
+    clock = Clock()
+    tally = _fed(clock, PLANNED, STARTED, SegmentDone(0, "worker-0", 2900, 100, 1000, 0.5))
+    clock.now += 1
+    assert tally.done_bytes == 1000
+    assert tally.speed(tally.made_bytes) == pytest.approx(3000)
+    assert tally.seconds_left == pytest.approx(9)
+
+
 def test_a_replacement_worker_joins_and_a_lost_one_is_marked() -> None:
     lost = WorkerLost("worker-0", "killed", (3,))
     tally = _fed(Clock(), PLANNED, STARTED, lost, _done(3, "worker-2"))
@@ -101,7 +110,7 @@ def test_the_part_done_never_falls_and_never_passes_the_whole(sizes: list[int], 
     tally = _fed(Clock(), PLANNED, Started(("worker-0",), "cpu", before, before * 1000))
     last = tally.fraction
     for segment, nbytes in enumerate(sizes[: 10 - before]):
-        tally.take(_done(segment, nbytes=nbytes))
+        tally.take(SegmentDone(segment, "worker-0", nbytes, 0, 1000, 0.5))
         assert last <= tally.fraction <= 1
         last = tally.fraction
     if tally.done_segments == PLANNED.segments:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.planner.config_fields import config_bytes, output_config
 from raymerge.dtypes import DType
+from raymerge.planner.config_fields import config_bytes, output_config
 
 
 def test_nothing_to_change_gives_an_equal_copy() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.merge_cases import Family, digests, merge, recipes
+from kits.merge_cases import Family, digests, make_family, merge, recipes
 
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.runtime import staging as staging_module
@@ -262,3 +262,14 @@ def test_a_file_system_without_locks_is_good_enough(
     monkeypatch.setattr(fcntl, "flock", unsupported)
     merge(linear, tmp_path / "out")
     assert _complete(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("place", "relation"), [("tune1", "is"), ("tune1/out", "lies inside"), (".", "holds")]
+)
+def test_an_output_over_in_or_around_a_source_is_refused(tmp_path: Path, place: str, relation: str) -> None:
+    family = make_family(tmp_path / "models")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TargetError, match=f"the output place {relation} the source"):
+        merge(recipes(family)["linear"], tmp_path / "models" / place, REPLACE)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""Sharing of equal extents: for real on a reflink filesystem where one can be mounted, refused politely elsewhere."""
+"""Sharing of equal extents: for real on a reflink filesystem where one can be mounted."""
 
 from __future__ import annotations
 
