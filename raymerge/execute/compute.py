@@ -9,9 +9,9 @@ import torch
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import Input, JobPart, RowJob
+from raymerge.execute.jobs import JobPart, RowJob
 from raymerge.methods import Method, Settings, Takes, Tile, find_method, random_key
-from raymerge.planner.expressions import Expression
+from raymerge.planner.expressions import Expression, Read
 
 Raw = Sequence[torch.Tensor]
 """One uint8 tensor on the host for each input of a part."""
@@ -81,7 +81,7 @@ def _settings(expression: Expression, method: Method, part: JobPart, seed: int) 
     return expression.bind(keys=keys, shape=part.shape)
 
 
-def decode(raw: torch.Tensor, source: Input, device: torch.device) -> torch.Tensor:
+def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
     """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order.
 
     Args:

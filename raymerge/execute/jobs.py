@@ -7,29 +7,9 @@ from dataclasses import dataclass
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.planner.expressions import Expression
+from raymerge.planner.expressions import Expression, Read
 from raymerge.planner.memory import Need, row_need
 from raymerge.planner.tables import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One source's bytes for one part."""
-
-    part: int
-    """Position of the part in its row."""
-    source: int
-    """Index of the source."""
-    key: str
-    """File of the source."""
-    offset: int
-    """First byte."""
-    nbytes: int
-    """Bytes."""
-    dtype: DType
-    """How they are stored."""
-    view: View | None
-    """Where the logical elements lie, in elements; None: all of them, row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +22,7 @@ class JobPart:
     """Logical shape."""
     view: View | None
     """Where its elements lie in the row, in elements; None: the row is this part."""
-    inputs: tuple[Input, ...]
+    inputs: tuple[Read, ...]
     """What feeds it, the base first where there is one."""
 
 
@@ -70,7 +50,7 @@ class RowJob:
     """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
 
     @property
-    def inputs(self) -> tuple[Input, ...]:
+    def inputs(self) -> tuple[Read, ...]:
         """All inputs, part by part."""
         return tuple(each for part in self.parts for each in part.inputs)
 
@@ -130,7 +110,7 @@ class Jobs:
         parts = self._plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist()
         rows = self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
         inputs = [
-            Input(
+            Read(
                 each["part"],
                 each["source"],
                 each["key"],

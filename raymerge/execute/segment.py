@@ -15,8 +15,9 @@ import xxhash
 from raymerge.errors import IncompleteError, NonFiniteError, Problem
 from raymerge.execute.compute import PartComputation, encode, scatter
 from raymerge.execute.finite import first_non_finite
-from raymerge.execute.jobs import Input, Jobs, RowJob
+from raymerge.execute.jobs import Jobs, RowJob
 from raymerge.execute.receipts import Receipt
+from raymerge.planner.expressions import Read
 from raymerge.planner.memory import SLOTS, Projection, expression_passes, tiling
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import ReadStore, WriteStore
@@ -44,7 +45,7 @@ class Step:
     peak: int
     """Bytes that a slot uses while the row is made."""
 
-    def span(self, source: Input) -> tuple[int, int]:
+    def span(self, source: Read) -> tuple[int, int]:
         """First byte and number of bytes that the tile takes of an input."""
         if self.count == self.row.num_elements:
             return source.offset, source.nbytes

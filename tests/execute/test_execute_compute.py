@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation, decode, encode, scatter, torch_dtype
-from raymerge.execute.jobs import Input, JobPart, RowJob
-from raymerge.planner.expressions import Expression, conversion_expression, copy_expression
+from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.planner.expressions import Expression, Read, conversion_expression, copy_expression
 
 CPU = torch.device("cpu")
 FLOATS = (DType.F16, DType.BF16, DType.F32, DType.F64, DType.F8_E4M3, DType.F8_E5M2)
 
 
-def _input(dtype: DType, view: View | None = None) -> Input:
-    return Input(0, 0, "model.safetensors", 0, 0, dtype, view)
+def _input(dtype: DType, view: View | None = None) -> Read:
+    return Read(0, 0, "model.safetensors", 0, 0, dtype, view)
 
 
 def _raw(values: torch.Tensor) -> torch.Tensor:
