@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -147,10 +148,15 @@ def _planned(recipe: Recipe) -> tuple[Plan, Sequence[Source]]:
 def _prepared(
     planning: Future[tuple[Plan, Sequence[Source]]], options: RunOptions, output: Path, emit: OnEvent
 ) -> Pool:
-    """A pool to start; errors that planning has found by now are raised first."""
+    """A pool to start; errors that planning has found by now are raised first.
+
+    No more workers are asked for than there are segments, where that is known by now.
+    """
     if planning.done():
         made, sources = planning.result()
         Run(made, sources, output, options, on_event=emit).check()
+        if options.workers is not None:
+            options = replace(options, workers=max(1, min(options.workers, len(made["segments"]))))
     if options.inline:
         from raymerge.runtime.inline import InlinePool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _FACTORS = {
     "": 1,
@@ -16,6 +17,8 @@ _FACTORS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_LARGEST = 2**63 - 1
+_DIGITS = 40
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -35,11 +38,10 @@ def parse_size(text: str | int) -> int:
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _FACTORS:
         raise ValueError(f"{text!r} is not a size; write it like 4GiB, 512MiB or 5GB")
-    return (
-        int(float(match.group(1)) * _FACTORS[unit])
-        if "." in match.group(1)
-        else (int(match.group(1)) * _FACTORS[unit])
-    )
+    size = Fraction(match.group(1)) * _FACTORS[unit] if len(match.group(1)) <= _DIGITS else _LARGEST + 1
+    if size > _LARGEST:
+        raise ValueError(f"{text[:30]!r} is more than any disk holds; write a size like 4GiB or 5GB")
+    return int(size)
 
 
 def format_size(num_bytes: int) -> str:

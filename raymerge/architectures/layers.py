@@ -9,6 +9,9 @@ from typing import Any
 from raymerge.architectures.rules import Rules, load_rules
 from raymerge.architectures.sections import config_int
 
+_MOST_DIGITS = 9
+"""Longer numbers count no layers; Python refuses to read one of thousands of digits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -51,7 +54,7 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
 def layer_place(path: Sequence[str]) -> int | None:
     """Index of the layer number in a name's path: its first number, unless that counts experts."""
     for index, word in enumerate(path):
-        if word.isdecimal() and word.isascii():
+        if word.isdecimal() and word.isascii() and len(word) <= _MOST_DIGITS:
             return None if index and path[index - 1] == "experts" else index
     return None
 
@@ -64,7 +67,7 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
     """
     head = f"{stack_prefix}." if stack_prefix else ""
     number, dot, rest = name.removeprefix(head).partition(".")
-    if not name.startswith(head) or not number.isdecimal():
+    if not name.startswith(head) or not (number.isdecimal() and number.isascii()):
         raise ValueError(f"{name} is in no layer of {stack_prefix or 'the top'}")
     return f"{head}{new_layer}{dot}{rest}"
 

@@ -12,7 +12,7 @@ from raymerge.architectures.rules import Projection, Role, Rules
 _MOE = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
 _GATED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.MLP})
 # Expert numbers are path components of their own, or, in the Switch family, part of one.
-EXPERT_NUMBER = re.compile(r"(?:^|\.)experts\.(?:expert_)?(\d+)(?=\.)")
+EXPERT_NUMBER = re.compile(r"(?:^|\.)experts\.(?:expert_)?([0-9]{1,9})(?=\.)")
 # What quantisers and bias parameters append to the word that names a fused matrix.
 _APPENDED = re.compile(r"_(bias|blocks|scales|scale|scale_inv|packed|qweight)$")
 

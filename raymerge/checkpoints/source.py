@@ -27,14 +27,14 @@ _NUM_READERS = 8
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
 _DIGITS = re.compile(r"([0-9]{1,18})")
-# Made anew for the output, or belonging to the place and not to the model.
-_NOT_COPIED_AT_TOP = frozenset({CONFIG_FILE, "README.md"})
+# Made anew for the output: neither files nor directories of these names are taken over.
+_NOT_COPIED_AT_TOP = frozenset({CONFIG_FILE, "README.md", "raymerge"})
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5"),
     *("*.msgpack", "*.npz", "*.safetensors.index.json", "*.bin.index.json"),
 )
 _TRAINING_LEFTOVERS = ("optimizer*", "scheduler*", "rng_state*", "trainer_state.json", "training_args.bin")
-_SKIPPED_DIRECTORIES = ("raymerge", "checkpoint-[0-9]*")
+_SKIPPED_DIRECTORIES = ("checkpoint-[0-9]*",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def is_companion(key: str) -> bool:
     hidden = any(part.startswith(".") for part in (*directories, name))
     if hidden or (directories and _matches(directories[0], _SKIPPED_DIRECTORIES)):
         return False
-    if not directories and name in _NOT_COPIED_AT_TOP:
+    if (*directories, name)[0] in _NOT_COPIED_AT_TOP:
         return False
     return not _matches(name, (*_WEIGHTS, *_TRAINING_LEFTOVERS))
 

@@ -58,10 +58,13 @@ def guarded(verb: Callable[[], int], *, as_json: bool = False) -> int:
         failure = failure_of(error)
         if os.environ.get("RAYMERGE_TRACEBACK") == "1":
             traceback.print_exc(file=sys.stderr)
-    if as_json:
-        put_json(sys.stdout, failure.to_json())
-    else:
-        show_failure(make_console(sys.stderr), failure)
+    try:
+        if as_json:
+            put_json(sys.stdout, failure.to_json())
+        else:
+            show_failure(make_console(sys.stderr), failure)
+    except OSError:
+        _forget_stdout()
     return failure.exit_code
 
 
@@ -76,6 +79,8 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, OSError) and error.filename is not None:
         what = f"the system refused it: {error.strerror or error}."
         return Failure(2, "", (Problem(str(error.filename), what, "Check the path and your rights there."),))
+    if isinstance(error, OSError):
+        return Failure(2, f"what is printed here cannot be written: {error.strerror or error}.")
     said = str(error).strip().splitlines()
     fact = f"{type(error).__name__}{': ' + said[0] if said else ''}"
     return Failure(

@@ -139,7 +139,7 @@ class _Walk:
         for key, value in node.value:
             if key.tag == _MERGE_TAG:
                 continue
-            if isinstance(key, ScalarNode) and key.tag == f"{_TAG}str":
+            if isinstance(key, ScalarNode) and key.tag == f"{_TAG}str" and _is_text(key.value):
                 yield key.value, (key, value)
             else:
                 self._bad_key(key, path)
@@ -171,10 +171,13 @@ class _Walk:
         except (ValueError, KeyError, IndexError):
             self.faults.append(Fault(path, f"'{node.value[:40]}' cannot be read.", "Put it in quotes."))
             return None
+        if isinstance(value, str) and not _is_text(value):
+            self.faults.append(Fault(path, f"{ascii(value)[:40]} holds half a character.", "Write it out."))
+            return None
         return value
 
     def _bad_key(self, key: Node, path: Path) -> None:
-        shown = f"'{key.value}'" if isinstance(key, ScalarNode) else "a list or map"
+        shown = ascii(key.value) if isinstance(key, ScalarNode) else "a list or map"
         # No value of a map has a number for its step, so the place in the text may stand for a bad key.
         place = (*path, key.start_mark.index)
         self.marks[place] = _mark(key)
@@ -255,3 +258,8 @@ def _mark(node: Node) -> tuple[int, int]:
 
 def _error(name: str, node: Node, what: str, remedy: str) -> RecipeError:
     return RecipeError(Problem(spot(name, _mark(node)), what, remedy))
+
+
+def _is_text(value: str) -> bool:
+    """Whether every character of it can be written; an escape in YAML may give half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits import family_names as families
 
-from raymerge.architectures import Stack, module_of, rename_layer, stacks
+from raymerge.architectures import Stack, describe, load_rules, module_of, rename_layer, stacks
 
 
 @pytest.mark.parametrize(
@@ -167,3 +167,11 @@ def test_a_vision_stack_makes_parts_though_the_config_is_silent() -> None:
     names = ["model.layers.0.w", "visual.blocks.0.w"]
     found = stacks(names, {"num_hidden_layers": 1})
     assert [module_of(name, {}, found) for name in names] == ["text_decoder", "vision_tower"]
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0\u0663", "\u0663"])
+def test_numbers_that_no_model_counts_by_are_no_layers(number: str) -> None:
+    names = ["model.layers.0.w", "model.layers.1.w", f"model.layers.{number}.w"]
+    (stack,) = stacks(names, {"num_hidden_layers": 2})
+    assert stack.num_layers == 2
+    assert describe(names[2], load_rules(None)).layer is None

@@ -240,6 +240,10 @@ class TestCompanions:
     def test_not_copied(self, key: str) -> None:
         assert not is_companion(key)
 
+    @pytest.mark.parametrize("key", ["raymerge", "raymerge/plan/manifest.json", "README.md/notes.txt"])
+    def test_what_stands_where_the_output_has_its_own_is_not_copied(self, key: str) -> None:
+        assert not is_companion(key)
+
     def test_listed_in_order(self, tmp_path: Path) -> None:
         own = {"config.json", "model.safetensors", "model.safetensors.index.json"}
         names = [name for name in (*COPIED, *NOT_COPIED) if name not in own]

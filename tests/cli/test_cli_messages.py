@@ -40,7 +40,7 @@ def _shown(problems: list[Problem], width: int = 80, encoding: str = "utf-8") ->
         (IncompleteError("stopped with 3 of 4 segments done."), 3),
         (KeyboardInterrupt(), 3),
         (PermissionError(13, "Permission denied", "some/place"), 2),
-        (OSError("no file name in it"), 1),
+        (OSError("no file name in it"), 2),
         (ZeroDivisionError("division by zero"), 1),
         (AssertionError(), 1),
     ],

@@ -89,3 +89,9 @@ def test_messages_are_sentences_and_free_of_the_machinery(data: dict[str, Any]) 
         assert line.startswith("recipe")
         for word in ("pydantic", "http", "Input should", "validation", "type=", "ctx", "Traceback"):
             assert word not in line
+
+
+@pytest.mark.parametrize("text", ['"\\ud800": 1\n', 'merge_method: "\\udfff"\n'])
+def test_half_a_character_is_refused_with_its_place(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"r\.yml:1:1"):
+        parse_recipe(text, "r.yml")
