@@ -76,6 +76,13 @@ def finish_config(
     target.sync_directory()
 
 
+def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
+    """Every file that a finished checkpoint has, but for the record of its run."""
+    shards = plan["shards"].column("name").to_pylist()
+    index = [INDEX_FILE] if len(shards) > 1 else []
+    return frozenset((*shards, *index, "config.json", "README.md", *companions))
+
+
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
     """The recipe's models as the card lists them."""
     return tuple(Parent(source.reference.path, source.reference.revision) for source in sources)

@@ -102,7 +102,7 @@ def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Prob
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
     from raymerge.planner.memory import SMALLEST_BUDGET, project
-    from raymerge.runtime.run import fit_budget
+    from raymerge.runtime.budget import fit_budget
 
     try:
         return fit_budget(plan, options), ()

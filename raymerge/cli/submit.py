@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +45,8 @@ def submit(
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Workers; by default one per GPU, or per CPU core.")
+        int | None,
+        typer.Option(metavar="N", help="Workers; by default one per GPU, else one per CPU core, at most 8."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
@@ -79,8 +84,25 @@ def _place(recipe: str, out: str | None, output: str | None) -> str:
     return output or out or f"{Path(recipe).stem}-merged"
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A scheduler's SIGTERM ends the command as Ctrl-C does, wherever it is: nothing leaks, exit code 3."""
+
+    def interrupt(_: int, __: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _submit(request: Request, stdout: IO[str]) -> int:
-    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
+    with _terminable(), make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
         from raymerge.api import submit
 
         submit(request.recipe, request.output, request.options, on_event=progress)

@@ -15,6 +15,7 @@ import xxhash
 from raymerge.errors import IncompleteError, NonFiniteError, Problem
 from raymerge.execute.compute import PartComputation, encode, scatter
 from raymerge.execute.finite import first_non_finite
+from raymerge.execute.heap import HeapWatch
 from raymerge.execute.jobs import Jobs, RowJob
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.expressions import Read
@@ -99,6 +100,7 @@ class SegmentRunner:
         self._device = device
         self._projection = projection
         self._name = name
+        self._heap = HeapWatch(projection.peak)
         self._compute = threading.Lock()
         self._aborted = threading.Event()
 
@@ -111,8 +113,18 @@ class SegmentRunner:
             NonFiniteError: a source or a result holds NaN or infinity.
             CheckpointError: a source cannot be read as it was when the plan was made.
             OptionError: the staging directory's file system is full.
-            IncompleteError: ``abort`` was called.
+            IncompleteError: ``abort`` was called, or the GPU has too little memory.
         """
+        try:
+            return self._run(segment)
+        except torch.OutOfMemoryError as error:
+            raise IncompleteError(
+                f"the GPU of {self._name} has too little memory: {str(error).splitlines()[0]} A worker may "
+                f"use {self._projection.budget} bytes there now. What is done is kept: give a smaller "
+                "--memory to the same command and it goes on."
+            ) from error
+
+    def _run(self, segment: int) -> Receipt:
         started = time.monotonic()
         counters = _Counters()
         rows = self._jobs.rows(segment)
@@ -168,6 +180,7 @@ class SegmentRunner:
         """The checked and digested bytes of a tile; None in a statistics pass."""
         with self._compute:
             data = work.step(step, raw)
+            self._heap.check()
         if data is None:
             return None
         self._check(step, raw, data)

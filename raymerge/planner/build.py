@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from raymerge.architectures import Role
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.source import natural_key
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, find_method, methods
 from raymerge.planner.align import Aligner, modules_of
 from raymerge.planner.bind import check_parameter_names, written_parameters
 from raymerge.planner.check import check_plan
 from raymerge.planner.config import plan_config
+from raymerge.planner.consistency import config_problems
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
+from raymerge.planner.families import config_notes, other_families, other_meanings
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.outputs import OutputBuilder
 from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.sources import Source, model_references
 from raymerge.planner.spans import Section, SpanBuilder
+from raymerge.planner.stacking import check_stacks
 from raymerge.planner.tables import make_tables
 from raymerge.planner.ties import settle_tie, with_heads
 from raymerge.recipes import Recipe, canonical, did_you_mean
@@ -47,19 +54,24 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
 
 def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     method = _method(recipe)
-    sections = _sections(recipe, method, sources)
-    logical = [LogicalTensors(source) for source in sources]
     donor = donor_of(recipe, sources)
+    sections, problems = _sections(recipe, method, sources)
+    logical = [LogicalTensors(source) for source in sources]
     aligner = Aligner(sections, sources, logical, donor=donor)
     builder = OutputBuilder(recipe, method, sources, logical)
-    outputs = _outputs(builder, aligner, sections, sources, donor=sources[donor])
-    tie = settle_tie(outputs, sections, sources, builder.fates, donor=sources[donor])
     findings = builder.findings
+    for problem in problems:
+        findings.add(problem)
+    check_stacks(sections, aligner.placed, donor=donor, findings=findings)
+    outputs = _outputs(recipe, builder, aligner, sections, sources)
+    tie = settle_tie(outputs, sections, sources, builder.fates, donor=sources[donor])
     _settle_rest(recipe, aligner, builder, sources, logical, sections)
     config, objections = plan_config(recipe, sources[donor], sources, logical, sections, outputs, tie)
     for objection in objections:
         findings.add(objection)
     shards = place_shards(outputs, recipe.shard_size)
+    for problem in _disagreements(shards, config, sources[donor]) if findings.is_empty else ():
+        findings.add(problem)
     rows = place_rows(outputs, shards)
     tables, expressions = make_tables(outputs, shards, rows, cut_segments(rows), builder.fates.rows())
     manifest: dict[str, Any] = {
@@ -78,6 +90,19 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
         "notes": _notes(recipe, method, sources, sections),
     }
     return make_plan(manifest, tables, findings.problems())
+
+
+def _disagreements(
+    shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
+) -> Iterator[Problem]:
+    """Where the output's config and tensors would disagree; what no rule changed came from the donor."""
+    tensors = {
+        tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
+        for key, layout in shards
+        for tensor in layout.tensors
+    }
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    yield from config_problems(replace(donor.checkpoint, config=config, tensors=ordered))
 
 
 @contextmanager
@@ -121,17 +146,44 @@ def _method(recipe: Recipe) -> Method:
     )
 
 
-def _sections(recipe: Recipe, method: Method, sources: Sequence[Source]) -> tuple[Section, ...]:
-    """The sections, or every reason at once why there are none."""
-    problems = [*_not_yet(recipe), *_families(recipe, sources)]
+def _sections(
+    recipe: Recipe, method: Method, sources: Sequence[Source]
+) -> tuple[tuple[Section, ...], list[Problem]]:
+    """The sections, with what is wrong with the recipe but leaves a plan that tells what else is wrong.
+
+    Raises:
+        PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
+    """
+    donor = sources[donor_of(recipe, sources)]
     spans = SpanBuilder(recipe, method, sources)
     sections = spans.sections()
-    problems += spans.problems
-    problems += check_parameter_names(recipe, method)
-    problems += _module_names(recipe, sources)
-    if problems:
-        raise PlanError(problems)
-    return sections
+    bare = [*other_families(recipe, sources, donor=donor), *spans.problems, *_module_names(recipe, sources)]
+    problems = [
+        *_not_yet(recipe),
+        *check_parameter_names(recipe, method),
+        *other_meanings(recipe, sections, sources, donor=donor),
+        *_no_base_to_copy(recipe, sections, sources),
+    ]
+    if bare:
+        raise PlanError([*bare, *problems])
+    return sections, problems
+
+
+def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]) -> list[Problem]:
+    """Refuse to keep the base's tensors where no base is merged from which they could be kept."""
+    bases = {recipe.base_model, *(piece.base_model for piece in recipe.slices)} - {None}
+    bases |= {piece.base_model for module in recipe.modules.values() for piece in module.slices}
+    leads = [sources[span.lead.source] for section in sections for span in section.spans]
+    if recipe.missing_tensors != "copy_base" or all(lead.reference in bases for lead in leads):
+        return []
+    return [
+        Problem(
+            recipe.where("missing_tensors"),
+            "'copy_base' keeps the base's tensors, and "
+            + ("some slices do not take the base_model." if bases - {None} else "there is no base_model."),
+            "Name the base_model, among the sources of every slice too, or remove 'missing_tensors'.",
+        )
+    ]
 
 
 def _not_yet(recipe: Recipe) -> list[Problem]:
@@ -152,24 +204,6 @@ def _not_yet(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def _families(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
-    lead = sources[donor_of(recipe, sources)]
-    places = {reference: path for path, reference in model_references(recipe)}
-    return [
-        Problem(
-            recipe.where(*places[source.reference]),
-            f"{source.name} is of another family ({source.model_type}: {', '.join(source.architectures)}) "
-            f"than {lead.name} ({lead.model_type}: {', '.join(lead.architectures)}).",
-            "Merge models of one architecture. If the tensors really are the same, say so with "
-            f"'model: {{model: {source.reference.path}, override_architecture: "
-            f"{next(iter(lead.architectures), '')}}}'.",
-        )
-        for source in sources
-        if source.architectures != lead.architectures
-        or (source.model_type != lead.model_type and not source.reference.override_architecture)
-    ]
-
-
 def _module_names(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
     if not recipe.modules:
         return []
@@ -186,16 +220,17 @@ def _module_names(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
 
 
 def _outputs(
+    recipe: Recipe,
     builder: OutputBuilder,
     aligner: Aligner,
     sections: Sequence[Section],
     sources: Sequence[Source],
-    *,
-    donor: Source,
 ) -> tuple[Output, ...]:
     """Every output that can be made, each name once."""
     made: dict[str, Output] = {}
-    for aligned in with_heads(aligner.outputs(), sections, sources, donor=donor):
+    donor = sources[donor_of(recipe, sources)]
+    has_base = recipe.base_model is not None
+    for aligned in with_heads(aligner.outputs(), sections, sources, donor=donor, has_base=has_base):
         output = builder.output(aligned)
         if output is not None and made.setdefault(output.name, output) is not output:
             builder.findings.tensor(
@@ -260,8 +295,10 @@ def _notes(
     recipe: Recipe, method: Method, sources: Sequence[Source], sections: Sequence[Section]
 ) -> list[str]:
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
-    donor = sources[donor_of(recipe, sources)].name
+    giver = sources[donor_of(recipe, sources)]
+    donor = giver.name
     notes.append(f"config, tokenizer and companion files come from {donor}")
+    notes += config_notes(sections, sources, donor=giver)
     notes += [
         f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
         for parameter in method.parameters

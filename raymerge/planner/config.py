@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures import Role, restack_config
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.depth import count_mtp_layers
+from raymerge.architectures.parents import Parent
+from raymerge.architectures.sections import text_path, text_section
 from raymerge.checkpoints.source import main_dtype
-from raymerge.dtypes import DType
+from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
 from raymerge.planner.config_fields import output_config
+from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.expressions import Output
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.sources import Source
@@ -32,16 +36,29 @@ def plan_config(
     config: Mapping[str, Any] = donor.checkpoint.config
     problems: list[Problem] = []
     for section in sections:
-        if section.is_whole:
+        if section.is_whole and not _is_foreign(section, donor, sources):
             continue
         config, sentences = _restacked(config, donor, sources, logical, section)
         path = ("slices",) if section.module is None else ("modules", section.module)
-        remedy = "Choose slices that keep the pattern."
+        remedy = "Choose slices that keep the pattern, or models whose configs agree."
         problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
+    config = _with_mtp_count(config, donor, sources, sections, outputs)
     dtype = _main_output(outputs)
     wanted = recipe.out_dtype or recipe.dtype
-    changed = wanted is not None or dtype is not main_dtype(donor.checkpoint)
+    # A donor whose config names another dtype than its tensors have is put right as well.
+    said = None if config.get("quantization_config") else declared_dtype(config)
+    differs = dtype is not main_dtype(donor.checkpoint) or said not in (None, config_name(dtype))
+    changed = wanted is not None or differs
     return output_config(config, dtype=dtype if changed else None, tie=tie.tied), problems
+
+
+def _is_foreign(section: Section, donor: Source, sources: Sequence[Source]) -> bool:
+    """Whether a module that keeps its layers has those of another model than the config's."""
+    lead = sources[section.spans[0].lead.source]
+    return lead.index != donor.index and None not in (
+        lead.layer_stack(section.module),
+        donor.layer_stack(section.module),
+    )
 
 
 def _restacked(
@@ -53,41 +70,32 @@ def _restacked(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config for a section's layers, and what it cannot express."""
     stack = donor.layer_stack(section.module)
-    leads = [(span, sources[span.lead.source]) for span in section.spans]
-    layers = [layer for span, _ in leads for layer in _taken(span)]
+    origins = [
+        (sources[span.lead.source], n) for span in section.spans for n in _taken(span, sources, section)
+    ]
+    layers = [layer for _, layer in origins]
     if stack is None or not stack.is_main:
         same = stack is not None and layers == list(range(stack.num_layers))
         what = f"config.json cannot be told of other layers in '{section.module}' yet."
         return config, () if same else (what,)
-    sparse = {lead.index: _expert_layers(logical[lead.index], lead, section) for _, lead in leads}
-    dense = [layer not in sparse[lead.index] for span, lead in leads for layer in _taken(span)]
-    others = tuple(
-        f"{lead.name} and {donor.name} have configs that list their layers one by one and differently, and "
-        "such lists cannot be put together."
-        for lead in {lead.index: lead for _, lead in leads}.values()
-        if _layer_lists(lead, section) != _layer_lists(donor, section)
+    leads = {lead.index: lead for lead, _ in origins}
+    parents = {index: Parent(lead.name, lead.checkpoint.config) for index, lead in leads.items()}
+    sparse = {index: _expert_layers(logical[index], lead, section) for index, lead in leads.items()}
+    dense = [layer not in sparse[lead.index] for lead, layer in origins]
+    return restack_config(
+        config,
+        layers,
+        parents=[parents[lead.index] for lead, _ in origins],
+        dense=None if all(dense) else dense,
     )
-    # Layers that only a deeper parent has are of no kind that the donor's config could list.
-    known = [min(layer, stack.num_layers - 1) for layer in layers]
-    restacked, sentences = restack_config(config, known, dense=None if all(dense) else dense)
-    return restacked, (*others, *sentences)
 
 
-def _taken(span: Span) -> range:
-    return range(span.lead.first_layer, span.lead.first_layer + (span.num_layers or 0))
-
-
-def _layer_lists(source: Source, section: Section) -> dict[str, list[Any]]:
-    """Fields of a config with one entry a layer."""
-    stack = source.layer_stack(section.module)
-    depth = stack.num_layers if stack is not None else 0
-    return {
-        key: value
-        for key, value in text_section(source.checkpoint.config).items()
-        if isinstance(value, list)
-        and len(value) == depth > 1
-        and not source.rules.depth.not_per_layer.search(key)
-    }
+def _taken(span: Span, sources: Sequence[Source], section: Section) -> range:
+    """Layers of the lead that become the span's."""
+    stack = sources[span.lead.source].layer_stack(section.module)
+    whole = stack.num_layers if stack is not None else 0
+    first = span.lead.first_layer
+    return range(first, first + (whole if span.num_layers is None else span.num_layers))
 
 
 def _expert_layers(logical: LogicalTensors, source: Source, section: Section) -> frozenset[int]:
@@ -98,6 +106,46 @@ def _expert_layers(logical: LogicalTensors, source: Source, section: Section) ->
         for info in logical.infos.values()
         if info.layer is not None and info.stack == prefix and info.part in (Role.EXPERT, Role.ROUTER)
     )
+
+
+def _with_mtp_count(
+    config: Mapping[str, Any],
+    donor: Source,
+    sources: Sequence[Source],
+    sections: Sequence[Section],
+    outputs: Sequence[Output],
+) -> Mapping[str, Any]:
+    """The config with the number of multi-token-prediction layers that the merge writes.
+
+    A number that the donor's own tensors contradict is left alone where the merge writes as many as they are.
+    """
+    section = next((each for each in sections if each.module in (None, "default", "text_decoder")), None)
+    own = donor.layer_stack(None)
+    if section is None or own is None:
+        return config
+    leads = [sources[span.lead.source] for span in section.spans]
+    stacks = [stack for lead in leads if (stack := lead.layer_stack(None)) is not None]
+    total = sum(span.num_layers or 0 for span in section.spans)
+    num_layers = stacks[0].num_layers if section.is_whole and stacks else total
+    names = (output.name for output in outputs)
+    written = count_mtp_layers(names, {own.prefix, *(s.prefix for s in stacks)}, num_layers, donor.rules)
+    stored = count_mtp_layers(donor.checkpoint.tensors, {own.prefix}, own.num_layers, donor.rules)
+    if written is None or written == stored:
+        return config
+    return _counted(config, written, keys=donor.rules.depth.mtp_counts, lead=leads[-1])
+
+
+def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lead: Source) -> dict[str, Any]:
+    """The config with a number in every field that counts it; in the lead's field where it has none."""
+    result = copy.deepcopy(dict(config))
+    text: dict[str, Any] = result
+    for key in text_path(result):
+        text = text[key]
+    places = [(section, key) for section in (result, text) for key in keys if key in section]
+    theirs = [(text, key) for key in keys if key in text_section(lead.checkpoint.config)]
+    for section, key in places or theirs:
+        section[key] = number
+    return result
 
 
 def _main_output(outputs: Sequence[Output]) -> DType:

@@ -37,6 +37,11 @@ class Findings:
         """
         self._groups.setdefault(key, _Group(where, what, remedy)).examples[example] = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found."""
+        return not self._groups
+
     def problems(self) -> tuple[Problem, ...]:
         """Everything found."""
         return tuple(_problem(group) for group in self._groups.values())

@@ -20,7 +20,7 @@ from raymerge.architectures import (
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.planner.quantised import quantised_format
+from raymerge.planner.quantised import quantised_formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     found = stacks(checkpoint.tensors, config)
     infos = {name: describe(name, rules, stacks=found) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
-    formats = ((quantised_format(tensor, checkpoint), tensor) for tensor in tensors)
+    formats = [(form, checkpoint.tensors[name]) for name, form in quantised_formats(checkpoint).items()]
     return Inspection(
         name=checkpoint.name,
         model_type=str(config.get("model_type") or ""),
@@ -140,7 +140,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         shared_expert_layers=len(_layers(infos.values(), Role.SHARED_EXPERT)),
         mtp_layers=_mtp_layers(infos.values()),
         tie=_tie(checkpoint),
-        quantised=_largest_first(_groups((name, tensor) for name, tensor in formats if name is not None)),
+        quantised=_largest_first(_groups(formats)),
         declared_quantisation=_declared_quantisation(config),
         files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
         companions=checkpoint.companions,

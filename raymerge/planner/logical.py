@@ -69,7 +69,7 @@ class LogicalTensors:
         info = self.infos[name]
         layout = (
             fused_layout(name, tensor.shape, self._source.checkpoint.config, self._source.rules)
-            if info.part in (Role.EXPERT, Role.SHARED_EXPERT) and info.expert is None
+            if info.part is Role.EXPERT and info.expert is None
             else None
         )
         if layout is None:

@@ -26,7 +26,7 @@ from raymerge.planner.expressions import (
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import Block, LogicalTensors, Place
 from raymerge.planner.precision import output_dtype
-from raymerge.planner.quantised import quantised_format
+from raymerge.planner.quantised import quantised_formats
 from raymerge.planner.sources import Path_, Source
 from raymerge.planner.spans import Member
 from raymerge.recipes import Recipe
@@ -45,6 +45,7 @@ class OutputBuilder:
         self._sources = sources
         self._logical = logical
         self._main = [main_dtype(source.checkpoint) for source in sources]
+        self._forms = [quantised_formats(source.checkpoint) for source in sources]
         self._binders: dict[Path_, Binder] = {}
         self._latest: tuple[Settings, bool, DType, Expression] | None = None
 
@@ -87,14 +88,12 @@ class OutputBuilder:
         return None if rows is None else Output(aligned.output, dtype, lead.shape, rows, True)
 
     def _is_integer(self, lead: StoredTensor, source: int) -> bool:
-        return not lead.dtype.is_mergeable and (
-            quantised_format(lead, self._sources[source].checkpoint) is None
-        )
+        return not lead.dtype.is_mergeable and lead.name not in self._forms[source]
 
     def _converts_codes(self, lead: StoredTensor, source: int) -> bool:
         """Whether the recipe asks for another dtype of a quantised tensor."""
         wanted = self._recipe.out_dtype or self._recipe.dtype
-        return wanted is not None and quantised_format(lead, self._sources[source].checkpoint) is not None
+        return wanted is not None and lead.name in self._forms[source]
 
     def _from_lead(self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values in another dtype."""
@@ -213,7 +212,7 @@ class OutputBuilder:
 
     def _is_plain(self, index: int, tensor: StoredTensor) -> bool:
         source = self._sources[index]
-        form = quantised_format(tensor, source.checkpoint)
+        form = self._forms[index].get(tensor.name)
         if form is None and tensor.dtype.is_mergeable:
             return True
         form = form or f"{tensor.dtype.value} integers"
@@ -329,8 +328,8 @@ class OutputBuilder:
             ("missing", source.name),
             where=source.name,
             what=f"it lacks {{count}} tensors that {lead.name} has and that the recipe merges",
-            remedy="Use a complete checkpoint, or say 'missing_tensors: copy_base' in the recipe to keep "
-            f"{lead.name}'s.",
+            remedy="Use a complete checkpoint, or name a base_model and say 'missing_tensors: copy_base' in "
+            "the recipe to keep the base's.",
             example=name,
         )
 

@@ -137,9 +137,13 @@ def make_plan(
 
 
 def digest(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> str:
-    """Hex blake2b over canonical values; independent of how Arrow chunks or encodes them."""
+    """Hex blake2b over canonical values; independent of how Arrow chunks or encodes them.
+
+    The recipe counts by what it says: its comments and layout change no byte of a tensor.
+    """
+    said = {key: value for key, value in manifest.items() if key != "recipe_text"}
     hasher = hashlib.blake2b(digest_size=20)
-    hasher.update(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+    hasher.update(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(tables):
         table = tables[name]
         for field in table.schema:

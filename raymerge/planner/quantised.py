@@ -2,70 +2,132 @@
 
 A quantised weight and its scale are one logical tensor. Until a codec for a format exists, such tensors may
 be copied from one source, bytes and scales alike, and combining them is refused by the format's name.
+
+Codes are found by their dtypes, not by a list of formats: integers and narrow floats that lie in one module
+with other tensors. Names of tensors only tell what the format is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from raymerge.architectures import Role, load_rules
+from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 
-_PARTNER_SUFFIXES = {
-    "_scale_inv": "block FP8",
-    ".weight_scale": "FP8 with weight_scale",
-    ".input_scale": "FP8 with weight_scale",
-    ".qscale_weight": "FP8 with qscale_weight",
-    "_blocks": "MXFP4",
-    "_scales": "MXFP4",
-    ".weight_packed": "packed INT4",
-    ".weight_shape": "packed INT4",
-    ".weight_global_scale": "NVFP4",
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".g_idx": "GPTQ or AWQ",
-    ".scales": "GPTQ or AWQ",
-    ".absmax": "bitsandbytes",
-    ".quant_map": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-}
+_PARTNER_ENDINGS = (
+    *("_scale_inv", ".weight_scale", ".input_scale", ".qscale_weight", "_blocks", "_scales"),
+    *(".weight_packed", ".weight_shape", ".weight_global_scale", ".qweight", ".qzeros", ".g_idx", ".scales"),
+    *(".absmax", ".quant_map", ".SCB"),
+)
+# What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
+_FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias)$")
+_CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
+_TABLES = ("quantization_config", "compression_config")
+_LONGEST_NAME = 40
 
 
-def quantised_format(tensor: StoredTensor, checkpoint: Checkpoint) -> str | None:
-    """Name of the quantised format that a tensor belongs to, as code or as scale; None for plain numbers.
+def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Names of the quantised formats that tensors belong to, as code or as scale, by tensor.
 
-    Suffixes count only where the checkpoint declares a quantisation or really stores codes beside them, so
-    that a plain tensor that happens to be called ``scales`` is not one.
+    Plain numbers are not in it: a plain tensor that happens to be called ``scales`` is none, nor are integers
+    that stand alone, masks and what loaders recompute.
     """
-    if tensor.dtype.is_narrow_float:
-        return _narrow_format(tensor, checkpoint)
-    suffix = next((s for s in _PARTNER_SUFFIXES if tensor.name.endswith(s)), None)
-    if suffix is not None and (_declares(checkpoint.config) or _has_codes(tensor.name, suffix, checkpoint)):
-        return _PARTNER_SUFFIXES[suffix]
-    if tensor.dtype in (DType.U8, DType.I8, DType.I32) and tensor.name.endswith(".weight"):
-        return f"{tensor.dtype.value} codes" if _declares(checkpoint.config) else None
-    return None
+    tables = _declared(checkpoint.config)
+    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
+    integers = _integers(checkpoint)
+    codes = {name for name, tensor in integers.items() if _is_code(tensor, declared=bool(tables))}
+    modules = {_module(name, checkpoint) for name in codes}
+    if not modules and not tables:
+        return {}
+    groups: dict[str, list[StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        module = _module(name, checkpoint)
+        belongs = module in modules or (tables and name.endswith(_PARTNER_ENDINGS))
+        if belongs and (tensor.dtype.is_mergeable or name in integers):
+            groups.setdefault(module, []).append(tensor)
+    return {
+        tensor.name: form
+        for group in groups.values()
+        if tables or len(group) > 1 or group[0].dtype.is_narrow_float
+        for form in (_format(group, method),)
+        for tensor in group
+    }
 
 
-def _narrow_format(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
-    names = checkpoint.tensors
-    if f"{tensor.name}_scale_inv" in names:
-        return "block FP8"
-    if tensor.name.endswith(".weight") and f"{tensor.name}_scale" in names:
-        return "FP8 with weight_scale"
-    return f"{tensor.dtype.value} without a scale beside it"
+def _declared(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a config says of quantisation, at the top and in its text section."""
+    found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
+    return [table for table in found if isinstance(table, Mapping) and table]
 
 
-def _declares(config: Mapping[str, object]) -> bool:
-    nested = config.get("text_config")
-    inner = nested.get("quantization_config") if isinstance(nested, Mapping) else None
-    return bool(config.get("quantization_config") or inner or config.get("compression_config"))
+def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Tensors of integers and narrow floats, but for masks and what loaders recompute."""
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    buffers = [pattern for role, pattern in rules.roles if role is Role.BUFFER]
+    return {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not tensor.dtype.is_mergeable
+        and tensor.dtype is not DType.BOOL
+        and (tensor.dtype.is_narrow_float or not any(pattern.search(name) for pattern in buffers))
+    }
 
 
-def _has_codes(name: str, suffix: str, checkpoint: Checkpoint) -> bool:
-    stem = name.removesuffix(suffix)
-    beside = (checkpoint.tensors.get(stem), checkpoint.tensors.get(f"{stem}.weight"))
-    return any(tensor is not None and tensor.dtype.is_narrow_float for tensor in beside) or any(
-        f"{stem}{other}" in checkpoint.tensors for other in _PARTNER_SUFFIXES if other != suffix
-    )
+def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
+    """Whether elements are no numbers by themselves. A counter is a long integer of no or one dimension."""
+    may_count = not declared or tensor.dtype in (DType.I64, DType.U64)
+    return tensor.dtype.is_narrow_float or not may_count or len(tensor.shape) > 1
+
+
+def _module(name: str, checkpoint: Checkpoint) -> str:
+    """The path by which a code and its partners belong together."""
+    parent, _, leaf = name.rpartition(".")
+    if not parent or parent.endswith("experts"):
+        # Several matrices lie side by side here, each with its own scales.
+        return f"{parent}.{_FUSED_ENDING.sub('', leaf)}"
+    above, _, word = parent.rpartition(".")
+    return above if word in _CODEBOOK_MODULES or parent in checkpoint.tensors else parent
+
+
+def _format(group: Sequence[StoredTensor], method: str) -> str:
+    """What to call the format of a module's tensors; ``method`` is what the config declares, or ""."""
+    return next(_by_names(group), None) or method or _by_codes(group)
+
+
+def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
+    """Formats whose names no other format uses."""
+    names = [tensor.name for tensor in group]
+
+    def has(*endings: str) -> bool:
+        return all(any(name.endswith(ending) for name in names) for ending in endings)
+
+    narrow = [t.name for t in group if t.dtype.is_narrow_float and t.name.endswith(".weight")]
+    if has("_scale_inv"):
+        yield "block FP8"
+    if has("_blocks", "_scales"):
+        yield "MXFP4"
+    if has(".weight_global_scale"):
+        yield "NVFP4"
+    if has(".weight_packed"):
+        yield "packed INT4"
+    if has(".qscale_weight"):
+        yield "FP8 with qscale_weight"
+    if has(".absmax") or has(".quant_map") or has(".SCB"):
+        yield "bitsandbytes"
+    if any(f"{name}_scale" in names for name in narrow):
+        yield "FP8 with weight_scale"
+
+
+def _by_codes(group: Sequence[StoredTensor]) -> str:
+    if any(tensor.name.endswith(".qweight") for tensor in group):
+        return "GPTQ or AWQ"
+    narrow = next((tensor for tensor in group if tensor.dtype.is_narrow_float), None)
+    if narrow is not None:
+        return f"{narrow.dtype.value} without a scale beside it"
+    code = next((tensor for tensor in group if not tensor.dtype.is_mergeable), None)
+    return f"{code.dtype.value} codes" if code is not None else "a format that has no name"

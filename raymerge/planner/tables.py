@@ -17,6 +17,7 @@ from raymerge.planner.dispositions import Fate
 from raymerge.planner.expressions import Expression, Output
 from raymerge.planner.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.planner.segments import PlacedRow, Segment
+from raymerge.storage.local import LocalStore
 
 __all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
 
@@ -141,13 +142,19 @@ def _input_rows(rows: Sequence[PlacedRow]) -> list[tuple[Any, ...]]:
 
 
 def save_plan(plan: Plan, directory: Path) -> None:
-    """Write the manifest and one Arrow file a table into a directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, table in plan.tables.items():
-        with pyarrow.ipc.new_file(directory / f"{name}.arrow", table.schema) as writer:
-            writer.write_table(table)
+    """Write one Arrow file a table and then the manifest into a directory, durably."""
     text = json.dumps({**plan.manifest, "digest": plan.digest}, indent=2, sort_keys=True)
-    (directory / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    with LocalStore(directory) as store:
+        for name, table in plan.tables.items():
+            store.write_atomic(f"{name}.arrow", _arrow_file(table))
+        store.write_atomic("manifest.json", f"{text}\n".encode())
+
+
+def _arrow_file(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
 
 
 def load_plan(directory: Path) -> Plan:

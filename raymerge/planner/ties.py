@@ -1,20 +1,24 @@
 """Tied heads: a language-model head may be the embedding itself, stored once or twice, or stored on its own.
 
-One copy is kept when all parents agree that head and embedding are one. When a merge makes them differ, both
-are written and ``tie_word_embeddings`` becomes false.
+One copy is kept when all parents agree that head and embedding are one. When a merge makes them differ, or a
+stack ends in other sources than it begins with, both are written and ``tie_word_embeddings`` becomes false.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raymerge.architectures import declared_tie
+from raymerge.architectures import TiedPair, declared_tie
 from raymerge.planner.align import Aligned
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.expressions import Output
 from raymerge.planner.sources import Source
 from raymerge.planner.spans import Section, Span
+
+_TEXT_MODULES = (None, "default", "text_decoder", "decoder")
+_HAS_A_HEAD = re.compile(r"CausalLM|LMHead|MaskedLM|ConditionalGeneration|ForPreTraining")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +44,32 @@ def stores_own_head(source: Source) -> bool:
 
 
 def with_heads(
-    aligned: Iterable[Aligned], sections: Sequence[Section], sources: Sequence[Source], *, donor: Source
+    aligned: Iterable[Aligned],
+    sections: Sequence[Section],
+    sources: Sequence[Source],
+    *,
+    donor: Source,
+    has_base: bool,
 ) -> Iterator[Aligned]:
     """The aligned outputs, with every head pointed at the bytes that hold it in each member.
 
     A head that the lead does not store is added where a member or the donor, whose config is written, has one
-    of its own.
+    of its own, and where the lead's embedding is not the one that the output begins with.
+
+    Args:
+        aligned: the outputs without heads that no lead stores.
+        sections: those of the recipe.
+        sources: all of the recipe.
+        donor: the source that gives the config.
+        has_base: whether the donor is the recipe's ``base_model``.
     """
-    span = _head_span(sections)
-    pair = sources[span.lead.source].pair
-    if pair is None:
+    section = _text_section(sections)
+    span = section.spans[-1] if section is not None else None
+    pair = sources[span.lead.source].pair if span is not None else None
+    if section is None or span is None or pair is None:
         yield from aligned
         return
+    named = _named_pair(section, sources) or pair
     for each in aligned:
         if each.copied or each.lead != pair.head:
             yield each
@@ -59,11 +77,35 @@ def with_heads(
             yield replace(each, names=_head_names(each.span, sources))
         else:
             names = tuple(embedding_name(sources[member.source]) for member in each.span.everyone())
-            yield replace(each, lead=pair.embedding, names=names, alias=pair.embedding)
-    stored = pair.head in sources[span.lead.source].checkpoint.tensors
+            yield replace(each, lead=pair.embedding, names=names, alias=named.embedding)
     wanted = _own_heads(span, sources) or stores_own_head(donor)
+    wanted = wanted or _parts_the_tie(section, sources, base=donor if has_base else None)
+    stored = pair.head in sources[span.lead.source].checkpoint.tensors
     if wanted and not stored and pair.declared is not False:
-        yield Aligned(pair.head, span, pair.embedding, _head_names(span, sources), 0.0)
+        yield Aligned(named.head, span, pair.embedding, _head_names(span, sources), 0.0)
+
+
+def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source | None) -> bool:
+    """Whether a stack of tied models ends in other sources than it begins with: its head is then another's.
+
+    A base that leads both ends gives both one embedding, whatever is merged into it.
+    """
+    first, last = section.spans[0], section.spans[-1]
+    lead = sources[last.lead.source]
+    if base is not None and first.lead.source == last.lead.source == base.index:
+        return False
+    return _is_tied(lead) and _sources_of(first) != _sources_of(last)
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether a source that stores no head of its own has one all the same."""
+    declared = source.pair.declared if source.pair is not None else False
+    # A config that is silent means what its family means by it: a model with a head that stores none ties it.
+    return declared or (declared is None and any(map(_HAS_A_HEAD.search, source.architectures)))
+
+
+def _sources_of(span: Span) -> frozenset[int]:
+    return frozenset(member.source for member in (span.lead, *span.everyone()))
 
 
 def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
@@ -89,11 +131,13 @@ def settle_tie(
 
     The new value of the flag is for the donor's config, whatever the other configs say.
     """
-    lead = sources[_head_span(sections).lead.source]
-    pair = lead.pair
+    section = _text_section(sections)
+    pair = _named_pair(section, sources) if section is not None else None
     head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
     embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
     _settle_stored_heads(sources, fates)
+    if section is None:
+        return TieDecision("", "", None, "the text model is copied, and with it what it ties")
     if pair is None or embedding is None:
         return TieDecision("", "", None, "the model has no token embedding that a head could share")
     if head is None:
@@ -121,10 +165,14 @@ def embedding_name(source: Source) -> str:
     return source.pair.embedding if source.pair is not None else ""
 
 
-def _head_span(sections: Sequence[Section]) -> Span:
-    """The span that the head belongs to: the last one of the text model."""
-    text = next((s for s in sections if s.module in (None, "default", "text_decoder")), sections[0])
-    return text.spans[-1]
+def _text_section(sections: Sequence[Section]) -> Section | None:
+    """The section that head and embedding belong to; None where the recipe leaves the text model alone."""
+    return next((section for section in sections if section.module in _TEXT_MODULES), None)
+
+
+def _named_pair(section: Section, sources: Sequence[Source]) -> TiedPair | None:
+    """Head and embedding as the output calls them: as the first source does, whose names the stack takes."""
+    return sources[section.spans[0].lead.source].pair
 
 
 def _settle_stored_heads(sources: Sequence[Source], fates: Fates) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.execute.receipts import Receipt
+from raymerge.storage.local import LocalStore
 
 NAME = "ledger.jsonl"
 
@@ -23,8 +24,9 @@ class Ledger:
             conditions: what must be the same for a run to go on: numerics and the sources' file versions.
         """
         self._path = path
+        self._conditions = dict(conditions)
         if not path.exists():
-            self._append({"conditions": dict(conditions)}, mode="w")
+            self.begin({})
 
     @staticmethod
     def conditions(path: Path) -> Mapping[str, Any] | None:
@@ -42,18 +44,26 @@ class Ledger:
             for receipt in [Receipt.from_json(line["receipt"])]
         }
 
+    def begin(self, receipts: Mapping[int, Receipt]) -> None:
+        """Begin anew with these receipts alone; durable, and after a crash the old ledger or the new one."""
+        kept = ({"receipt": receipt.to_json()} for receipt in receipts.values())
+        text = "".join(map(_line, ({"conditions": self._conditions}, *kept)))
+        with LocalStore(self._path.parent) as store:
+            store.write_atomic(self._path.name, text.encode())
+
     def record(self, receipt: Receipt) -> None:
         """Add a receipt and return when it is durable."""
-        self._append({"receipt": receipt.to_json()}, mode="a")
-
-    def _append(self, entry: Mapping[str, Any], *, mode: str) -> None:
-        text = json.dumps(entry, sort_keys=True) + "\n"
-        if mode == "a" and not _ends_whole(self._path):
+        text = _line({"receipt": receipt.to_json()})
+        if not _ends_whole(self._path):
             text = "\n" + text
-        with self._path.open(mode, encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, sort_keys=True) + "\n"
 
 
 def _ends_whole(path: Path) -> bool:

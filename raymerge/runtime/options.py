@@ -9,15 +9,19 @@ from raymerge.errors import OptionError, Problem
 
 Device = Literal["auto", "cpu", "cuda"]
 
+MOST_CPU_WORKERS = 8
+"""CPU workers that are started unless more are asked for: beyond that the storage is the limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Run options of one submission."""
 
     workers: int | None = None
-    """Number of workers; None: one per GPU, or one per CPU core where there is no GPU."""
+    """Number of workers; None: one per GPU, or where there is none one per CPU core and at most 8."""
     memory: int | None = None
-    """Bytes that a worker may use beyond an idle one; None: a share of the free memory."""
+    """Bytes that a worker may use beyond an idle one; None: a share of what is free here, or 1 GiB where
+    ``address`` is given."""
     device: Device = "auto"
     """Where arithmetic runs; ``auto`` takes a GPU where the worker has one."""
     address: str | None = None

@@ -13,7 +13,7 @@ from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.memory import SLOTS
 from raymerge.runtime.events import OnEvent, WorkerLost
-from raymerge.runtime.options import RunOptions
+from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
 from raymerge.runtime.pool import Stop, Work
 from raymerge.runtime.ray_environment import RayConnection
 from raymerge.runtime.worker import MergeWorker
@@ -21,8 +21,7 @@ from raymerge.runtime.worker import MergeWorker
 _READY_SECONDS = 120.0
 _TICK_SECONDS = 1.0
 _ATTEMPTS = 3
-"""Workers that a segment may take down with it, or that may fail to start, before the run gives up."""
-_MOST_CPU_WORKERS = 8
+"""Workers that a segment may take down, or that may fail to start in a row, before the run gives up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +101,7 @@ class RayPool:
             what = "cuda was asked for, but the cluster has no GPU."
             raise OptionError(Problem("--device", what, "Use --device auto or cpu."))
         room, kind = (gpus, "GPUs") if self._use_gpu else (cpus, "CPU slots")
-        wanted = self._options.workers or max(1, room if self._use_gpu else min(room, _MOST_CPU_WORKERS))
+        wanted = self._options.workers or max(1, room if self._use_gpu else min(room, MOST_CPU_WORKERS))
         if wanted > room:
             what = f"{wanted} workers were asked for, but the cluster has {room} {kind}."
             raise OptionError(Problem("--workers", what, f"Give at most {room}, or add machines."))
@@ -211,6 +210,7 @@ class _Shift:
         if ref == actor.opening:
             self._pool._check_numerics(answer)
             actor.opening = None
+            self._failed_starts = 0
             return None
         del actor.flight[ref]
         return answer
@@ -220,13 +220,15 @@ class _Shift:
         self._ray.kill(actor.handle)
         self._pool._actors.remove(actor)
         segments = tuple(actor.flight.values())
-        self._pool._on_event(WorkerLost(actor.name, reason, segments))
         self._failed_starts += actor.opening is not None
+        is_replaced = self._failed_starts < _ATTEMPTS
+        alone = "" if is_replaced else f"; {_ATTEMPTS} in a row did not start, so no other takes its place"
+        self._pool._on_event(WorkerLost(actor.name, reason + alone, segments))
         for segment in segments:
             self._took_down[segment] += 1
             self._todo.appendleft(segment)
         self._check_attempts(segments, reason)
-        if self._failed_starts < _ATTEMPTS:
+        if is_replaced:
             fresh = self._pool._spawn()
             fresh.opening = fresh.handle.open.remote(self._work)
             self._pool._actors.append(fresh)

@@ -5,36 +5,37 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
-from raymerge.assemble.finish import check_shards, finish_companions, finish_config, parents_of
+from raymerge.assemble.finish import (
+    check_shards,
+    finish_companions,
+    finish_config,
+    finished_files,
+    parents_of,
+)
 from raymerge.errors import (
     CheckpointError,
     IncompleteError,
     NonFiniteError,
-    OptionError,
     Problem,
     RaymergeError,
     TargetError,
 )
 from raymerge.execute.receipts import Receipt
-from raymerge.execute.segment import UNFINISHED
-from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
 from raymerge.planner.sources import Source
 from raymerge.planner.tables import Plan
+from raymerge.runtime.budget import check_free, fit_budget
 from raymerge.runtime.events import (
     OnEvent,
     Planned,
     Published,
     SegmentDone,
-    ShardDone,
     Started,
     Stopping,
     Verified,
@@ -42,14 +43,11 @@ from raymerge.runtime.events import (
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool, Stop, Work
-from raymerge.runtime.sharing import share_duplicates
+from raymerge.runtime.shards import Shards
 from raymerge.runtime.staging import Staging
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
-from raymerge.units import format_size
 from raymerge.verifier.structure import Verdict, verify_structure
-
-_USUAL_BUDGET = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +64,6 @@ class RunResult:
     """Receipts of all segments, those of earlier runs included."""
     seconds: float
     """Wall time of this run."""
-
-
-def fit_budget(plan: Plan, options: RunOptions) -> Projection:
-    """The memory projection of a plan under the options' budget.
-
-    Raises:
-        OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
-    """
-    projection = project(plan, options.memory or _usual_budget(options))
-    if projection.budget < projection.least_budget:
-        raise OptionError(
-            Problem(
-                "--memory",
-                f"{format_size(projection.budget)} a worker are too little for {projection.least_tensor} "
-                f"with {plan.manifest['method']}.",
-                f"The smallest budget that works is {projection.least_budget} bytes "
-                f"({format_size(projection.least_budget)}).",
-            )
-        )
-    return projection
-
-
-def _usual_budget(options: RunOptions) -> int:
-    """Half of the free memory, shared out, and no more than helps."""
-    workers = options.workers or (1 if options.inline else psutil.cpu_count() or 1)
-    share = int(psutil.virtual_memory().available / 2 / workers)
-    return max(SMALLEST_BUDGET, min(_USUAL_BUDGET, share))
 
 
 class Run:
@@ -119,7 +90,7 @@ class Run:
 
         Raises:
             PlanError: something stands in the plan's way.
-            OptionError: the memory limit is too small for it.
+            OptionError: the memory limit is too small for it, or more than is free.
             TargetError: the output would lie over, in or around a source.
         """
         self._plan = plan.require()
@@ -129,6 +100,7 @@ class Run:
         self._staging = Staging(output.resolve(), plan)
         self._began = time.monotonic() if began is None else began
         self.projection = fit_budget(plan, options)
+        check_free(options)
         _check_apart(self._staging.output, sources)
 
     def check(self) -> None:
@@ -200,8 +172,8 @@ class Run:
 
     def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> dict[int, Receipt]:
         """Receipts of all segments, when every shard has its final name."""
-        shards = _Shards(self._plan, store, self._on_event)
-        receipts = {} if shards.create() else ledger.receipts()
+        shards = Shards(self._plan, store)
+        receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
         todo = sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
         self._on_event(Started(pool.workers, pool.device, len(receipts), sum(costs[s] for s in receipts)))
@@ -216,7 +188,7 @@ class Run:
                 "command goes on from there."
             )
         self._check_sources()
-        shards.complete()
+        shards.complete(self._on_event)
         return receipts
 
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
@@ -269,47 +241,7 @@ class Run:
                 parents=parents_of(self._sources),
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
-
-
-class _Shards:
-    """The shard files of a run: made with their headers first, named for good when all segments are in."""
-
-    def __init__(self, plan: Plan, store: LocalStore, on_event: OnEvent) -> None:
-        self._plan = plan
-        self._shards = plan["shards"].to_pylist()
-        self._store = store
-        self._on_event = on_event
-
-    def create(self) -> bool:
-        """Reserve every file that is not there and write its header; whether there was such a one.
-
-        Without its file, a receipt of an earlier run proves nothing.
-        """
-        sizes = {file.key: file.nbytes for file in self._store.files()}
-        lacking = [
-            s for s in self._shards if s["nbytes"] not in (sizes.get(s["name"]), sizes.get(_growing(s)))
-        ]
-        for shard in lacking:
-            self._store.remove(shard["name"])
-            self._store.create(_growing(shard), shard["nbytes"])
-            self._store.write_at(_growing(shard), 0, shard["header"])
-        self._store.sync_directory()
-        return bool(lacking)
-
-    def complete(self) -> None:
-        """Give every shard its final name, after duplicates share extents where the recipe says so."""
-        present = {file.key for file in self._store.files()}
-        # Names are given after that, so where one is given already, an earlier run has shared.
-        if self._plan.manifest["duplicates"] == "share" and not any(
-            s["name"] in present for s in self._shards
-        ):
-            share_duplicates(self._plan, self._store)
-        for shard in self._shards:
-            if shard["name"] not in present:
-                self._store.sync(_growing(shard))
-                self._store.rename(_growing(shard), shard["name"])
-            self._on_event(ShardDone(shard["name"], shard["nbytes"]))
-        self._store.sync_directory()
+        self._staging.sweep(finished_files(self._plan, donor.checkpoint.companions))
 
 
 def _check_apart(output: Path, sources: Sequence[Source]) -> None:
@@ -325,11 +257,6 @@ def _check_apart(output: Path, sources: Sequence[Source]) -> None:
                     "Choose another -o, outside the sources.",
                 )
             )
-
-
-def _growing(shard: Mapping[str, Any]) -> str:
-    """Name of a shard that is not complete."""
-    return f"{shard['name']}{UNFINISHED}"
 
 
 @contextmanager

@@ -11,18 +11,22 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from raymerge.errors import OptionError, Problem, TargetError
-from raymerge.planner.tables import Plan, save_plan
+from raymerge.errors import OptionError, PlanError, Problem, TargetError
+from raymerge.planner.tables import Plan, load_plan, save_plan
 from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
 
 RECORD = "raymerge"
-"""Directory of the run record within a checkpoint: plan, ledger and recipe."""
+"""Directory of the run record within a checkpoint: plan, ledger, recipe and numerics."""
+_PLAN = "plan"
+_RECIPE = "recipe.yml"
+_NUMERICS = "numerics.json"
 _ELSEWHERE = "Choose another -o."
 _FACTS_SHOWN = 4
 
@@ -57,10 +61,7 @@ class Staging:
         self._check_conditions(conditions, replace=replace)
         if not self.ledger_path.exists():
             self._check_room()
-            self.root.mkdir(parents=True, exist_ok=True)
-            save_plan(self._plan, self.root / RECORD / "plan")
-            recipe = self.root / RECORD / "recipe.yml"
-            recipe.write_text(str(self._plan.manifest["recipe_text"]), encoding="utf-8")
+        self._write_record(conditions)
         return Ledger(self.ledger_path, conditions)
 
     @contextmanager
@@ -95,6 +96,19 @@ class Staging:
                 )
             )
 
+    def sweep(self, files: Collection[str]) -> None:
+        """Delete what an earlier attempt left: every file but the run record and ``files``."""
+        record = {NAME, _RECIPE, _NUMERICS, f"{_PLAN}/manifest.json"}
+        record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
+        wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
+        # A directory sorts before what is in it, so that backwards it may have become empty.
+        for path in sorted(self.root.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path.relative_to(self.root).as_posix() not in wanted:
+                path.unlink()
+
     def publish(self, *, replace: bool) -> None:
         """Rename the directory into the output place, durably; what was there goes only after that.
 
@@ -111,6 +125,25 @@ class Staging:
     def discard(self) -> None:
         """Remove the directory with all that is in it."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _write_record(self, conditions: Mapping[str, Any]) -> None:
+        """Have everything but the ledger durable, before there is one."""
+        record = self.root / RECORD
+        record.mkdir(parents=True, exist_ok=True)
+        if not self._holds_plan():
+            save_plan(self._plan, record / _PLAN)
+        numerics = json.dumps(conditions["numerics"], indent=2, sort_keys=True) + "\n"
+        with LocalStore(record) as store:
+            store.write_atomic(_RECIPE, str(self._plan.manifest["recipe_text"]).encode())
+            store.write_atomic(_NUMERICS, numerics.encode())
+        for directory in (self.root, self.root.parent):
+            _sync_directory(directory)
+
+    def _holds_plan(self) -> bool:
+        try:
+            return load_plan(self.root / RECORD / _PLAN).digest == self._plan.digest
+        except PlanError:
+            return False
 
     @property
     def _replaced(self) -> Path:
@@ -220,7 +253,7 @@ def _prefix(output: Path) -> str:
 
 def _manifest(root: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((root / RECORD / "plan" / "manifest.json").read_text(encoding="utf-8"))
+        found = json.loads((root / RECORD / _PLAN / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

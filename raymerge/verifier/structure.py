@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from raymerge.architectures import load_rules, stacks, tied_pair
-from raymerge.architectures.sections import text_section
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.index import INDEX_FILE
-from raymerge.checkpoints.source import Checkpoint, main_dtype, open_checkpoint
-from raymerge.dtypes import DType, config_name
+from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
+from raymerge.planner.consistency import config_problems
 from raymerge.planner.tables import Plan, load_plan
 
 RECORD_PLAN = Path("raymerge") / "plan"
@@ -58,7 +54,7 @@ def verify_structure(root: Path) -> Verdict:
         plan = load_plan(root / RECORD_PLAN) if (root / RECORD_PLAN).is_dir() else None
     except UserError as error:
         return Verdict(str(root), 0, 0, 0, False, error.problems)
-    problems = [*_index_problems(checkpoint), *_config_problems(checkpoint)]
+    problems = [*_index_problems(checkpoint), *config_problems(checkpoint)]
     if plan is not None:
         problems += _plan_problems(checkpoint, plan)
     return Verdict(
@@ -107,73 +103,4 @@ def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             checkpoint.name,
             f"it has {len(checkpoint.files)} weight files and no {INDEX_FILE}, so that no loader finds them.",
             "Copy the index from where the files come from, or merge again.",
-        )
-
-
-def _config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    where = f"{checkpoint.name}/config.json"
-    yield from _layer_problems(checkpoint, where)
-    yield from _dtype_problems(checkpoint, where)
-    yield from _head_problems(checkpoint, where)
-
-
-def _layer_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
-    """The number of layers that the config counts must be there; unknown layouts are left alone."""
-    config = checkpoint.config
-    rules = load_rules(str(config.get("model_type") or "") or None)
-    section = text_section(config)
-    counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
-    found = stacks(checkpoint.tensors, config)
-    if not counts or not found or any(stack.is_main for stack in found):
-        return
-    if all(stack.num_layers not in counts.values() for stack in found):
-        have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in found)
-        said = ", ".join(f"{key} is {value}" for key, value in counts.items())
-        yield Problem(where, f"{said}, but {have} layers.", "Correct the config, or merge again.")
-
-
-def _dtype_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
-    said = _declared_dtype(checkpoint.config)
-    mergeable = any(tensor.dtype.is_mergeable for tensor in checkpoint.tensors.values())
-    if said is None or not mergeable or checkpoint.config.get("quantization_config"):
-        return
-    main = main_dtype(checkpoint)
-    known = {config_name(dtype) for dtype in DType if dtype.is_mergeable}
-    if said in known and said != config_name(main):
-        yield Problem(
-            where, f"it says {said}, but most tensors are {config_name(main)}.", "Correct the config's dtype."
-        )
-
-
-def _declared_dtype(config: Mapping[str, Any]) -> str | None:
-    for section in (config, text_section(config)):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(section.get(key), str):
-                return str(section[key]).removeprefix("torch.")
-    return None
-
-
-def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
-    pair = tied_pair(checkpoint.tensors, checkpoint.config)
-    if pair is None:
-        return
-    embedding = checkpoint.tensors[pair.embedding]
-    architectures = [str(name) for name in checkpoint.config.get("architectures") or ()]
-    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if pair.declared is False and generates and pair.head not in checkpoint.tensors:
-        yield Problem(
-            where,
-            f"tie_word_embeddings is false, but {pair.head} is not stored.",
-            "A loader would start it at random: store the head, or tie it.",
-        )
-    yield from _vocabulary_problems(checkpoint, embedding, where)
-
-
-def _vocabulary_problems(checkpoint: Checkpoint, embedding: StoredTensor, where: str) -> Iterator[Problem]:
-    size = text_section(checkpoint.config).get("vocab_size")
-    if isinstance(size, int) and embedding.shape and embedding.shape[0] != size:
-        yield Problem(
-            where,
-            f"vocab_size is {size}, but {embedding.name} has {embedding.shape[0]} rows.",
-            "Correct vocab_size.",
         )

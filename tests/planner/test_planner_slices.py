@@ -198,15 +198,16 @@ def test_lists_of_layers_follow_the_layers(tmp_path: Path) -> None:
     assert made.config["layer_types"] == [kinds[layer] for layer in (0, 1, 1, 2)]
 
 
-def test_lists_of_layers_that_differ_are_refused(tmp_path: Path) -> None:
+def test_lists_of_layers_that_differ_are_put_together(tmp_path: Path) -> None:
     a = llama(tmp_path / "a", layer_types=["x", "y", "x"], eos_token_id=[1, 2, 3])
-    b = llama(tmp_path / "b", layer_types=["y", "x", "x"], eos_token_id=[1, 2, 4])
-    same = llama(tmp_path / "same", layer_types=["x", "y", "x"], eos_token_id=[1, 2, 4])
-    deep = llama(tmp_path / "deep", 4, layer_types=["x", "y", "x", "x"])
-    for other in (b, deep):
-        (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(other, 2, 3)))
-        assert "list their layers one by one and differently" in problem
-    assert good(_stack(_piece(a, 0, 2), _piece(same, 2, 3))).config["layer_types"] == ["x", "y", "x"]
+    b = llama(tmp_path / "b", layer_types=["y", "x", "z"], eos_token_id=[1, 2, 4])
+    deep = llama(tmp_path / "deep", 4, layer_types=["x", "y", "x", "w"])
+    silent = llama(tmp_path / "silent")
+    made = good(_stack(_piece(a, 0, 2), _piece(b, 2, 3), _piece(deep, 3, 4)))
+    assert made.config["layer_types"] == ["x", "y", "z", "w"]
+    assert made.config["eos_token_id"] == [1, 2, 3]
+    (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(silent, 2, 3)))
+    assert f"layer_types tells kinds of layers apart in {a} and does not in {silent}" in problem
 
 
 def test_models_of_other_depth_stack_where_nothing_lists_layers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from raymerge.planner.build import build_plan
 from raymerge.planner.plan import SCHEMAS, Plan, digest
 from raymerge.planner.sources import model_references, open_reference, open_sources
 from raymerge.planner.tables import load_plan, save_plan
+from raymerge.recipes import Recipe, parse_recipe
 
 Q = "model.layers.{}.self_attn.q_proj.weight"
 
@@ -319,3 +320,15 @@ def test_the_manifest_holds_what_tells_sources_apart(tmp_path: Path) -> None:
         "files": [["model.safetensors", file.nbytes, file.header_digest]],
     }
     assert isinstance(made.sources[0].checkpoint.tensors[Q.format(0)], StoredTensor)
+
+
+def test_comments_and_layout_of_a_recipe_change_no_digest(tmp_path: Path) -> None:
+    model = llama(tmp_path / "a")
+    text = f"merge_method: passthrough\nmodels: [{{model: {model}}}]\n"
+    plans = []
+    for each in (text, f"# a word\n\n{text}seed: 0\n"):
+        recipe = parse_recipe(each, "r.yml")
+        assert isinstance(recipe, Recipe)
+        plans.append(build_plan(recipe, open_sources(recipe), version="0"))
+    assert plans[0].manifest["recipe_text"] != plans[1].manifest["recipe_text"]
+    assert plans[0].digest == plans[1].digest

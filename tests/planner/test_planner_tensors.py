@@ -101,12 +101,13 @@ def test_a_missing_tensor_is_refused_or_copied_from_the_base(tmp_path: Path) -> 
     (problem,) = refusals(_linear(a, b, c))
     assert f"{b}: it lacks 1 tensors that {a} has and that the recipe merges: {NORM}." in problem
     assert "missing_tensors: copy_base" in problem
-    made = good(_linear(a, b, c, missing_tensors="copy_base"))
+    kept = {"missing_tensors": "copy_base", "base_model": a}
+    made = good(_linear(a, b, c, **kept))
     assert made.reads(NORM) == [(0, NORM)]
     assert made.fate(0, NORM) == ("copied", "only_in_base", NORM)
     assert made.fate(2, NORM) == ("dropped", "only_in_base", NORM)
     assert len(made.reads("lm_head.weight")) == 3
-    made = good(_linear(a, b, c, missing_tensors="copy_base", dtype="float32"))
+    made = good(_linear(a, b, c, **kept, dtype="float32"))
     assert made.fate(0, NORM) == ("converted", "only_in_base", NORM)
 
 

@@ -130,14 +130,108 @@ def test_a_tied_head_draws_and_filters_as_its_embedding_does(tmp_path: Path) -> 
     assert _flag(made) is True
 
 
-def test_stacked_tied_models_keep_one_embedding(tmp_path: Path) -> None:
-    """All parents say that head and embedding are one; what the first slice gives is both."""
-    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
+@pytest.mark.parametrize("head", ["absent", "equal"])
+def test_a_stack_of_tied_models_ends_in_the_last_one_s_embedding(tmp_path: Path, head: str) -> None:
+    """Each model's layers read its own embedding and are read by it: the tie is cut."""
+    a = _llama(tmp_path / "a", 1, tie=True, head=head)
+    b = _llama(tmp_path / "b", 2, tie=True, head=head)
     slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
     made = good({"merge_method": "passthrough", "slices": slices})
-    assert HEAD not in made.names()
     assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert made.reads(HEAD) == [(1, EMBEDDING)]
+    assert _flag(made) is False
+    assert made.fate(1, EMBEDDING) == ("copied", "one_source", HEAD)
+
+
+def test_a_stack_that_ends_where_it_began_keeps_one_embedding(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b, a)]
+    made = good({"merge_method": "passthrough", "slices": slices})
+    assert HEAD not in made.names()
+    assert _flag(made) is True
     assert made.fate(1, EMBEDDING) == ("dropped", "outside_slices", "")
+
+
+def _ends(models: tuple[Path, ...], others: tuple[Path, ...], **more: Any) -> dict[str, Any]:
+    """Two slices, each merged of its own models with other weights."""
+    slices = [
+        {
+            "sources": [{"model": m, "layer_range": [layer, layer + 1]} for m in members],
+            "parameters": {"weight": layer + 1},
+        }
+        for layer, members in enumerate((models, others))
+    ]
+    return {"merge_method": "linear", "slices": slices, **more}
+
+
+def test_ends_of_the_same_sources_stay_tied_whatever_their_weights(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
+    for others in ((a, b), (b, a)):
+        made = good(_ends((a, b), others))
+        assert HEAD not in made.names()
+        assert _flag(made) is True
+
+
+def test_members_of_the_last_slice_only_cut_the_tie(tmp_path: Path) -> None:
+    a, b = _llama(tmp_path / "a", 1, tie=True), _llama(tmp_path / "b", 2, tie=True)
+    made = good(_ends((a,), (a, b)))
+    assert made.reads(HEAD) == [(0, EMBEDDING), (1, EMBEDDING)]
+    assert made.reads(EMBEDDING) == [(0, EMBEDDING)]
+    assert _flag(made) is False
+
+
+def test_a_base_that_leads_both_ends_keeps_the_tie(tmp_path: Path) -> None:
+    a, b, c = (_llama(tmp_path / name, seed, tie=True) for seed, name in enumerate("abc"))
+    made = good(_ends((a, b), (a, c), base_model=a))
+    assert HEAD not in made.names()
+    assert _flag(made) is True
+    made = good(_ends((b,), (c,), base_model=a))
+    assert made.reads(HEAD) == [(2, EMBEDDING)]
+
+
+@pytest.mark.parametrize(("family", "written"), [("LlamaForCausalLM", True), ("LlamaModel", False)])
+def test_a_silent_config_of_a_model_with_a_head_is_tied(tmp_path: Path, family: str, written: bool) -> None:
+    a, b = (_llama(tmp_path / name, 1, tie=None, architectures=[family]) for name in "ab")
+    slices = [{"sources": [{"model": m, "layer_range": [0, 2]}]} for m in (a, b)]
+    made = good({"merge_method": "passthrough", "slices": slices})
+    assert (HEAD in made.names()) is written
+    assert _flag(made) is (False if written else None)
+
+
+def _vision(root: Path, seed: int, *, tie: bool) -> Path:
+    """A model of text and images."""
+    tiny_llama(root, seed, layers=2, tie=tie)
+    tensors = {
+        name if name == HEAD else name.replace("model.", "model.language_model.", 1): value
+        for name, value in read_tensors(root).items()
+    }
+    tensors["model.vision_tower.layers.0.w.weight"] = torch.ones(8, 8) * seed
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": llama_config(layers=2, tie=tie),
+        "vision_config": {"num_hidden_layers": 1},
+        "tie_word_embeddings": tie,
+    }
+    return write_checkpoint(root, tensors, config)
+
+
+def test_a_tie_is_left_alone_where_the_text_model_is(tmp_path: Path) -> None:
+    a, b = _vision(tmp_path / "a", 1, tie=True), _vision(tmp_path / "b", 2, tie=False)
+    towers = {"vision_tower": {"models": [{"model": m} for m in (a, b)]}}
+    data = {"merge_method": "linear", "parameters": {"weight": 0.5}, "modules": towers}
+    made = good({**data, "base_model": a})
+    assert HEAD not in made.names()
+    assert _flag(made) is True
+    assert made.plan.manifest["tie"] == {
+        "head": "",
+        "embedding": "",
+        "tied": None,
+        "reason": "the text model is copied, and with it what it ties",
+    }
+    made = good({**data, "base_model": b})
+    assert made.reads(HEAD) == [(0, HEAD)]
+    assert _flag(made) is False
 
 
 def test_a_stack_that_ends_in_a_head_of_its_own_is_untied(tmp_path: Path) -> None:

@@ -74,11 +74,37 @@ def test_a_line_that_is_no_text_is_passed_over(tmp_path: Path) -> None:
     assert set(ledger.receipts()) == {0, 1}
 
 
+def test_a_ledger_begun_anew_has_only_what_it_is_given(tmp_path: Path) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+    ledger.begin({1: _receipt(1)})
+    assert ledger.receipts() == {1: _receipt(1)}
+    assert Ledger.conditions(tmp_path / "ledger") == CONDITIONS
+    ledger.record(_receipt(2))
+    assert set(ledger.receipts()) == {1, 2}
+
+
+def test_a_crash_while_a_ledger_is_begun_anew_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = _filled(tmp_path / "ledger", 3)
+
+    def no_disk(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr(os, "replace", no_disk)
+    with pytest.raises(OSError, match="on fire"):
+        ledger.begin({})
+    assert set(ledger.receipts()) == {0, 1, 2}
+
+
 def test_every_line_is_json_and_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     fsync = os.fsync
+    fdatasync = os.fdatasync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), fsync(descriptor)))
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (synced.append(1), fdatasync(descriptor)))
     _filled(tmp_path / "ledger", 2)
     lines = (tmp_path / "ledger").read_text().splitlines()
     assert [next(iter(json.loads(line))) for line in lines] == ["conditions", "receipt", "receipt"]
-    assert len(synced) == 3
+    # The first line with its file's name, then each receipt.
+    assert len(synced) == 4

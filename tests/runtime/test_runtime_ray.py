@@ -187,7 +187,7 @@ def test_a_worker_that_cannot_start_is_told_as_itself(
 
 
 def test_unequal_workers_are_refused(
-    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Odd(MergeWorker):
         def ready(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_unequal_workers_are_refused(
 
     _use_worker(monkeypatch, Odd)
     with pytest.raises(OptionError, match=r"workers: they differ in device or torch version.*worker-1"):
-        submit(recipes(small)["linear"], tmp_path / "out", TWO)
+        submit(recipes(medium)["linear"], tmp_path / "out", TWO)
 
 
 def test_workers_that_never_come_up_are_given_up(
@@ -207,8 +207,55 @@ def test_workers_that_never_come_up_are_given_up(
             return {}
 
     _use_worker(monkeypatch, Stillborn)
+    events: list[Event] = []
     with pytest.raises(IncompleteError, match=r"3 workers did not start.*the same command goes on"):
-        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1))
+        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1), on_event=events.append)
+    losses = [event.reason for event in events if isinstance(event, WorkerLost)]
+    assert ["no other takes its place" in reason for reason in losses] == [False, False, True]
+
+
+def test_failed_starts_count_in_a_row_only(
+    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other worker does not start, and every one that does dies after a few segments."""
+
+    class Frail(MergeWorker):
+        def open(self, work: Any) -> dict[str, Any]:
+            self._left = 8
+            if int(self._name.removeprefix("worker-")) % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().open(work)
+
+        def run(self, segment: int) -> dict[str, Any]:
+            self._left -= 1
+            if self._left < 0 and self._name != "worker-8":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().run(segment)
+
+    _use_worker(monkeypatch, Frail)
+    events: list[Event] = []
+    submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1), on_event=events.append)
+    losses = [event for event in events if isinstance(event, WorkerLost)]
+    assert sum(not event.segments for event in losses) >= 3
+
+
+def test_a_gpu_without_room_names_the_option_through_ray(
+    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(MergeWorker):
+        def open(self, work: Any) -> dict[str, Any]:
+            answer = super().open(work)
+            assert self._runner is not None
+
+            def out_of_memory(*_: object) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+            self._runner._pipeline = out_of_memory
+            return answer
+
+    _use_worker(monkeypatch, Full)
+    with pytest.raises(IncompleteError, match=r"too little memory: CUDA out of memory\..*--memory"):
+        submit(recipes(small)["linear"], tmp_path / "out", TWO)
 
 
 def test_workers_that_take_for_ever_are_given_up(
@@ -240,11 +287,11 @@ def test_a_worker_asked_before_it_has_a_plan_says_so() -> None:
         MergeWorker("early", "cpu").run(0)
 
 
-def test_more_workers_than_room_are_refused(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
+def test_more_workers_than_room_are_refused(medium: Family, tmp_path: Path, ray_cluster: Any) -> None:
     with pytest.raises(
         OptionError, match="--workers: 3 workers were asked for, but the cluster has 2 CPU slots"
     ):
-        submit(recipes(small)["linear"], tmp_path / "out", RunOptions(workers=3))
+        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=3))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from kits.merge_cases import Family, digests, make_family, merge, recipes
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.runtime import staging as staging_module
 from raymerge.runtime.options import RunOptions
+from raymerge.storage.local import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)
 
@@ -167,7 +168,7 @@ def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int
     [
         (Path, "rename", 1),
         (Path, "rename", 2),
-        (staging_module, "_sync_directory", 1),
+        (staging_module, "_sync_directory", 3),
         (staging_module.shutil, "rmtree", 1),
         (staging_module.shutil, "rmtree", 2),
         (staging_module.Staging, "publish", 1),
@@ -214,6 +215,94 @@ def test_after_a_crash_while_finishing_nothing_looks_complete_and_the_command_en
 
 def _crashes(*_: object, **__: object) -> None:
     raise Crash
+
+
+# What an earlier attempt left
+
+
+def _stopped_at(step: str, recipe: dict[str, Any], output: Path) -> Path:
+    """A run that ends at a step; its staging directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"raymerge.runtime.run.{step}", _crashes)
+        with pytest.raises(Crash):
+            merge(recipe, output)
+    (found,) = output.parent.glob(f".{output.name}.raymerge-*")
+    return found
+
+
+def test_leftovers_of_a_crash_are_not_published(linear: dict[str, Any], tmp_path: Path) -> None:
+    merge(linear, tmp_path / "fresh")
+    root = _stopped_at("finish_config", linear, tmp_path / "out")
+    leftovers = (
+        ".config.json.0123456789ab.part", "model.safetensors.index.json", "old_template.jinja",
+        "deep/er/vocab.txt", "raymerge/.ledger.jsonl.0123456789ab.part", "raymerge/plan/odd.arrow",
+        "model-00009-of-00009.safetensors",
+    )  # fmt: skip
+    for name in leftovers:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("left over")
+    (root / "link").symlink_to(tmp_path / "fresh", target_is_directory=True)
+    merge(linear, tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+    names = [sorted(path.name for path in (tmp_path / each).rglob("*")) for each in ("out", "fresh")]
+    assert names[0] == names[1]
+    assert (tmp_path / "fresh" / "model.safetensors").exists()
+
+
+def test_companions_in_directories_of_their_own_stay(tmp_path: Path) -> None:
+    family = make_family(tmp_path / "models")
+    (family.base / "extra").mkdir()
+    (family.base / "extra" / "notes.json").write_text("{}")
+    merge(recipes(family)["slerp"], tmp_path / "out")
+    merge(recipes(family)["slerp"], tmp_path / "out", REPLACE)
+    companions = {path.relative_to(family.base).as_posix() for path in family.base.rglob("*.json")}
+    assert companions <= {
+        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")
+    }
+
+
+# The record
+
+
+@pytest.mark.parametrize("harm", ["manifest.json", "rows.arrow", "plan"])
+def test_a_record_that_is_not_whole_is_written_again(
+    harm: str, linear: dict[str, Any], tmp_path: Path
+) -> None:
+    merge(linear, tmp_path / "fresh")
+    root = _stopped_at("finish_companions", linear, tmp_path / "out")
+    record = root / "raymerge"
+    if harm == "plan":
+        shutil.rmtree(record / "plan")
+    else:
+        os.truncate(record / "plan" / harm, 10)
+    (record / "recipe.yml").unlink()
+    (record / "numerics.json").write_text("")
+    merge(linear, tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_the_record_is_durable_before_there_is_a_ledger(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write_atomic = LocalStore.write_atomic
+
+    def noting(self: LocalStore, key: str, data: bytes) -> None:
+        write_atomic(self, key, data)
+        written.append(key)
+
+    monkeypatch.setattr(LocalStore, "write_atomic", noting)
+    merge(linear, tmp_path / "out")
+    record = tmp_path / "out" / "raymerge"
+    files = {path.name for path in record.rglob("*") if path.is_file()}
+    before = written[: written.index("ledger.jsonl")]
+    assert set(before) == files - {"ledger.jsonl"}
+    assert before.index("manifest.json") > max(before.index(n) for n in files if n.endswith(".arrow"))
+
+
+def test_what_the_bytes_depend_on_is_reproduced(linear: dict[str, Any], tmp_path: Path) -> None:
+    merge(linear, tmp_path / "out")
+    assert "raymerge/numerics.json" in digests(tmp_path / "out")
 
 
 # Two drivers

@@ -264,5 +264,5 @@ def test_an_untied_config_without_a_head_is_found(tmp_path: Path) -> None:
 
 
 def test_several_problems_are_told_at_once(plain: Path) -> None:
-    _edit(plain / "config.json", lambda config: config.update(num_hidden_layers=9, vocab_size=1))
-    assert len(verify(plain).problems) == 2
+    _edit(plain / "config.json", lambda config: config.update(num_hidden_layers=9, vocab_size=99))
+    assert len(verify(plain).problems) == 3

@@ -1,0 +1,55 @@
+"""Keeps the C allocator from holding on to much more than what lives.
+
+Tiles are read by one thread, computed by a second and written by a third. What they free stays with the
+allocator, in pieces that the next tile often does not fit into: without a word it comes to two or three times
+of what is in use at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import psutil
+
+
+class HeapWatch:
+    """Has the allocator give back what is free whenever the process has grown by more than it may."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        measure: Callable[[], int] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            limit: bytes that the process may grow by, beyond what it has now.
+            measure: bytes of memory that the process has; None asks the system.
+            release: gives free memory back; None asks the C library, where it can do that (glibc).
+        """
+        self._limit = limit
+        self._measure = measure or _resident_bytes(psutil.Process())
+        self._release = release or _trimmer()
+        self._idle = self._measure()
+
+    def check(self) -> None:
+        """Look, and give free memory back if it is time; cheap enough for every tile."""
+        if self._measure() - self._idle <= self._limit:
+            return
+        self._release()
+        # What stays is in use, and more than tiles are: something else grew. Without this every tile would
+        # ask again, in vain.
+        self._idle = max(self._idle, self._measure() - self._limit // 2)
+
+
+def _resident_bytes(process: psutil.Process) -> Callable[[], int]:
+    return lambda: int(process.memory_info().rss)
+
+
+def _trimmer() -> Callable[[], None]:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return lambda: None
+    return lambda: trim(0)

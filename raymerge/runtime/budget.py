@@ -1,0 +1,124 @@
+"""How much memory a worker may use, where the user does not say, and whether there is as much."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from raymerge.errors import OptionError, Problem
+from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
+from raymerge.planner.tables import Plan
+from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
+from raymerge.units import format_size
+
+_USUAL_BUDGET = 2 << 30
+_CLUSTER_BUDGET = 1 << 30
+"""Budget on a running cluster: what is free on this machine says nothing about its workers."""
+
+
+def fit_budget(plan: Plan, options: RunOptions) -> Projection:
+    """The memory projection of a plan under the options' budget.
+
+    Raises:
+        OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
+    """
+    projection = project(plan, options.memory or usual_budget(options, free_memory()))
+    if projection.budget < projection.least_budget:
+        raise OptionError(
+            Problem(
+                "--memory",
+                f"{format_size(projection.budget)} a worker are too little for {projection.least_tensor} "
+                f"with {plan.manifest['method']}.",
+                f"The smallest budget that works is {projection.least_budget} bytes "
+                f"({format_size(projection.least_budget)}).",
+            )
+        )
+    return projection
+
+
+def check_free(options: RunOptions) -> None:
+    """See that this machine has the memory that its workers were promised.
+
+    Raises:
+        OptionError: it has less.
+    """
+    if options.memory is None or options.address is not None:
+        return
+    workers, free = num_workers(options), free_memory()
+    if options.memory * workers > free:
+        count = f"{workers} workers" if workers > 1 else "1 worker"
+        raise OptionError(
+            Problem(
+                "--memory",
+                f"{count} with {format_size(options.memory)} each would use "
+                f"{format_size(options.memory * workers)}, and {format_size(free)} are free here.",
+                f"Give at most {format_size(free // workers)}, or fewer --workers.",
+            )
+        )
+
+
+def usual_budget(options: RunOptions, free: int) -> int:
+    """Half of the free memory, shared out, and no more than helps; in bytes.
+
+    Args:
+        options: how many workers there are, and where.
+        free: bytes of memory that are free on this machine.
+    """
+    if options.address is not None:
+        return _CLUSTER_BUDGET
+    return max(SMALLEST_BUDGET, min(_USUAL_BUDGET, free // 2 // num_workers(options)))
+
+
+def num_workers(options: RunOptions) -> int:
+    """Workers that a run on this machine has."""
+    if options.inline or options.workers is not None:
+        return options.workers or 1
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    return gpus or min(os.cpu_count() or 1, MOST_CPU_WORKERS)
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process and its children may still use: of the machine's, and of its control groups'.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    machine = int(psutil.virtual_memory().available)
+    return max(0, min((machine, *_group_rooms(root))))
+
+
+def _group_rooms(root: Path) -> Iterator[int]:
+    """What each control group that holds this process has left: its own and all above it."""
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = mounted, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = mounted / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.strip("/")
+        # Within a container the path may be the host's; what is mounted then is the container's own group.
+        for each in (group, *group.parents):
+            most = _text(each / names[0]).strip() if each.is_relative_to(top) else ""
+            if most.isdecimal():
+                yield int(most) - _used(each, *names[1:])
+
+
+def _used(group: Path, usage: str, cached: str) -> int:
+    """Bytes that a group has in use; file pages that nobody uses make way."""
+    stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+    return int(_text(group / usage).strip() or 0) - int(stat.get(cached, 0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

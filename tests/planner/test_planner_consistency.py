@@ -1,0 +1,337 @@
+"""Headers and config that do not fit each other are found; designs that look odd are not taken for damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import (
+    V3_CONFIG,
+    deepseek_v3_specs,
+    llama_config,
+    llama_shapes,
+    sparse_checkpoint,
+    tiny_llama,
+)
+from kits.plan_maker import header_checkpoint
+
+from raymerge.dtypes import DType
+from raymerge.planner.build import build_plan
+from raymerge.planner.plan import Plan
+from raymerge.planner.sources import open_sources
+from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.verifier.structure import verify_structure
+
+Shapes = dict[str, tuple[int, ...]]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def said(
+    root: Path, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, dtype: DType = DType.BF16
+) -> list[str]:
+    """What verify says of a checkpoint of these shapes."""
+    specs = {name: (dtype, shape) for name, shape in shapes.items()}
+    verdict = verify_structure(header_checkpoint(root / "model", specs, config))
+    return [str(problem) for problem in verdict.problems]
+
+
+def llama(layers: int = 4, **config: Any) -> tuple[Shapes, dict[str, Any]]:
+    made = llama_config(layers=layers)
+    return llama_shapes(made), {**made, **config}
+
+
+def only(problems: list[str]) -> str:
+    (problem,) = problems
+    return problem
+
+
+# Sizes
+
+
+def test_a_hidden_size_that_is_not_the_embeddings_width(tmp_path: Path) -> None:
+    shapes, config = llama(hidden_size=64)
+    assert "the hidden size is 64, but model.embed_tokens.weight is 32 wide" in only(
+        said(tmp_path, shapes, config)
+    )
+
+
+@pytest.mark.parametrize("field", ["embedding_size", "word_embed_proj_dim", "emb_dim"])
+def test_an_embedding_of_a_width_of_its_own(field: str, tmp_path: Path) -> None:
+    shapes, config = llama(hidden_size=64, **{field: 32})
+    assert said(tmp_path, shapes, config) == []
+
+
+def test_padded_vocabularies_are_sound(tmp_path: Path) -> None:
+    shapes, config = llama(vocab_size=60)
+    assert said(tmp_path, shapes, config) == []
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_too_few_rows_for_the_vocabulary(name: str, tmp_path: Path) -> None:
+    shapes, config = llama()
+    shapes[name] = (63, 32)
+    assert f"vocab_size is 64, but {name} has 63 rows" in only(said(tmp_path, shapes, config))
+    assert said(tmp_path / "drafts", shapes, {**config, "draft_vocab_size": 63}) == []
+
+
+# Layers
+
+
+def test_an_absent_layer(tmp_path: Path) -> None:
+    shapes, config = llama()
+    rest = {name: shape for name, shape in shapes.items() if ".layers.1." not in name}
+    assert "no tensors of model.layers are in layers 1." in only(said(tmp_path, rest, config))
+    blocks = [{"no_op": layer == 1} for layer in range(4)]
+    assert said(tmp_path / "blocks", rest, {**config, "block_configs": blocks}) == []
+
+
+def test_more_layers_than_tensors(tmp_path: Path) -> None:
+    shapes = {"model.layers.999999999.a.weight": (1,)}
+    config = {"architectures": ["A"], "model_type": "a", "num_hidden_layers": 1_000_000_000}
+    assert "counts 1000000000 layers, but only 1 tensors" in only(said(tmp_path, shapes, config))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("suffix", ["mlp.up_proj.weight", "self_attn.q_proj.weight"])
+def test_a_layer_with_a_hole(layer: int, suffix: str, tmp_path: Path) -> None:
+    shapes, config = llama()
+    del shapes[f"model.layers.{layer}.{suffix}"]
+    assert f"model.layers.{layer} lacks {suffix}, which the other layers have" in only(
+        said(tmp_path, shapes, config)
+    )
+
+
+def test_a_bias_in_all_layers_but_one(tmp_path: Path) -> None:
+    shapes, config = llama()
+    shapes |= {f"model.layers.{layer}.self_attn.q_proj.bias": (32,) for layer in (0, 1, 3)}
+    assert "model.layers.2 lacks self_attn.q_proj.bias" in only(said(tmp_path, shapes, config))
+
+
+def _first_norm_left_out(shapes: Shapes) -> dict[str, Any]:
+    """As ModernBERT's first layer."""
+    del shapes["model.layers.0.input_layernorm.weight"]
+    return {}
+
+
+def _two_kinds(shapes: Shapes) -> dict[str, Any]:
+    """A kind of layer that occurs once, and that the config tells apart."""
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    return {"layer_types": ["a", "a", "b", "a"]}
+
+
+def _listed_by_number(shapes: Shapes) -> dict[str, Any]:
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    return {"table": {"special_layers": [3]}}
+
+
+def _in_a_string(shapes: Shapes) -> dict[str, Any]:
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    return {"hybrid_override_pattern": "MM*M"}
+
+
+def _by_period(shapes: Shapes) -> dict[str, Any]:
+    shapes["model.layers.3.mlp.up_proj.weight"] = (5, 32)
+    return {"moe_layer_interval": 4}
+
+
+def _more_in_the_first(shapes: Shapes) -> dict[str, Any]:
+    """As T5's first layer."""
+    shapes["model.layers.0.self_attn.relative_bias.weight"] = (4, 4)
+    return {}
+
+
+def _shared_keys(shapes: Shapes) -> dict[str, Any]:
+    del shapes["model.layers.3.self_attn.k_proj.weight"]
+    return {"num_kv_shared_layers": 1}
+
+
+def _buffer_in_some(shapes: Shapes) -> dict[str, Any]:
+    shapes |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (4,) for layer in (0, 1)}
+    return {}
+
+
+def _wider_by_layer(shapes: Shapes) -> dict[str, Any]:
+    """As OpenELM's layers, whose sizes are listed."""
+    for layer in range(4):
+        shapes[f"model.layers.{layer}.mlp.up_proj.weight"] = (64 + layer, 32)
+    return {"ffn_sizes": [64, 65, 66, 67]}
+
+
+@pytest.mark.parametrize(
+    "design",
+    [
+        _first_norm_left_out,
+        _two_kinds,
+        _listed_by_number,
+        _in_a_string,
+        _by_period,
+        _more_in_the_first,
+        _shared_keys,
+        _buffer_in_some,
+        _wider_by_layer,
+    ],
+)
+def test_odd_designs_are_sound(design: Callable[[Shapes], dict[str, Any]], tmp_path: Path) -> None:
+    shapes, config = llama()
+    assert said(tmp_path, shapes, {**config, **design(shapes)}) == []
+
+
+@pytest.mark.parametrize("kinds", [["a", "a", "a", "a"], ["b", "a", "a", "a"]])
+def test_kinds_that_are_told_apart_do_not_hide_a_hole_within_one(kinds: list[str], tmp_path: Path) -> None:
+    shapes, config = llama(layer_types=kinds)
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    assert "model.layers.2 lacks mlp.up_proj.weight" in only(said(tmp_path, shapes, config))
+
+
+def test_layers_of_other_shapes(tmp_path: Path) -> None:
+    shapes, config = llama(2)
+    wide = llama_shapes(llama_config(layers=2, hidden=64))
+    shapes |= {name: shape for name, shape in wide.items() if ".layers.1." in name}
+    problem = only(said(tmp_path, shapes, config))
+    assert "model.layers.1." in problem
+    assert "and 8 more tensors alike" in problem
+
+
+def test_packed_tensors_may_differ_by_layer(tmp_path: Path) -> None:
+    shapes, config = llama()
+    specs = {name: (DType.BF16, shape) for name, shape in shapes.items()}
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.up_proj"
+        del specs[f"{name}.weight"]
+        specs |= {
+            f"{name}.qweight": (DType.I32, (8 + layer, 32)),
+            f"{name}.scales": (DType.F16, (layer + 1, 32)),
+        }
+    config["quantization_config"] = {"quant_method": "gptq"}
+    assert verify_structure(header_checkpoint(tmp_path / "m", specs, config)).problems == ()
+
+
+def test_a_layer_that_is_not_quantised_is_no_hole(tmp_path: Path) -> None:
+    shapes, config = llama(quantization_config={"quant_method": "fp8"})
+    shapes |= {f"model.layers.{layer}.mlp.up_proj.weight_scale_inv": (1, 1) for layer in range(3)}
+    assert said(tmp_path, shapes, config) == []
+    del shapes["model.layers.1.mlp.up_proj.weight"]
+    assert "model.layers.1 lacks mlp.up_proj.weight" in only(said(tmp_path / "hole", shapes, config))
+
+
+# Experts
+
+
+def moe(
+    *, experts: int = 4, rows: int = 4, fused: bool = False, layers: int = 3
+) -> tuple[Shapes, dict[str, Any]]:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 8,
+        "moe_intermediate_size": 6,
+        "num_experts": 4,
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": True,
+        "vocab_size": 16,
+    }
+    shapes: Shapes = {EMBEDDING: (16, 8), "model.norm.weight": (8,)}
+    for layer in range(layers):
+        block = f"model.layers.{layer}.mlp"
+        shapes[f"{block}.gate.weight"] = (rows, 8)
+        if fused:
+            shapes |= {
+                f"{block}.experts.gate_up_proj": (experts, 12, 8),
+                f"{block}.experts.down_proj": (experts, 8, 6),
+            }
+            continue
+        for expert in range(experts):
+            shapes |= {f"{block}.experts.{expert}.{each}_proj.weight": (6, 8) for each in ("gate", "up")}
+            shapes[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
+    return shapes, config
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_against_their_number(fused: bool, tmp_path: Path) -> None:
+    assert said(tmp_path / "good", *moe(fused=fused)) == []
+    problem = only(said(tmp_path / "bad", *moe(fused=fused, experts=3)))
+    assert "counts 4 experts, but in layers 0, 1, 2 of model.layers 3 are stored" in problem
+
+
+def test_router_rows_against_the_number_of_experts(tmp_path: Path) -> None:
+    shapes, config = moe(rows=5)
+    problem = only(said(tmp_path / "bad", shapes, config))
+    assert "counts 4 experts, but in layers 0, 1, 2 of model.layers mlp.gate.weight has 5 rows" in problem
+    assert said(tmp_path / "zero", shapes, {**config, "zero_expert_num": 1}) == []
+
+
+def test_routers_of_several_matrices_are_left_alone(tmp_path: Path) -> None:
+    shapes, config = moe()
+    shapes |= {f"model.layers.{layer}.mlp.router.down_proj.weight": (5, 8) for layer in range(3)}
+    assert said(tmp_path, shapes, config) == []
+
+
+def test_an_absent_expert_of_one_layer(tmp_path: Path) -> None:
+    shapes, config = moe()
+    shapes = {name: shape for name, shape in shapes.items() if "layers.1.mlp.experts.2." not in name}
+    problems = "\n".join(said(tmp_path, shapes, config))
+    assert "in layers 1 of model.layers 3 are stored" in problems
+    assert "model.layers.1 lacks mlp.experts.2.down_proj.weight" in problems
+
+
+# Multi-token prediction
+
+
+@pytest.mark.parametrize("declared", [0, 2])
+def test_prediction_layers_against_their_number(declared: int, tmp_path: Path) -> None:
+    shapes, config = llama(num_nextn_predict_layers=1)
+    shapes |= {"model.layers.4.enorm.weight": (32,), "model.layers.4.eh_proj.weight": (32, 64)}
+    assert said(tmp_path / "good", shapes, config) == []
+    problem = only(said(tmp_path / "bad", shapes, {**config, "num_nextn_predict_layers": declared}))
+    assert (
+        f"num_nextn_predict_layers is {declared}, but 1 multi-token-prediction layers are stored" in problem
+    )
+
+
+def test_prediction_layers_that_were_left_out_by_who_published_are_no_damage(tmp_path: Path) -> None:
+    assert said(tmp_path, *llama(num_nextn_predict_layers=1)) == []
+
+
+def test_deepseek_v3_is_sound(tmp_path: Path) -> None:
+    root = sparse_checkpoint(tmp_path / "v3", [[s for f in deepseek_v3_specs() for s in f]], V3_CONFIG)
+    assert verify_structure(root).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 99}, "vocab_size is 99"),
+        ({"num_hidden_layers": 7}, "num_hidden_layers"),
+        ({"hidden_size": 48}, "hidden size is 48"),
+    ],
+)
+def test_a_donor_whose_config_is_wrong_is_refused_before_anything_is_merged(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    model = tiny_llama(tmp_path / "a", 1)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    plan = _planned(model)
+    assert plan.problems
+    assert all(said in str(problem) for problem in plan.problems)
+    assert str(plan.problems[0]).startswith(f"{model}/config.json: ")
+
+
+def test_a_donor_that_names_another_dtype_than_it_has_is_put_right(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "a", 1, dtype=torch.bfloat16)
+    config = json.loads((model / "config.json").read_text())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    (model / "config.json").write_text(json.dumps({**config, key: "float32"}))
+    plan = _planned(model)
+    assert plan.problems == ()
+    assert plan.manifest["config"][key] == "bfloat16"
+
+
+def _planned(model: Path) -> Plan:
+    recipe = recipe_from_mapping({"merge_method": "passthrough", "models": [{"model": str(model)}]})
+    assert isinstance(recipe, Recipe)
+    return build_plan(recipe, open_sources(recipe), version="0")

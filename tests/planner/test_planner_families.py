@@ -1,0 +1,160 @@
+"""What configs must agree in, what is only told, and that one trouble does not hide another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.checkpoint_maker import llama_config
+from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, planned, refusals
+
+from raymerge.dtypes import DType
+from raymerge.errors import PlanError
+
+MEANING = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3}
+
+
+def _linear(*models: Any, **more: Any) -> dict[str, Any]:
+    entries = [{"model": model} for model in models]
+    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, **more}
+
+
+def _stack(*models: Any, **more: Any) -> dict[str, Any]:
+    slices = [{"sources": [{"model": model, "layer_range": [0, 2]}]} for model in models]
+    return {"merge_method": "passthrough", "slices": slices, **more}
+
+
+@pytest.mark.parametrize("field", MEANING)
+@pytest.mark.parametrize("recipe", [_linear, _stack])
+def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str, recipe: Any) -> None:
+    a = llama(tmp_path / "a", num_experts_per_tok=2)
+    b = llama(tmp_path / "b", **{"num_experts_per_tok": 2, field: MEANING[field]})
+    (problem,) = refusals(recipe(a, b))
+    assert f"{b} has {field} {MEANING[field]} where {a} has " in problem
+    assert "its weights mean something else" in problem
+
+
+def test_all_fields_of_a_model_are_told_in_one_sentence(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a")
+    b = llama(tmp_path / "b", num_attention_heads=8, num_key_value_heads=4)
+    (problem,) = refusals(_linear(a, b))
+    assert f"num_attention_heads 8 where {a} has 4, num_key_value_heads 4 where {a} has 2" in problem
+    assert "models[1].model" in problem
+
+
+def test_a_field_that_one_config_does_not_say_is_no_difference(tmp_path: Path) -> None:
+    a, b, c = (llama(tmp_path / each, **more) for each, more in _three_that_say_more_and_more())
+    good(_linear(a, b))
+    (problem,) = refusals(_linear(a, b, c))
+    assert f"{c} has num_experts_per_tok 3 where {b} has 2" in problem
+
+
+def _three_that_say_more_and_more() -> list[tuple[str, dict[str, int]]]:
+    return [("a", {}), ("b", {"num_experts_per_tok": 2}), ("c", {"num_experts_per_tok": 3})]
+
+
+def test_the_donor_s_config_must_hold_though_it_gives_no_weights(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b", head_dim=4)
+    (problem,) = refusals(_stack(b, base_model=a))
+    assert f"{b} has head_dim 4 where {a} has 8" in problem
+
+
+def test_an_override_of_the_family_does_not_waive_it(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a")
+    b = llama(tmp_path / "b", architectures=["Other"], model_type="other", head_dim=4)
+    named = {"model": str(b), "override_architecture": "LlamaForCausalLM"}
+    (problem,) = refusals(_linear(a, named))
+    assert "head_dim 4 where" in problem
+
+
+def _several(root: Path, text: dict[str, Any], vision: dict[str, Any]) -> Path:
+    """A model of text and images."""
+    specs = {name.replace("model.", "model.language_model.", 1): s for name, s in llama_specs(2).items()}
+    more: Specs = {"model.vision_tower.layers.0.w.weight": (DType.BF16, (8, 8))}
+    config = {
+        "architectures": ["Some"],
+        "model_type": "llava",
+        "text_config": {**llama_config(layers=2), **text},
+        "vision_config": {"num_hidden_layers": 1, **vision},
+        "tie_word_embeddings": False,
+    }
+    return header_checkpoint(root, {**specs, **more}, config)
+
+
+def test_only_those_parts_count_that_are_merged(tmp_path: Path) -> None:
+    a = _several(tmp_path / "a", {}, {"num_attention_heads": 2})
+    text, vision = (
+        _several(tmp_path / "text", {"head_dim": 4}, {"num_attention_heads": 2}),
+        _several(tmp_path / "vision", {}, {"num_attention_heads": 4}),
+    )
+    for other, words in ((text, "head_dim 4 where"), (vision, "num_attention_heads 4 where")):
+        (problem,) = refusals(_linear(a, other))
+        assert words in problem
+    tower = {"merge_method": "linear", "base_model": a, "parameters": {"weight": 1}}
+    both = {"models": [{"model": a}, {"model": text}]}
+    good({**tower, "modules": {"vision_tower": both}})
+    (problem,) = refusals({**tower, "modules": {"text_decoder": both}})
+    assert "head_dim 4 where" in problem
+
+
+def test_what_a_merge_can_bear_is_noted(tmp_path: Path) -> None:
+    fields = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "gelu", "attention_bias": True}
+    a = llama(tmp_path / "a", rope_theta=1e4, attention_bias=False, rope_scaling=None)
+    b = llama(tmp_path / "b", **fields, rope_scaling={"factor": 2})
+    for recipe in (_linear, _stack):
+        notes = [note for note in good(recipe(a, b)).plan.manifest["notes"] if str(b) in note]
+        assert [note.split()[2] for note in notes] == [
+            *("rope_theta", "rms_norm_eps", "hidden_act", "attention_bias")
+        ]
+        assert notes[0] == (
+            f"{b} has rope_theta 1000000.0 where {a} has 10000.0; the output's config is that of {a}"
+        )
+
+
+def test_keeping_the_base_s_tensors_needs_a_base(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    (problem,) = refusals(_linear(a, b, missing_tensors="copy_base"))
+    assert "missing_tensors" in problem.split(": ")[1]
+    assert "there is no base_model. Name the base_model" in problem
+    good(_linear(a, b, missing_tensors="copy_base", base_model=a))
+    good(_linear(b, missing_tensors="copy_base", base_model=a))
+
+
+def test_every_slice_must_take_the_base_that_is_to_be_kept(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
+    both = {"sources": [{"model": model, "layer_range": [0, 2]} for model in (a, b)]}
+    alone = {"sources": [{"model": b, "layer_range": [2, 3]}]}
+    data = {"merge_method": "linear", "parameters": {"weight": 1}, "missing_tensors": "copy_base"}
+    good({**data, "base_model": a, "slices": [both]})
+    good({**data, "slices": [{**both, "base_model": a}]})
+    (problem,) = refusals({**data, "base_model": a, "slices": [both, alone]})
+    assert "some slices do not take the base_model" in problem
+
+
+def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path) -> None:
+    specs = {**llama_specs(3), "lm_head.weight": (DType.BF16, (80, 32))}
+    a = llama(tmp_path / "a")
+    b = header_checkpoint(tmp_path / "b", specs, {**llama_config(), "head_dim": 4})
+    data = _linear(a, b, tokenizer_source="union", missing_tensors="copy_base")
+    data["parameters"] = {"weight": 1, "wieght": 1}
+    made = planned(data)
+    problems = [str(problem) for problem in made.plan.problems]
+    for words in (
+        "'tokenizer_source' asks for a new tokenizer",
+        "'wieght' is not a parameter of linear",
+        "head_dim 4 where",
+        "there is no base_model",
+        "lm_head.weight is [80, 32] here and [64, 32] there",
+    ):
+        assert any(words in problem for problem in problems), words
+    assert len(problems) == 5
+
+
+def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_told(tmp_path: Path) -> None:
+    a, b = llama(tmp_path / "a"), llama(tmp_path / "b", architectures=["Other"], head_dim=4)
+    data = _linear(a, b, tokenizer_source="union")
+    with pytest.raises(PlanError) as error:
+        planned(data)
+    text = str(error.value)
+    assert all(word in text for word in ("another family", "head_dim 4", "'tokenizer_source'"))

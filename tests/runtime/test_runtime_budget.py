@@ -1,0 +1,122 @@
+"""The default budget, and the budget that this machine cannot keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from raymerge.errors import OptionError
+from raymerge.planner.memory import SMALLEST_BUDGET
+from raymerge.runtime import budget as budget_module
+from raymerge.runtime.budget import check_free, free_memory, num_workers, usual_budget
+from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 64 cores and 100 GiB of free memory, without a GPU."""
+    memory = psutil.virtual_memory()._replace(available=100 * GIB, total=128 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(budget_module.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def _write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_machine_without_groups_has_what_is_available(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) == 100 * GIB
+
+
+def test_this_machine_answers() -> None:
+    assert 0 < free_memory() <= 100 * GIB
+
+
+def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
+    groups = "sys/fs/cgroup"
+    root = _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user/job\n",
+            f"{groups}/user/memory.max": f"{8 * GIB}\n",
+            f"{groups}/user/memory.current": f"{5 * GIB}\n",
+            f"{groups}/user/memory.stat": f"anon 77\ninactive_file {GIB}\n",
+            f"{groups}/user/job/memory.max": "max\n",
+        },
+    )
+    assert free_memory(root) == 4 * GIB
+    _write(root, {f"{groups}/user/job/memory.max": f"{2 * GIB}\n"})
+    assert free_memory(root) == 2 * GIB
+    _write(root, {f"{groups}/user/job/memory.current": f"{3 * GIB}\n"})
+    assert free_memory(root) == 0
+
+
+def test_the_group_of_version_1_counts(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory"
+    root = _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
+            f"{group}/memory.limit_in_bytes": f"{4 * GIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
+            f"{group}/memory.stat": f"total_inactive_file {GIB}\n",
+        },
+    )
+    assert free_memory(root) == 3 * GIB
+    # What version 1 says where there is no limit.
+    _write(root, {f"{group}/memory.limit_in_bytes": "9223372036854771712\n"})
+    assert free_memory(root) == 100 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (RunOptions(), MOST_CPU_WORKERS),
+        (RunOptions(workers=20), 20),
+        (RunOptions(inline=True), 1),
+    ],
+)
+def test_workers_are_counted_as_they_will_be(options: RunOptions, count: int) -> None:
+    assert num_workers(options) == count
+
+
+def test_there_is_one_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert num_workers(RunOptions()) == 4
+    assert num_workers(RunOptions(device="cpu")) == MOST_CPU_WORKERS
+
+
+def test_the_default_is_half_of_what_is_free_shared_out() -> None:
+    assert usual_budget(RunOptions(), 16 * GIB) == GIB
+    assert usual_budget(RunOptions(inline=True), 16 * GIB) == 2 * GIB
+    assert usual_budget(RunOptions(inline=True), 2 * GIB) == GIB
+    assert usual_budget(RunOptions(), 0) == SMALLEST_BUDGET
+
+
+def test_a_running_cluster_is_not_judged_by_this_machine() -> None:
+    far = RunOptions(address="far:6379", memory=1 << 50)
+    assert usual_budget(far, 0) == GIB
+    check_free(far)
+
+
+def test_more_than_is_free_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "free_memory", lambda: 6_000_000_000)
+    check_free(RunOptions(workers=2, memory=3_000_000_000))
+    check_free(RunOptions(workers=200))
+    said = (
+        r"--memory: 2 workers with 4\.00 GB each would use 8\.00 GB, and 6\.00 GB are free here\. "
+        r"Give at most 3\.00 GB, or fewer --workers\."
+    )
+    with pytest.raises(OptionError, match=said):
+        check_free(RunOptions(workers=2, memory=4_000_000_000))
+    with pytest.raises(OptionError, match="1 worker with"):
+        check_free(RunOptions(inline=True, memory=7_000_000_000))
