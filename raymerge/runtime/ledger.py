@@ -36,13 +36,9 @@ class Ledger:
         return found if isinstance(found, dict) else None
 
     def receipts(self) -> dict[int, Receipt]:
-        """Receipts by segment; a last line cut short by a crash is left out."""
-        return {
-            receipt.segment: receipt
-            for line in _lines(self._path)
-            if "receipt" in line
-            for receipt in [Receipt.from_json(line["receipt"])]
-        }
+        """Receipts by segment; a line that is not whole, as after a crash, is left out."""
+        found = (_receipt(line) for line in _lines(self._path) if "receipt" in line)
+        return {receipt.segment: receipt for receipt in found if receipt is not None}
 
     def begin(self, receipts: Mapping[int, Receipt]) -> None:
         """Begin anew with these receipts alone; durable, and after a crash the old ledger or the new one."""
@@ -88,3 +84,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(entry, dict):
             found.append(entry)
     return found
+
+
+def _receipt(line: Mapping[str, Any]) -> Receipt | None:
+    try:
+        return Receipt.from_json(line["receipt"])
+    except TypeError:
+        return None

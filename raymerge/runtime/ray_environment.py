@@ -6,9 +6,11 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +69,7 @@ class RayConnection:
         if self.ray.is_initialized():
             return
         self._owner = True
+        terminated = signal.getsignal(signal.SIGTERM)
         try:
             if self._address is None:
                 self._start()
@@ -75,6 +78,10 @@ class RayConnection:
                 self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             raise _no_ray(self._address, error) from error
+        finally:
+            # Ray puts a handler of its own in the place of ours, which ends the process with another code.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminated)
         _silence_notices(self.ray)
 
     def close(self) -> None:

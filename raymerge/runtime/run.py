@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import threading
 import time
@@ -48,6 +50,23 @@ from raymerge.runtime.staging import Staging
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
+
+_LASTING = frozenset(
+    {
+        errno.EACCES,
+        errno.EBUSY,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EXDEV,
+    }
+)
+"""What the system would refuse again, however often the command is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +116,7 @@ class Run:
         self._sources = sources
         self._options = options
         self._on_event = on_event
-        self._staging = Staging(output.resolve(), plan)
+        self._staging = Staging(_real(output), plan)
         self._began = time.monotonic() if began is None else began
         self.projection = fit_budget(plan, options)
         check_free(options)
@@ -141,6 +160,12 @@ class Run:
         except RaymergeError:
             raise
         except OSError as error:
+            if error.errno in _LASTING:
+                place = str(error.filename or self._staging.output)
+                what = f"the system refused it: {error.strerror}."
+                raise TargetError(
+                    Problem(place, what, "Choose another -o, or clear what is there.")
+                ) from error
             raise IncompleteError(
                 f"reading or writing failed: {error}. What is done is kept: the same command goes on from "
                 "there."
@@ -242,6 +267,15 @@ class Run:
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
         self._staging.sweep(finished_files(self._plan, donor.checkpoint.companions))
+
+
+def _real(output: Path) -> Path:
+    """The output place without links, under a name that can be written down."""
+    real = os.path.realpath(output)
+    if not real.isprintable():
+        what = "the name holds characters that cannot be written."
+        raise TargetError(Problem(ascii(str(output)), what, "Choose another -o."))
+    return Path(real)
 
 
 def _check_apart(output: Path, sources: Sequence[Source]) -> None:

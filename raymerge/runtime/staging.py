@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -116,11 +117,11 @@ class Staging:
         """
         self._check_output(replace=replace)
         if self._is_filled():
-            shutil.rmtree(self._replaced, ignore_errors=True)
-            self.output.rename(self._replaced)
+            self.output.rename(self._free_place())
         self.root.rename(self.output)
         _sync_directory(self.output.parent)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        for old in self._replaced():
+            shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the directory with all that is in it."""
@@ -145,15 +146,23 @@ class Staging:
         except PlanError:
             return False
 
-    @property
-    def _replaced(self) -> Path:
-        """Where an old output waits until the new one is in its place."""
-        return self.output.parent / f".{self.output.name}.replaced"
+    def _replaced(self) -> list[Path]:
+        """Old outputs that waited until the new one was in their place."""
+        return sorted(self.output.parent.glob(glob.escape(f".{self.output.name}.replaced") + "*"))
+
+    def _free_place(self) -> Path:
+        """Where an old output waits; what an earlier one could not be cleared of is not in its way."""
+        taken = {path.name for path in self._replaced()}
+        names = (f".{self.output.name}.replaced{number or ''}" for number in itertools.count())
+        return self.output.parent / next(name for name in names if name not in taken)
 
     def _is_filled(self) -> bool:
         return self.output.is_dir() and any(self.output.iterdir())
 
     def _check_output(self, *, replace: bool) -> None:
+        if os.path.ismount(self.output):
+            what = "another file system is mounted here, and a mounted directory cannot be renamed."
+            raise TargetError(Problem(str(self.output), what, "Give a directory inside it as -o."))
         if self.output.is_dir():
             if self._is_filled() and not replace:
                 raise TargetError(
@@ -212,7 +221,7 @@ class Staging:
 
     def _discard_leftovers(self) -> None:
         """Remove unfinished runs of other plans, and an old output whose successor is in place."""
-        replaced = [self._replaced] if self._is_filled() else []
+        replaced = self._replaced() if self._is_filled() else []
         for leftover in (*self._others(), *replaced):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -267,13 +276,13 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     places = [place for place in {**before, **after} if before.get(place) != after.get(place)]
     found = [f"{place} was {_shown(before.get(place))}, is {_shown(after.get(place))}" for place in places]
     shown = found[:_FACTS_SHOWN] + ([f"and {len(found) - _FACTS_SHOWN} more"] if found[_FACTS_SHOWN:] else [])
-    return "; ".join(shown) or "it was planned by another version of raymerge"
+    return "; ".join(shown) or "its plan was made of the same facts in another way"
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a record by their place, as far as they tell one run from another."""
     found: dict[str, Any] = {}
-    for key in ("recipe", "raymerge", "sources", "numerics", "versions"):
+    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions"):
         found |= _flat(key, record.get(key))
     return found
 

@@ -29,7 +29,7 @@ from raymerge.planner.memory import SLOTS
 from raymerge.storage.local import LocalStore
 
 METHODS = ("linear", "passthrough", "task_arithmetic", "slerp", "ties", "dare_linear", "dare_ties")
-CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd", "num_hidden_layers": 1}
+CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
 
 
 @pytest.fixture(scope="module")

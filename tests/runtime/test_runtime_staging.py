@@ -14,6 +14,7 @@ from kits.merge_cases import Family, digests, make_family, merge, recipes
 
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.runtime import staging as staging_module
+from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.storage.local import LocalStore
 
@@ -170,7 +171,6 @@ def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int
         (Path, "rename", 2),
         (staging_module, "_sync_directory", 3),
         (staging_module.shutil, "rmtree", 1),
-        (staging_module.shutil, "rmtree", 2),
         (staging_module.Staging, "publish", 1),
     ],
 )
@@ -362,3 +362,48 @@ def test_an_output_over_in_or_around_a_source_is_refused(tmp_path: Path, place: 
     with pytest.raises(TargetError, match=f"the output place {relation} the source"):
         merge(recipes(family)["linear"], tmp_path / "models" / place, REPLACE)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mount_point_is_refused_before_anything_is_merged(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(staging_module.os.path, "ismount", lambda path: Path(path).name == "out")
+    with pytest.raises(TargetError, match=r"mounted directory cannot be renamed.*inside it"):
+        merge(linear, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "bad\udcffname", "two\nlines"])
+def test_names_that_the_system_or_a_terminal_cannot_take_are_the_users_to_change(
+    linear: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(TargetError):
+        merge(linear, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_of_links_is_the_users_to_change(linear: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(TargetError):
+        merge(linear, tmp_path / "loop" / "out")
+
+
+def test_an_old_output_that_could_not_be_cleared_away_is_not_in_the_way(
+    linear: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(linear, tmp_path / "out")
+    with monkeypatch.context() as stuck:
+        stuck.setattr(staging_module.shutil, "rmtree", lambda *_, **__: None)
+        merge(linear, tmp_path / "out", REPLACE)
+        assert (tmp_path / ".out.replaced").is_dir()
+        merge(linear, tmp_path / "out", REPLACE)
+    merge(linear, tmp_path / "out", REPLACE)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_receipt_that_lacks_fields_is_no_receipt(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", {})
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"receipt": {"segment": 3}}\n{"receipt": 5}\n')
+    assert ledger.receipts() == {}
