@@ -40,3 +40,9 @@ def config_int(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
     wanted = tuple(keys)
     found = first_int(text_section(config), wanted)
     return found if found is not None else first_int(config, wanted)
+
+
+def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The model classes that a config names, as texts; what is no list names none."""
+    stated = config.get("architectures")
+    return tuple(map(str, stated)) if isinstance(stated, list) else ()

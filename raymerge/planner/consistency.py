@@ -25,7 +25,7 @@ from raymerge.architectures import (
     tied_pair,
 )
 from raymerge.architectures.depth import count_mtp_layers
-from raymerge.architectures.sections import config_int, text_section
+from raymerge.architectures.sections import class_names, config_int, text_section
 from raymerge.architectures.ties import TiedPair
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
@@ -110,8 +110,7 @@ def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
     pair = tied_pair(checkpoint.tensors, checkpoint.config)
     if pair is None:
         return
-    architectures = [str(name) for name in checkpoint.config.get("architectures") or ()]
-    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in class_names(checkpoint.config))
     if pair.declared is False and generates and pair.head not in checkpoint.tensors:
         yield Problem(
             where,

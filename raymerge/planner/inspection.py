@@ -17,7 +17,7 @@ from raymerge.architectures import (
     stacks,
     tied_pair,
 )
-from raymerge.architectures.sections import text_section
+from raymerge.architectures.sections import class_names, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.planner.quantised import quantised_formats
@@ -130,7 +130,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         name=checkpoint.name,
         model_type=str(config.get("model_type") or ""),
-        architectures=tuple(str(each) for each in config.get("architectures") or ()),
+        architectures=class_names(config),
         tensors=len(checkpoint.tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         roles=_in_role_order(_groups((infos[tensor.name].role.value, tensor) for tensor in tensors)),

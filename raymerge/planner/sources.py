@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_of, stacks, tied_pair
+from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint, same_bytes
 from raymerge.errors import CheckpointError, PlanError, Problem, UserError
 from raymerge.recipes import ModelEntry, ModelReference, OutputSlice, Recipe
@@ -53,7 +54,7 @@ class Source:
     def architectures(self) -> tuple[str, ...]:
         """Class names that the config, or the recipe's override, gives this model."""
         override = self.reference.override_architecture
-        return (override,) if override else tuple(self.checkpoint.config.get("architectures") or ())
+        return (override,) if override else class_names(self.checkpoint.config)
 
     def layer_stack(self, module: str | None) -> Stack | None:
         """The one stack of layers that a slice of this module counts, or None where there is no such one."""

@@ -158,3 +158,9 @@ def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_to
         planned(data)
     text = str(error.value)
     assert all(word in text for word in ("another family", "head_dim 4", "'tokenizer_source'"))
+
+
+@pytest.mark.parametrize("stated", [[5], [[]], 5, "LlamaForCausalLM", None])
+def test_class_names_that_are_no_list_of_names_break_nothing(tmp_path: Path, stated: Any) -> None:
+    a, b = llama(tmp_path / "a", architectures=stated), llama(tmp_path / "b", architectures=stated)
+    assert planned(_linear(a, b))
