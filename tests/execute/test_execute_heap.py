@@ -159,6 +159,8 @@ def test_a_process_grows_by_no_more_than_was_projected(
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    print(f"{method}: {found['projected'] / MIB:.0f} MiB projected, {found['measured'] / MIB:.0f} MiB measured")
+    print(
+        f"{method}: {found['projected'] / MIB:.0f} MiB projected, {found['measured'] / MIB:.0f} MiB measured"
+    )
     assert 0 < found["projected"] <= BUDGET
     assert found["measured"] <= 1.3 * found["projected"] + 24 * MIB, found
