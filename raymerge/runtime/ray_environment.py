@@ -78,8 +78,10 @@ class RayConnection:
                 self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             raise _no_ray(self._address, error) from error
+        except SystemExit as error:
+            # What Ray's own handler makes of SIGTERM while Ray starts; to us it is an interruption like any.
+            raise KeyboardInterrupt from error
         finally:
-            # Ray puts a handler of its own in the place of ours, which ends the process with another code.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)
         _silence_notices(self.ray)

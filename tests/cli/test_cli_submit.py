@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -223,3 +225,18 @@ def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome.code == 0, outcome.text
     assert "going on: 1 of " in outcome.text
     assert _is_checkpoint(tmp_path / "out")
+
+
+def test_a_schedulers_signal_ends_the_command_as_ctrl_c_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heeded")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("raymerge.api.submit", interrupted)
+    outcome = _submit(folder, "-o", "out")
+    assert outcome.code == 3
+    assert "the same command goes on" in outcome.text
+    assert signal.getsignal(signal.SIGTERM) is before

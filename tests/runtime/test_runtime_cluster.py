@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from kits.merge_cases import digests, make_family, recipes
 
 import raymerge
+from raymerge.runtime.ray_environment import RayConnection
 
 _DRIVE = """
 import json, subprocess, sys
@@ -52,3 +54,19 @@ def test_workers_of_a_running_cluster_change_no_byte(tmp_path: Path) -> None:
     workers = {event["worker"] for event in events if event["event"] == "segment_done"}
     assert workers == {"worker-0", "worker-1"}
     assert digests(tmp_path / "cluster") == digests(tmp_path / "inline")
+
+
+def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Ray starts its own handler is in force, which ends the process with the signal's number."""
+
+    def interrupted(_: RayConnection) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(RayConnection, "_start", interrupted)
+    connection = RayConnection(None)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        connection.open()
+    assert signal.getsignal(signal.SIGTERM) is before
