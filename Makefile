@@ -9,19 +9,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PACK ?= ../shared/conformance
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test check format
+.PHONY: help quickstart test check format conformance
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
 	@echo "make test         install the development tools, then run every check and every test"
 	@echo "make check        lint, formatting, types and the import contracts only"
 	@echo "make format       rewrite the files as make check wants them"
+	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
@@ -39,6 +41,9 @@ check: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+conformance: $(VENV)/.installed-dev
+	@$(BIN)/python tests/conformance_table.py $(PACK)
 
 # torch comes first and alone, so that the pinned build is what everything after it finds installed.
 $(VENV)/.installed: pyproject.toml constraints.txt

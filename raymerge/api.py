@@ -10,62 +10,79 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from raymerge.errors import CheckpointError, PlanError, Problem
-from raymerge.planner.build import build_plan
+from raymerge.errors import CheckpointError, PlanError, Problem, RecipeError
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
-from raymerge.planner.sources import Source, open_reference, open_sources
+from raymerge.planner.planned import PlannedMerge, plan_merges
+from raymerge.planner.sources import open_reference
 from raymerge.planner.tables import Plan
-from raymerge.recipes import MoeRecipe, Recipe, load_recipe, parse_reference, recipe_from_mapping
+from raymerge.recipes import (
+    MoeRecipe,
+    Recipe,
+    load_recipes,
+    merge_order,
+    parse_reference,
+    recipe_from_mapping,
+)
 from raymerge.recipes.faults import FaultError
+from raymerge.runtime.chain import Chain, steps_directory
 from raymerge.runtime.events import Event, OnEvent
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
-from raymerge.runtime.run import Run, RunResult
+from raymerge.runtime.run import RunResult
 from raymerge.verifier.structure import Verdict, verify_structure
 
 __all__ = [
     "Inspection",
     "Plan",
     "RecipeLike",
+    "RecipesLike",
     "RunOptions",
     "RunResult",
     "Verdict",
     "inspect",
     "plan",
+    "plan_all",
+    "plan_for",
     "read_recipe",
+    "read_recipes",
     "submit",
     "verify",
 ]
 
 RecipeLike = Recipe | Mapping[str, object] | str | Path
 """A recipe, its mapping, or the path of its file."""
+RecipesLike = RecipeLike | Sequence[RecipeLike]
+"""One recipe, a file of several, or a sequence of recipes that use each other's results by name."""
 
 _EARLY_ERRORS_SECONDS = 1.0
 
 
 def read_recipe(recipe: RecipeLike) -> Recipe:
-    """The recipe that is meant.
+    """The one recipe that is meant.
 
     Raises:
-        RecipeError: it is not valid.
+        RecipeError: it is not valid, or the file holds several.
         PlanError: it is of a kind that cannot be carried out yet.
     """
-    found: Recipe | MoeRecipe
-    if isinstance(recipe, Recipe):
-        found = recipe
-    elif isinstance(recipe, Mapping):
-        found = recipe_from_mapping(recipe)
-    else:
-        found = load_recipe(Path(recipe))
-    if isinstance(found, MoeRecipe):
-        raise PlanError(
-            Problem(
-                found.where("experts"),
-                "this recipe builds a mixture of experts from dense models, which raymerge does not do yet.",
-                "Recipes that merge whole models ('merge_method' with 'models' or 'slices') work.",
-            )
-        )
-    return found
+    found = read_recipes(recipe)
+    if len(found) > 1:
+        what = f"there are {len(found)} recipes where one is expected."
+        raise RecipeError(Problem(found[0].where(), what, "Use 'plan_all' and 'submit', which take several."))
+    return found[0]
+
+
+def read_recipes(recipes: RecipesLike) -> tuple[Recipe, ...]:
+    """The recipes that are meant, each behind those whose results it uses; the last is the result of all.
+
+    Raises:
+        RecipeError: they are not valid, or do not go together.
+        PlanError: one is of a kind that cannot be carried out yet.
+    """
+    found = _read_all(recipes)
+    refused = [_not_yet(each) for each in found if isinstance(each, MoeRecipe)]
+    if refused:
+        raise PlanError(refused)
+    return merge_order([each for each in found if isinstance(each, Recipe)])
 
 
 def plan(recipe: RecipeLike) -> Plan:
@@ -74,14 +91,38 @@ def plan(recipe: RecipeLike) -> Plan:
     The plan carries its problems; ``Plan.require`` raises them.
 
     Raises:
-        RecipeError: the recipe is not valid.
+        RecipeError: the recipe is not valid, or the file holds several: ``plan_all`` takes those.
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
-    return _planned(read_recipe(recipe))[0]
+    return plan_all(read_recipe(recipe))[0]
+
+
+def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
+    """What each of several merges would do, in the order in which they would be carried out.
+
+    The last plan, that of the result, carries its problems; the others have none.
+
+    Raises:
+        RecipeError: the recipes are not valid, or do not go together.
+        PlanError: as ``plan``; also where a merge that others use cannot be carried out. With the problems
+            of all merges.
+    """
+    return tuple(merge.plan for merge in plan_for(recipes, "merged"))
+
+
+def plan_for(recipes: RecipesLike, output: str | Path) -> tuple[PlannedMerge, ...]:
+    """The merges of ``plan_all`` with their sources; raises what that raises.
+
+    Args:
+        recipes: what to merge.
+        output: where it would be submitted to; results that others use would lie beside it.
+    """
+    root = steps_directory(Path(output))
+    return plan_merges(read_recipes(recipes), root, version=version("raymerge"))
 
 
 def submit(
-    recipe: RecipeLike,
+    recipe: RecipesLike,
     output: str | Path,
     options: RunOptions | None = None,
     *,
@@ -90,7 +131,7 @@ def submit(
     """Merge, verify and publish; the same call goes on where an earlier one stopped.
 
     Args:
-        recipe: what to merge.
+        recipe: what to merge; of several, all are carried out in the order in which they need each other.
         output: directory of the new checkpoint.
         options: how to run; changes no byte.
         on_event: receives progress.
@@ -101,18 +142,16 @@ def submit(
     began = time.monotonic()
     chosen = options or RunOptions()
     emit = on_event or _ignore
-    read = read_recipe(recipe)
+    place = Path(output)
+    recipes = read_recipes(recipe)
     with ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(_planned, read)
+        planning = thread.submit(plan_for, recipes, place)
         # Most errors of a recipe show at once; only a long planning is overlapped with starting the workers.
         wait([planning], timeout=_EARLY_ERRORS_SECONDS)
-        pool = _prepared(planning, chosen, Path(output), emit)
+        pool = _prepared(planning, chosen, place, emit)
         try:
             pool.start()
-            plan_made, sources = planning.result()
-            run = Run(plan_made, sources, Path(output), chosen, on_event=emit, began=began)
-            run.announce()
-            return run.carry_out(pool)
+            return Chain(planning.result(), place, chosen, on_event=emit, began=began).carry_out(pool)
         finally:
             pool.close()
 
@@ -140,23 +179,48 @@ def inspect(path: str | Path) -> Inspection:
     return inspect_checkpoint(open_reference(reference))
 
 
-def _planned(recipe: Recipe) -> tuple[Plan, Sequence[Source]]:
-    sources = open_sources(recipe)
-    return build_plan(recipe, sources, version=version("raymerge")), sources
+def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[Recipe | MoeRecipe, ...]:
+    """The recipes in their own order; ``name`` is what messages call one that has no file."""
+    if isinstance(recipes, Recipe):
+        return (recipes,)
+    if isinstance(recipes, Mapping):
+        return (recipe_from_mapping(recipes, name),)
+    if isinstance(recipes, str | Path):
+        return load_recipes(Path(recipes))
+    found: list[Recipe | MoeRecipe] = []
+    problems: list[Problem] = []
+    for index, each in enumerate(recipes):
+        try:
+            found += _read_all(each, f"recipes[{index}]")
+        except RecipeError as error:
+            problems += error.problems
+    if not recipes:
+        problems.append(Problem("recipes", "there is none in the sequence.", "Give at least one recipe."))
+    if problems:
+        raise RecipeError(problems)
+    return tuple(found)
+
+
+def _not_yet(recipe: MoeRecipe) -> Problem:
+    return Problem(
+        recipe.where("experts"),
+        "this recipe builds a mixture of experts from dense models, which raymerge does not do yet.",
+        "Recipes that merge whole models ('merge_method' with 'models' or 'slices') work.",
+    )
 
 
 def _prepared(
-    planning: Future[tuple[Plan, Sequence[Source]]], options: RunOptions, output: Path, emit: OnEvent
+    planning: Future[tuple[PlannedMerge, ...]], options: RunOptions, output: Path, emit: OnEvent
 ) -> Pool:
     """A pool to start; errors that planning has found by now are raised first.
 
     No more workers are asked for than there are segments, where that is known by now.
     """
     if planning.done():
-        made, sources = planning.result()
-        Run(made, sources, output, options, on_event=emit).check()
+        chain = Chain(planning.result(), output, options, on_event=emit)
+        chain.check()
         if options.workers is not None:
-            options = replace(options, workers=max(1, min(options.workers, len(made["segments"]))))
+            options = replace(options, workers=max(1, min(options.workers, chain.most_segments)))
     if options.inline:
         from raymerge.runtime.inline import InlinePool
 

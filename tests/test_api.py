@@ -11,6 +11,7 @@ import pytest
 from kits.checkpoint_maker import read_tensors, tiny_llama
 
 import raymerge
+from raymerge.api import plan_all, read_recipe, read_recipes
 from raymerge.errors import PlanError, RecipeError
 from raymerge.runtime.events import Event, Published
 
@@ -46,6 +47,56 @@ def test_a_file_and_its_mapping_give_the_same_plan(recipe: Mapping[str, object],
     path.write_text(yaml.safe_dump(dict(recipe)))
     tables = raymerge.plan(path).tables, raymerge.plan(str(path)).tables, raymerge.plan(recipe).tables
     assert all(each["rows"].equals(tables[0]["rows"]) for each in tables)
+
+
+def _chain(recipe: Mapping[str, object], root: Path) -> list[dict[str, object]]:
+    """The recipe under a name, and one that uses its result."""
+    models = [{"model": "mean"}, {"model": str(root / "a")}]
+    last: dict[str, object] = {
+        "merge_method": "slerp",
+        "base_model": "mean",
+        "models": models,
+        "parameters": {"t": 0.5},
+    }
+    return [{**recipe, "name": "mean"}, last]
+
+
+def test_several_recipes_are_planned_and_merged_in_order(
+    recipe: Mapping[str, object], tmp_path: Path
+) -> None:
+    chain = _chain(recipe, tmp_path)
+    mean, last = plan_all(chain[::-1])
+    assert mean.digest == raymerge.plan(recipe).digest
+    assert last.manifest["sources"][0]["made_by"] == mean.digest
+    options = raymerge.RunOptions(inline=True)
+    result = raymerge.submit([read_recipe(chain[0]), chain[1]], tmp_path / "out", options)
+    assert result.digest == last.digest
+    assert raymerge.verify(tmp_path / "out").problems == ()
+
+
+def test_a_file_of_several_recipes_is_a_sequence_of_them(
+    recipe: Mapping[str, object], tmp_path: Path
+) -> None:
+    import yaml
+
+    chain = _chain(recipe, tmp_path)
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump_all(chain))
+    assert [each.name for each in read_recipes(path)] == ["mean", None]
+    assert [plan.digest for plan in plan_all(path)] == [plan.digest for plan in plan_all(chain)]
+    with pytest.raises(RecipeError, match="2 recipes where one is expected"):
+        raymerge.plan(path)
+
+
+def test_faults_of_all_recipes_come_at_once_with_their_numbers(
+    recipe: Mapping[str, object], tmp_path: Path
+) -> None:
+    first, second = _chain(recipe, tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        read_recipes([{**first, "sede": 1}, second, {"merge_method": "linear"}])
+    assert [problem.where.split(":")[0] for problem in caught.value.problems] == ["recipes[0]", "recipes[2]"]
+    with pytest.raises(RecipeError, match="none"):
+        read_recipes([])
 
 
 def test_inspect_tells_what_a_checkpoint_holds(recipe: Mapping[str, object], tmp_path: Path) -> None:

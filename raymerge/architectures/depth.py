@@ -20,6 +20,8 @@ from raymerge.architectures.sections import text_path
 # Only a model that uses sliding windows reads this count of layers without one.
 _WINDOW = "max_window_layers"
 _USES_WINDOW = "use_sliding_window"
+# GPT-Neo tells the kinds of its layers twice: one by one, and as patterns with the times each is repeated.
+_KINDS, _PATTERNS = "attention_layers", "attention_types"
 # Above any layer's number: a limit that ends nothing.
 _NO_LIMIT = 2**63
 
@@ -134,6 +136,9 @@ class _Restacking:
             # The same list in models of other depths is no list of layers, whatever its length.
             if any(fits) and (all(fits) or not same):
                 yield from self._list(key)
+        kinds = self._section.get(_KINDS)
+        if _PATTERNS in self._section and kinds != self._donor.section.get(_KINDS):
+            self._section[_PATTERNS] = [[copy.deepcopy(kinds), 1]]
 
     def indexed(self) -> Iterator[str]:
         """Lists of layer numbers, also in tables inside."""
@@ -158,7 +163,7 @@ class _Restacking:
             for said in (self._donor, *self._models):
                 if said.section.get(key):
                     yield (
-                        f"{key} is {said.section[key]}: those layers reuse what earlier layers computed, "
+                        f"{key} is {said.section[key]}: some layers reuse what earlier ones have or compute, "
                         "which no other order of layers keeps."
                     )
 

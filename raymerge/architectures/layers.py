@@ -94,7 +94,8 @@ def _is_named(prefix: str, rules: Rules) -> bool:
 def _main(found: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -> tuple[str, int] | None:
     """Prefix and number of layers of the main stack."""
     fitting: list[tuple[str, int]] = []
-    others = [prefix for prefix in found if not _is_aside(prefix, rules)]
+    # In a vision or audio encoder on its own nothing stands beside its layers.
+    others = [prefix for prefix in found if not _is_aside(prefix, rules)] or list(found)
     plain = [prefix for prefix in others if _is_named(prefix, rules)] or others
     for prefix in plain:
         count = _declared(prefix, config, rules)

@@ -16,7 +16,7 @@ DEFAULT = "default"
 _BESIDE_TEXT = (
     (
         "multi_modal_projector",
-        re.compile(r"^(\w+\.)?(multi_modal_projector|mm_projector|vision_projector)\."),
+        re.compile(r"^(\w+\.)?(multi_modal_projector|mm_projector|vision_projector|connector)\."),
     ),
     ("multi_modal_projector", re.compile(r"^(\w+\.)?visual\.(merger|deepstack_merger_list)\.")),
     ("vision_model", re.compile(r"^(model\.)?vision_model\.")),
@@ -24,8 +24,8 @@ _BESIDE_TEXT = (
     ("audio_tower", re.compile(r"^(\w+\.)?(audio_tower|audio_model|speech_encoder)\.")),
 )
 _TEXT = "text_decoder"
-_ENCODER = re.compile(r"^(model\.)?encoder\.")
-_SHARED = re.compile(r"^(model\.)?shared\.")
+_ENCODER = re.compile(r"^(\w+\.)?encoder\.")
+_SHARED = re.compile(r"^(\w+\.)?shared\.")
 _OTHER_SECTIONS = ("vision_config", "audio_config", "visual", "vision_tower_config")
 
 

@@ -38,7 +38,7 @@ class Said:
     section: Mapping[str, Any]
     """Its part on the text decoder."""
     count: int | None
-    """Its number of layers, where it has such a field."""
+    """Its number of layers, where it has a field or a list that tells it."""
     mtp: int
     """Multi-token-prediction layers that it counts behind them."""
     depth: DepthRules
@@ -118,7 +118,14 @@ def read_config(parent: Parent, depth: DepthRules) -> Said:
     """What a model's config says of its layers."""
     section = text_section(parent.config)
     mtp = config_int(parent.config, depth.mtp_counts) or 0
-    return Said(parent.name, parent.config, section, first_int(section, depth.counts), mtp, depth)
+    return Said(parent.name, parent.config, section, _count(section, depth), mtp, depth)
+
+
+def _count(section: Mapping[str, Any], depth: DepthRules) -> int | None:
+    """Number of layers: the field that counts them, else the length of a list that tells their kinds."""
+    said = first_int(section, depth.counts)
+    lists = (section[key] for key in depth.counting_lists if isinstance(section.get(key), list))
+    return said if said is not None else next(map(len, lists), None)
 
 
 def period(section: Mapping[str, Any], rule: Periodic) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.resources import files
@@ -64,6 +64,8 @@ class DepthRules:
     """Number of layers of an encoder, best first."""
     decoder_counts: tuple[str, ...]
     """Number of layers of a decoder, best first."""
+    counting_lists: tuple[str, ...]
+    """Lists of one entry a layer whose length is the number of layers where no field gives it."""
     mtp_counts: tuple[str, ...]
     """Number of multi-token-prediction layers behind the others."""
     not_per_layer: re.Pattern[str]
@@ -144,8 +146,8 @@ def load_rules(model_type: str | None) -> Rules:
             (re.compile(entry["pattern"]), entry["replacement"])
             for entry in [*family.get("renames", []), *general["renames"]]
         ),
-        ties=tuple((entry["head"], entry["embedding"]) for entry in general["ties"]),
-        depth=_depth(general["depth"]),
+        ties=tuple((head, embedding) for table in (family, general) for head, embedding in _ties(table)),
+        depth=_depth({**general["depth"], **family.get("depth", {})}),
     )
 
 
@@ -162,10 +164,15 @@ def _plain(model_type: str | None) -> str:
 
 def _table(name: str) -> dict[str, Any] | None:
     # A model type comes out of a downloaded file: it must not lead anywhere but into the tables.
-    if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", name):
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         return None
-    table = files("raymerge.architectures").joinpath("families", f"{name}.toml")
+    table = files("raymerge.architectures").joinpath("families", f"{name.replace('-', '_')}.toml")
     return tomllib.loads(table.read_text(encoding="utf-8")) if table.is_file() else None
+
+
+def _ties(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    pairs: Sequence[Sequence[str]] = table.get("ties", {}).get("pairs", ())
+    return pairs
 
 
 def _any(patterns: Iterable[str]) -> re.Pattern[str]:

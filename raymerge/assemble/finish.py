@@ -20,8 +20,10 @@ from raymerge.storage.store import ReadStore, WriteStore
 def finish_companions(
     plan: Plan, donor: ReadStore, target: WriteStore, *, companions: Sequence[str], parents: Sequence[Parent]
 ) -> None:
-    """Copy the donor's companion files and write the model card."""
-    copy_companions(donor, target, companions)
+    """Copy the donor's companion files, write those that the plan has instead, and the model card."""
+    copy_companions(donor, target, kept_companions(plan, companions))
+    for name, content in written_files(plan).items():
+        target.write_atomic(name, content)
     recipe = plan.manifest["recipe"]
     base = recipe.get("base_model")
     card = model_card(
@@ -34,6 +36,17 @@ def finish_companions(
         version=str(plan.manifest["raymerge"]),
     )
     target.write_atomic("README.md", card.encode())
+
+
+def kept_companions(plan: Plan, companions: Sequence[str]) -> tuple[str, ...]:
+    """The donor's companions that are copied: not those that the plan writes anew or leaves out."""
+    others = {*plan["files"].column("name").to_pylist(), *plan.manifest["left_out"]}
+    return tuple(key for key in companions if key not in others)
+
+
+def written_files(plan: Plan) -> Mapping[str, bytes]:
+    """The files beside the weights that the plan has, by name."""
+    return {row["name"]: row["content"] for row in plan["files"].to_pylist()}
 
 
 def check_shards(plan: Plan, target: ReadStore) -> None:
@@ -63,13 +76,14 @@ def check_shards(plan: Plan, target: ReadStore) -> None:
 def finish_config(
     plan: Plan, donor: ReadStore, target: WriteStore, *, donor_config: Mapping[str, Any]
 ) -> None:
-    """Write config.json, and after it the index where there are several shards.
+    """Write config.json, unless the merge is of tensors only, and after it the index of several shards.
 
     An unchanged config is copied as the bytes that the donor has.
     """
     config = plan.manifest["config"]
-    text = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
-    target.write_atomic("config.json", text)
+    if config:
+        text = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
+        target.write_atomic("config.json", text)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
         target.write_atomic(INDEX_FILE, _index(plan, shards))
@@ -80,7 +94,9 @@ def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
     """Every file that a finished checkpoint has, but for the record of its run."""
     shards = plan["shards"].column("name").to_pylist()
     index = [INDEX_FILE] if len(shards) > 1 else []
-    return frozenset((*shards, *index, "config.json", "README.md", *companions))
+    config = ["config.json"] if plan.manifest["config"] else []
+    kept = kept_companions(plan, companions)
+    return frozenset((*shards, *index, *config, "README.md", *kept, *written_files(plan)))
 
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:

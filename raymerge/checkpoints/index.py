@@ -14,16 +14,62 @@ from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import FileInfo, ReadStore
 
-SINGLE_FILE = "model.safetensors"
-"""The name of the weights file of a checkpoint that has one."""
-INDEX_FILE = "model.safetensors.index.json"
-"""The name of the index of a checkpoint that has several."""
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of files that torch saved as pickles."""
 
-_INDEX_NAME = re.compile(r"model.*\.safetensors\.index\.json", re.DOTALL)
-_PART_NAME = re.compile(r"model-([0-9]{5,6})-of-([0-9]{5,6})\.safetensors")
 _NUM_NAMED = 3
 _NUM_LINES = 8
 _GET_A_FIT = "Download the checkpoint again, or ask its publisher for an index that fits."
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """What the weights files of one format are called."""
+
+    stem: str
+    """What the names begin with."""
+    endings: tuple[str, ...]
+    """What they end with; numbered files and the index have the first."""
+    kind: str
+    """What messages call the format."""
+
+    @property
+    def singles(self) -> tuple[str, ...]:
+        """Names that the only file of a checkpoint may have."""
+        return tuple(f"{self.stem}{ending}" for ending in self.endings)
+
+    @property
+    def index(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.singles[0]}.index.json"
+
+    def part(self, number: int, of: str) -> str:
+        """The name of a numbered file; ``of`` is their count as it is written."""
+        return f"{self.stem}-{number:05d}-of-{of}{self.endings[0]}"
+
+    def part_numbers(self, name: str) -> tuple[str, str] | None:
+        """Number and count as they stand in the name of a numbered file; None for other names."""
+        ending = re.escape(self.endings[0])
+        match = re.fullmatch(rf"{self.stem}-([0-9]{{5,6}})-of-([0-9]{{5,6}}){ending}", name)
+        return (match.group(1), match.group(2)) if match else None
+
+    def is_index(self, name: str) -> bool:
+        """Whether the file may be meant as an index."""
+        return name.startswith(self.stem) and name.endswith(f"{self.endings[0]}.index.json")
+
+    def are_in(self, names: Iterable[str]) -> bool:
+        """Whether weights of this format are among ``names``."""
+        return any(name in self.singles or self.is_index(name) or self.part_numbers(name) for name in names)
+
+
+SAFETENSORS = WeightNames("model", (".safetensors",), "safetensors")
+"""What is looked for first, and what is written."""
+PICKLES = WeightNames("pytorch_model", PICKLE_ENDINGS, "pickled weights")
+"""What is read in its place where the recipe allows it."""
+SINGLE_FILE = SAFETENSORS.singles[0]
+"""The name of the weights file of a checkpoint that has one."""
+INDEX_FILE = SAFETENSORS.index
+"""The name of the index of a checkpoint that has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +86,33 @@ class WeightIndex:
     """Things worth telling that stand in nobody's way."""
     problems: tuple[Problem, ...] = ()
     """What makes the checkpoint unusable though it is clear which files are meant; ``keys`` has the rest."""
+    names: WeightNames = SAFETENSORS
+    """The format of the files."""
 
 
-def find_weights(store: ReadStore, files: Sequence[FileInfo]) -> WeightIndex:
-    """Choose the weights files among ``files``, those of ``store``.
+def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool = False) -> WeightIndex:
+    """Choose the weights files among ``files``, those of ``store``; safetensors go before pickles.
+
+    Args:
+        store: where they are.
+        files: all that is there.
+        pickled: whether pickled weights may be chosen where there are no safetensors.
 
     Raises:
         CheckpointError: there are none, or several sets of weights lie together and nothing says which of
             them counts, or the index cannot be read.
     """
     names = {info.key: info for info in files if "/" not in info.key}
-    parts = sorted(name for name in names if _PART_NAME.fullmatch(name))
-    indexes = sorted(name for name in names if _INDEX_NAME.fullmatch(name))
     where = store.location(".")
-    if indexes and (problem := _wrong_index(indexes, where)):
+    kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)
+    kind = next((kind for kind in kinds if kind.are_in(names)), None)
+    if kind is None:
+        raise CheckpointError(describe_no_weights(names, where, pickled=pickled))
+    indexes = sorted(name for name in names if kind.is_index(name))
+    if indexes and (problem := _wrong_index(indexes, where, kind)):
         raise CheckpointError(problem)
-    if indexes:
-        found = _by_index(store, names, parts)
-    elif SINGLE_FILE in names and parts:
-        what = (
-            f"holds {SINGLE_FILE} and also {_some(parts)}, without an index that says which of them counts."
-        )
-        raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
-    elif SINGLE_FILE in names:
-        found = WeightIndex((SINGLE_FILE,), None, None, ())
-    elif parts:
-        found = _by_numbers(parts, where)
-    else:
-        raise CheckpointError(describe_no_weights(names, where))
-    return replace(found, notes=found.notes + _left_alone(names, found))
+    found = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
+    return replace(found, notes=(*found.notes, *_pickle_note(found), *_left_alone(names, found)))
 
 
 def check_index(
@@ -88,36 +132,55 @@ def check_index(
     problems = _held_twice(holders, where)
     if index.weight_map is None:
         return problems, []
-    problems += _disagreements(index.weight_map, holders, where)
+    problems += _disagreements(index, index.weight_map, holders, where)
     if index.total_size is None or index.total_size == total:
         return problems, []
-    sizes = f"{INDEX_FILE} gives metadata.total_size as {index.total_size}, the headers add up to {total}"
+    sizes = (
+        f"{index.names.index} gives metadata.total_size as {index.total_size}, the headers add up to {total}"
+    )
     if index.total_size * 2 < total:
         problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _GET_A_FIT))
         return problems, []
     return problems, [f"{sizes} bytes; the headers count."]
 
 
-def _wrong_index(indexes: Sequence[str], where: str) -> Problem | None:
+def _wrong_index(indexes: Sequence[str], where: str, kind: WeightNames) -> Problem | None:
     if len(indexes) > 1:
         what = f"holds {len(indexes)} indexes ({_some(indexes)}), and nothing says which of them counts."
         return Problem(where, what, "Delete or move all but one, with the files only they name.")
-    if indexes == [INDEX_FILE]:
+    if indexes == [kind.index]:
         return None
     what = f"has its index under the name {indexes[0]}, which loaders do not look for."
-    return Problem(where, what, f"Rename it to {INDEX_FILE} if it describes the model.")
+    return Problem(where, what, f"Rename it to {kind.index} if it describes the model.")
 
 
-def _by_index(store: ReadStore, names: Mapping[str, FileInfo], parts: Sequence[str]) -> WeightIndex:
-    where = store.location(INDEX_FILE)
-    parsed = _parse_index(store.read(INDEX_FILE, 0, names[INDEX_FILE].nbytes), where)
+def _by_names(names: Mapping[str, FileInfo], kind: WeightNames, where: str) -> WeightIndex:
+    """The files that are meant without an index: a single one, or one set of numbered ones."""
+    singles = [name for name in kind.singles if name in names]
+    parts = _parts(names, kind)
+    if singles and (parts or len(singles) > 1):
+        second = _some(parts or singles[1:])
+        what = f"holds {singles[0]} and also {second}, without an index that says which of them counts."
+        raise CheckpointError(Problem(where, what, "Delete the set that is not the model."))
+    return (
+        WeightIndex((singles[0],), None, None, (), names=kind) if singles else _by_numbers(parts, where, kind)
+    )
+
+
+def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
+    return sorted(name for name in names if kind.part_numbers(name))
+
+
+def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames) -> WeightIndex:
+    where = store.location(kind.index)
+    parsed = _parse_index(store.read(kind.index, 0, names[kind.index].nbytes), where)
     weight_map = _weight_map(parsed, where)
     listed = sorted(set(weight_map.values()))
-    problems = _unfit_files(listed, weight_map, names, where)
-    problems += _second_sets(listed, names, parts, store.location("."))
-    total, notes = _total_size(parsed)
-    keys = tuple(key for key in listed if key in names and key.endswith(".safetensors"))
-    return WeightIndex(keys, weight_map, total, notes, tuple(problems))
+    problems = _unfit_files(listed, weight_map, names, where, kind=kind)
+    problems += _second_sets(listed, names, store.location("."), kind)
+    total, notes = _total_size(parsed, kind)
+    keys = tuple(key for key in listed if key in names and key.endswith(kind.endings))
+    return WeightIndex(keys, weight_map, total, notes, tuple(problems), kind)
 
 
 def _parse_index(raw: bytes, where: str) -> dict[str, Any]:
@@ -141,11 +204,16 @@ def _weight_map(parsed: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def _unfit_files(
-    listed: Sequence[str], weight_map: Mapping[str, str], names: Mapping[str, FileInfo], where: str
+    listed: Sequence[str],
+    weight_map: Mapping[str, str],
+    names: Mapping[str, FileInfo],
+    where: str,
+    *,
+    kind: WeightNames,
 ) -> list[Problem]:
     outside = [key for key in listed if not _is_plain_name(key)]
     missing = [key for key in listed if _is_plain_name(key) and key not in names]
-    foreign = [key for key in listed if key in names and not key.endswith(".safetensors")]
+    foreign = [key for key in listed if key in names and not key.endswith(kind.endings)]
     problems = []
     if outside:
         tensor = next(name for name, key in weight_map.items() if key == outside[0])
@@ -160,23 +228,24 @@ def _unfit_files(
         what = f"names {_some(missing)}, which {verb} not in the directory ({count} tensors)."
         problems.append(Problem(where, what, "Download or copy what is missing again."))
     if foreign:
-        what = f"names {_some(foreign)}: no safetensors."
+        what = f"names {_some(foreign)}: no {kind.kind}."
         problems.append(Problem(where, what, _GET_A_FIT))
     return problems
 
 
 def _second_sets(
-    listed: Sequence[str], names: Mapping[str, FileInfo], parts: Sequence[str], where: str
+    listed: Sequence[str], names: Mapping[str, FileInfo], where: str, kind: WeightNames
 ) -> list[Problem]:
     problems = []
     named = frozenset(listed)
-    strays = [part for part in parts if part not in named]
-    if SINGLE_FILE in names and SINGLE_FILE not in named:
-        what = f"holds {SINGLE_FILE} beside {INDEX_FILE}, which does not name it: two sets of weights."
-        remedy = f"Delete {SINGLE_FILE} if the index is the model's, else the index and the files it names."
-        problems.append(Problem(where, what, remedy))
+    strays = [part for part in _parts(names, kind) if part not in named]
+    for single in kind.singles:
+        if single in names and single not in named:
+            what = f"holds {single} beside {kind.index}, which does not name it: two sets of weights."
+            remedy = f"Delete {single} if the index is the model's, else the index and the files it names."
+            problems.append(Problem(where, what, remedy))
     if strays:
-        what = f"holds {_some(strays)}, which {INDEX_FILE} does not name: remains of another set of weights."
+        what = f"holds {_some(strays)}, which {kind.index} does not name: remains of another set of weights."
         problems.append(Problem(where, what, "Delete them, or take the index that belongs to them."))
     return problems
 
@@ -185,35 +254,35 @@ def _is_plain_name(key: str) -> bool:
     return key not in ("", ".", "..") and not any(mark in key for mark in "/\\\0")
 
 
-def _total_size(parsed: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+def _total_size(parsed: Mapping[str, Any], kind: WeightNames) -> tuple[int | None, tuple[str, ...]]:
     metadata = parsed.get("metadata")
     found = metadata.get("total_size") if isinstance(metadata, dict) else None
     if found is None:
         return None, ()
     if isinstance(found, bool) or not isinstance(found, int | float) or found != found // 1:
-        return None, (f"{INDEX_FILE} gives metadata.total_size as {str(found)[:40]!r}, not a size; ignored.",)
+        return None, (f"{kind.index} gives metadata.total_size as {str(found)[:40]!r}, not a size; ignored.",)
     return int(found), ()
 
 
-def _by_numbers(parts: Sequence[str], where: str) -> WeightIndex:
+def _by_numbers(parts: Sequence[str], where: str, kind: WeightNames) -> WeightIndex:
     """Numbered files without an index: fine when exactly one complete set is there."""
     sets: dict[str, set[str]] = defaultdict(set)
     for part in parts:
-        match = _PART_NAME.fullmatch(part)
-        assert match is not None
-        sets[match.group(2)].add(match.group(1))
+        numbers = kind.part_numbers(part)
+        assert numbers is not None
+        sets[numbers[1]].add(numbers[0])
     if len(sets) > 1:
         counts = " and ".join(f"{len(found)} files of {int(of)}" for of, found in sorted(sets.items()))
         what = f"holds {counts}: several sets of weights, and no index that says which of them counts."
         raise CheckpointError(Problem(where, what, "Delete the sets that are not the model."))
     ((of, found),) = sets.items()
-    if problem := _incomplete(of, found, where):
+    if problem := _incomplete(of, found, where, kind):
         raise CheckpointError(problem)
-    note = f"there is no {INDEX_FILE}; the {len(parts)} numbered files are complete, so their headers count."
-    return WeightIndex(tuple(parts), None, None, (note,))
+    note = f"there is no {kind.index}; the {len(parts)} numbered files are complete, so their headers count."
+    return WeightIndex(tuple(parts), None, None, (note,), names=kind)
 
 
-def _incomplete(of: str, found: set[str], where: str) -> Problem | None:
+def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Problem | None:
     numbers = {int(number) for number in found}
     expected = int(of)
     strange = len(found) != len(numbers) or 0 in numbers or max(numbers) > expected
@@ -226,7 +295,7 @@ def _incomplete(of: str, found: set[str], where: str) -> Problem | None:
     first: list[str] = []
     for number in range(1, expected + 1):
         if number not in numbers and len(first) < _NUM_NAMED:
-            first.append(f"model-{number:05d}-of-{of}.safetensors")
+            first.append(kind.part(number, of))
         if len(first) == _NUM_NAMED:
             break
     named = ", ".join(first) + (" and others" if missing > len(first) else "")
@@ -234,8 +303,14 @@ def _incomplete(of: str, found: set[str], where: str) -> Problem | None:
     return Problem(where, what, "Download or copy the checkpoint again.")
 
 
+def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
+    is_pickled = found.names is PICKLES
+    return (f"its tensors are read from pickled files: {_some(found.keys)}.",) if is_pickled else ()
+
+
 def _left_alone(names: Mapping[str, FileInfo], found: WeightIndex) -> tuple[str, ...]:
-    others = sorted(name for name in names if name.endswith(".safetensors") and name not in found.keys)
+    endings = found.names.endings
+    others = sorted(name for name in names if name.endswith(endings) and name not in found.keys)
     return (f"left alone, because not part of the model's weights: {_some(others)}.",) if others else ()
 
 
@@ -249,8 +324,9 @@ def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Proble
 
 
 def _disagreements(
-    weight_map: Mapping[str, str], holders: Mapping[str, Sequence[str]], where: str
+    index: WeightIndex, weight_map: Mapping[str, str], holders: Mapping[str, Sequence[str]], where: str
 ) -> list[Problem]:
+    file = index.names.index
     absent, unnamed = defaultdict(list), defaultdict(list)
     for name, key in weight_map.items():
         if key not in holders.get(name, ()):
@@ -260,15 +336,15 @@ def _disagreements(
             if weight_map.get(name) != key:
                 unnamed[key].append(name)
     problems = [
-        f"{INDEX_FILE} places {_tensors(names)} in {key}, which does not hold them."
+        f"{file} places {_tensors(names)} in {key}, which does not hold them."
         for key, names in sorted(absent.items())
     ]
     problems += [
-        f"{key} holds {_tensors(names)} that {INDEX_FILE} does not place there."
+        f"{key} holds {_tensors(names)} that {file} does not place there."
         for key, names in sorted(unnamed.items())
     ]
     more = len(problems) - _NUM_LINES
-    rest = [f"there are {more} more such disagreements with {INDEX_FILE}."] if more > 0 else []
+    rest = [f"there are {more} more such disagreements with {file}."] if more > 0 else []
     return [Problem(where, what, _GET_A_FIT) for what in (*problems[:_NUM_LINES], *rest)]
 
 

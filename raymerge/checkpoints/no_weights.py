@@ -13,10 +13,11 @@ _CONVERT = (
 )
 
 
-def describe_no_weights(names: Iterable[str], where: str) -> Problem:
+def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = False) -> Problem:
     """Say what the directory ``where`` with the files ``names`` is, if not a checkpoint.
 
-    An adapter counts first: its own weights are safetensors or pickles too.
+    An adapter counts first: its own weights are safetensors or pickles too. With ``pickled``, pickles of the
+    right names would have been read.
     """
     found = sorted(names)
     pickles = [name for name in found if name.endswith(_PICKLES)]
@@ -24,13 +25,17 @@ def describe_no_weights(names: Iterable[str], where: str) -> Problem:
     ggufs = [name for name in found if name.endswith(".gguf")]
     if "adapter_config.json" in found:
         what = "is a LoRA adapter (adapter_config.json), not a model."
-        return Problem(where, what, "Merge it into the model that it was trained on, and name the result.")
+        return Problem(where, what, f"Name it behind the model that it was trained on: MODEL+{where}.")
     if others:
         what = f"holds {', '.join(others[:3])}, but neither model.safetensors nor an index of several files."
         return Problem(where, what, "If that is the model in the Hugging Face layout, rename it.")
+    if pickles and pickled:
+        what = f"holds {', '.join(pickles[:3])}, but neither pytorch_model.bin nor an index of several files."
+        return Problem(where, what, "If one of them is the model, rename it to pytorch_model.bin.")
     if pickles:
         what = f"has its weights in {pickles[0]}; raymerge reads safetensors only, for a pickle can run code."
-        return Problem(where, what, f"If you trust it, convert it: {_CONVERT.format(path=where)}")
+        remedy = "If you trust it, write 'pickled_weights: read' in the recipe, or convert it: "
+        return Problem(where, what, remedy + _CONVERT.format(path=where))
     if ggufs:
         what = f"has its weights in {ggufs[0]}; GGUF is a format for running models, not for merging them."
         return Problem(where, what, "Take the checkpoint in safetensors that it was made from.")

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.index import check_index, find_weights
+from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local import LocalStore
@@ -22,7 +22,15 @@ from raymerge.storage.store import FileInfo, ReadStore
 CONFIG_FILE = "config.json"
 """The file that describes the model's architecture."""
 
+PickleReader = Callable[[ReadStore, FileInfo], tuple[FileHeader, tuple[str, ...]]]
+"""Finds the tensors of a pickled file, and things worth telling of it; raises ``CheckpointError``.
+
+It is passed in, because it takes torch, which this package does without.
+"""
+
 _T = TypeVar("_T")
+_RECORD_FILE = "raymerge/plan/manifest.json"
+# What a merge by raymerge leaves of its plan in the checkpoint that it made.
 _NUM_READERS = 8
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
@@ -52,6 +60,18 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Unwritten:
+    """What is known of a checkpoint that is planned, but not made yet, beside its config and headers."""
+
+    companions_root: str
+    """Directory of the model whose companions it is given."""
+    written: Mapping[str, bytes]
+    """Companions that are written, and not copied from there, by key."""
+    twins: frozenset[tuple[str, str]]
+    """Names of two tensors that will be equal in every byte; of other pairs that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Files and headers of one model; nothing of its data was read."""
 
@@ -69,10 +89,24 @@ class Checkpoint:
     """Every other file that belongs to the model and is copied as it is (tokenizer, code, licence)."""
     notes: tuple[str, ...]
     """Things worth telling that stand in nobody's way."""
+    unwritten: Unwritten | None = None
+    """What stands for the files of a checkpoint that is yet to be made; None where they are there."""
+    is_single_file: bool = False
+    """Whether it is one file and not a directory: what lies beside that file is no part of it."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether there are tensors only, and no config that says what model they are of."""
+        return not self.config
 
 
-def open_checkpoint(root: Path | str, name: str) -> Checkpoint:
+def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
     """Read the config, index and headers in the directory ``root``.
+
+    Args:
+        root: the directory.
+        name: what messages call the checkpoint.
+        read_pickle: reads weights that are pickled, where there are no others; None refuses them.
 
     Raises:
         CheckpointError: with every problem of this checkpoint at once.
@@ -80,8 +114,8 @@ def open_checkpoint(root: Path | str, name: str) -> Checkpoint:
     problems: list[Problem] = []
     with LocalStore(Path(root)) as store:
         files = store.files()
-        weights = _attempt(problems, lambda: _read_weights(store, files))
-        config = _attempt(problems, lambda: _read_config(store, files))
+        weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
+        config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
     if problems or weights is None or config is None:
         raise CheckpointError(problems)
     headers, notes = weights
@@ -90,9 +124,38 @@ def open_checkpoint(root: Path | str, name: str) -> Checkpoint:
         root=str(root),
         config=config,
         tensors=_in_order(headers),
-        files=tuple(WeightFile(h.key, h.nbytes, h.digest, h.version) for h in headers),
+        files=tuple(_weight_file(header) for header in headers),
         companions=tuple(info.key for info in files if is_companion(info.key)),
         notes=notes,
+    )
+
+
+def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
+    """A single file of tensors as a checkpoint: without config and companions, whatever lies beside it.
+
+    Args:
+        path: a safetensors file, or a pickled one.
+        name: what messages call the checkpoint.
+        read_pickle: reads the file, if it is pickled; None reads it as safetensors.
+
+    Raises:
+        CheckpointError: with every problem of this file.
+    """
+    file = Path(path)
+    status = file.stat()
+    info = FileInfo(file.name, status.st_size, str(status.st_mtime_ns))
+    with LocalStore(file.parent) as store:
+        read = read_pickle or _read_safetensors
+        header, notes = read(store, info)
+    return Checkpoint(
+        name=name,
+        root=str(file.parent),
+        config={},
+        tensors=_in_order([header]),
+        files=(_weight_file(header),),
+        companions=(),
+        notes=notes,
+        is_single_file=True,
     )
 
 
@@ -136,6 +199,8 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
     """Whether two tensors of ``checkpoint`` are equal in dtype, shape and every byte, read in pieces."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
+    if checkpoint.unwritten is not None:
+        return (a.name, b.name) in checkpoint.unwritten.twins
     with LocalStore(Path(checkpoint.root)) as store:
         for done in range(0, a.nbytes, _COMPARE_NBYTES):
             nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
@@ -157,41 +222,64 @@ def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
 
 
 def _read_weights(
-    store: ReadStore, files: Sequence[FileInfo]
+    store: ReadStore, files: Sequence[FileInfo], read_pickle: PickleReader | None
 ) -> tuple[tuple[FileHeader, ...], tuple[str, ...]]:
-    index = find_weights(store, files)
+    index = find_weights(store, files, pickled=read_pickle is not None)
     problems = list(index.problems)
     keys = frozenset(index.keys)
-    headers = _read_headers(store, [info for info in files if info.key in keys], problems)
+    listed = [info for info in files if info.key in keys]
+    if index.names is PICKLES and read_pickle is not None:
+        # One after the other: torch keeps global state while it reads one.
+        read, readers = read_pickle, 1
+    else:
+        read, readers = _read_safetensors, _NUM_READERS
+    found = _read_headers(store, listed, read, readers, problems)
+    headers = tuple(header for header, _ in found)
+    notes = [note for _, own in found for note in own]
     if not problems:
-        problems, notes = check_index(index, headers, store.location("."))
+        problems, more = check_index(index, headers, store.location("."))
+        notes += more
     if problems:
         raise CheckpointError(problems)
     return headers, (*index.notes, *notes)
 
 
+def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
+    return read_header(store, info.key, info.nbytes, info.version), ()
+
+
 def _read_headers(
-    store: ReadStore, files: Sequence[FileInfo], problems: list[Problem]
-) -> tuple[FileHeader, ...]:
+    store: ReadStore,
+    files: Sequence[FileInfo],
+    read: PickleReader,
+    readers: int,
+    problems: list[Problem],
+) -> list[tuple[FileHeader, tuple[str, ...]]]:
     """The readable headers in the order of ``files``; on a slow disk the waiting overlaps."""
 
-    def read(info: FileInfo) -> tuple[FileHeader | None, list[Problem]]:
+    def attempt(info: FileInfo) -> tuple[tuple[FileHeader, tuple[str, ...]] | None, list[Problem]]:
         own: list[Problem] = []
-        return _attempt(own, lambda: read_header(store, info.key, info.nbytes, info.version)), own
+        return _attempt(own, lambda: read(store, info)), own
 
-    with ThreadPoolExecutor(max_workers=_NUM_READERS) as pool:
-        found = list(pool.map(read, files))
+    with ThreadPoolExecutor(max_workers=readers) as pool:
+        found = list(pool.map(attempt, files))
     for _, own in found:
         problems.extend(own)
-    return tuple(header for header, _ in found if header is not None)
+    return [header for header, _ in found if header is not None]
 
 
-def _read_config(store: ReadStore, files: Sequence[FileInfo]) -> dict[str, Any]:
+def _weight_file(header: FileHeader) -> WeightFile:
+    return WeightFile(header.key, header.nbytes, header.digest, header.version)
+
+
+def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) -> dict[str, Any]:
     where = store.location(CONFIG_FILE)
     info = next((info for info in files if info.key == CONFIG_FILE), None)
     if info is None:
         # Without weights this is no model, which is said already; that it lacks a config too is no news.
-        if not any(fnmatchcase(info.key, "model*.safetensors*") for info in files):
+        kinds = (SAFETENSORS, PICKLES) if pickled else (SAFETENSORS,)
+        has_weights = any(kind.are_in(info.key for info in files) for kind in kinds)
+        if not has_weights or _is_raw_result(store, files):
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))
@@ -200,6 +288,18 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo]) -> dict[str, Any]:
         remedy = "Take config.json from the place the weights come from."
         raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
     return config
+
+
+def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
+    """Whether a merge by raymerge made these files, and made them without a config on purpose."""
+    info = next((info for info in files if info.key == _RECORD_FILE), None)
+    if info is None:
+        return False
+    try:
+        manifest = json.loads(store.read(info.key, 0, info.nbytes))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("config") == {}
 
 
 def _parse_config(raw: bytes, where: str) -> Any:

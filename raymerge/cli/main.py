@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli.extract_lora import extract_lora
 from raymerge.cli.inspect import inspect
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
@@ -34,7 +35,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_raymerge)
-    for verb in (submit, plan, verify, inspect, methods):
+    for verb in (submit, plan, verify, inspect, methods, extract_lora):
         app.command()(verb)
     return app
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import IO, TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable, put_json
+from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -19,43 +22,72 @@ if TYPE_CHECKING:
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
     from raymerge.planner.memory import Projection
     from raymerge.planner.plan import Plan
-    from raymerge.planner.sources import Source
+    from raymerge.planner.planned import PlannedMerge
     from raymerge.runtime.options import RunOptions
 
 _VALUE_SHOWN = 40
+_OUT_HELP = "Where it would be submitted to, to see which merges are made there; RECIPE-merged by default."
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One merge of a recipe's file, accounted for."""
+
+    merge: PlannedMerge
+    """The merge."""
+    explanation: Explanation
+    """Its plan in numbers, with all problems."""
+    title: str
+    """What it is the plan of."""
+    is_made: bool | None
+    """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
+
+    def to_json(self, *, tensors: bool) -> dict[str, Any]:
+        """JSON form; of one of several merges also with its name."""
+        name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
+        lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
+        return {**name, **self.explanation.to_json(), **({"tensors": lines} if tensors else {})}
 
 
 def plan(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
     *,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
 ) -> None:
-    """Show what a merge would do, and every problem; writes nothing."""
-    raise typer.Exit(
-        guarded(lambda: _plan(recipe, memory, tensors=tensors, as_json=as_json), as_json=as_json)
-    )
+    """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
 
+    def verb() -> int:
+        from raymerge.runtime.options import RunOptions
 
-def _plan(recipe: str, memory: str | None, *, tensors: bool, as_json: bool) -> int:
-    from raymerge.runtime.options import RunOptions
-
-    with own_stdout() as stdout:
         options = RunOptions(memory=read_memory(memory))
-        made, sources = make_plan(recipe)
-        explanation = explain_run(made, sources, options)
-    lines = _tensor_lines(made) if tensors else ()
+        with own_stdout() as stdout:
+            accounts = explain_all(recipe, output or default_output(recipe), options)
+        return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
+
+    raise typer.Exit(guarded(verb, as_json=as_json))
+
+
+def default_output(recipe: str) -> str:
+    """Where a recipe is submitted to if no place is named."""
+    return f"{Path(recipe).stem}-merged"
+
+
+def _show(accounts: Sequence[Account], recipe: str, stdout: IO[str], *, tensors: bool, as_json: bool) -> int:
     if as_json:
-        listed = {"tensors": [line.to_json() for line in lines]} if tensors else {}
-        put_json(stdout, {"recipe": recipe, **explanation.to_json(), **listed})
+        found = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
+        stdout.write(json.dumps(found if len(found) > 1 else found[0]) + "\n")
+        stdout.flush()
     else:
-        show_explanation(stdout, recipe, explanation)
-        _show_tensors(make_console(stdout), lines)
-        show_problems(make_console(sys.stderr), explanation.problems)
-    return 2 if explanation.problems else 0
+        show_accounts(stdout, accounts, tensors=tensors)
+    problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
+    if not as_json:
+        show_problems(make_console(sys.stderr), problems)
+    return 2 if problems else 0
 
 
 def read_memory(memory: str | None) -> int | None:
@@ -77,25 +109,35 @@ def read_memory(memory: str | None) -> int | None:
         ) from error
 
 
-def make_plan(recipe: str) -> tuple[Plan, Sequence[Source]]:
-    """The plan of a recipe's file, with its problems, and the sources that it was made of."""
-    from importlib.metadata import version
+def explain_all(recipe: str, output: str, options: RunOptions) -> tuple[Account, ...]:
+    """The merges of a recipe's file under run options, in the order in which they are carried out."""
+    from raymerge.api import plan_for
+    from raymerge.runtime.chain import kept_steps
 
-    from raymerge.api import read_recipe
-    from raymerge.planner.build import build_plan
-    from raymerge.planner.sources import open_sources
+    merges = plan_for(recipe, output)
+    made = kept_steps(merges, Path(output))
+    several = len(merges) > 1
+    return tuple(
+        Account(
+            merge,
+            _explained(merge, options),
+            f"{recipe}{_which(merge.recipe.name, number, len(merges)) if several else ''}",
+            merge.recipe.name in made if several else None,
+        )
+        for number, merge in enumerate(merges, start=1)
+    )
 
-    read = read_recipe(recipe)
-    sources = open_sources(read)
-    return build_plan(read, sources, version=version("raymerge")), sources
+
+def _which(name: str | None, number: int, total: int) -> str:
+    return f", merge {number} of {total}{f': {name}' if name else ''}"
 
 
-def explain_run(plan: Plan, sources: Sequence[Source], options: RunOptions) -> Explanation:
-    """The account of a plan under run options; a budget that is too small is one more problem of it."""
+def _explained(merge: PlannedMerge, options: RunOptions) -> Explanation:
+    """The account of a plan; a budget that is too small is one more problem of it."""
     from raymerge.planner.explain import explain
 
-    memory, problems = _projection(plan, options)
-    return explain(plan, sources, memory, problems=problems)
+    memory, problems = _projection(merge.plan, options)
+    return explain(merge.plan, merge.sources, memory, problems=problems)
 
 
 def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Problem, ...]]:
@@ -111,10 +153,21 @@ def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Prob
         return project(plan, least), error.problems
 
 
-def show_explanation(stream: IO[str], recipe: str, explanation: Explanation) -> None:
-    """Print the account of a plan."""
-    console = make_console(stream)
-    console.print(heading(f"Plan of {recipe}", note=explanation.digest))
+def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
+    """Print the account of each merge."""
+    for number, account in enumerate(accounts):
+        if number:
+            make_console(stream).print()
+        _show_account(stream, account)
+        if tensors:
+            _show_tensors(make_console(stream), _tensor_lines(account.merge.plan))
+
+
+def _show_account(stream: IO[str], account: Account) -> None:
+    console, explanation = make_console(stream), account.explanation
+    console.print(heading(f"Plan of {account.title}", note=explanation.digest))
+    if account.is_made:
+        console.print("made already: 'submit' takes the result that is there")
     console.print()
     console.print(make_table(("", ""), list(_facts(explanation))))
     _show_sources(console, explanation)

@@ -22,6 +22,8 @@ from raymerge.runtime.events import (
     Published,
     SegmentDone,
     Started,
+    StepKept,
+    StepStarted,
     Stopping,
     Verified,
     WorkerLost,
@@ -142,7 +144,7 @@ class LiveProgress:
     def __call__(self, event: Event) -> None:
         """Take the event in; the view follows by itself."""
         self._tally.take(event)
-        if isinstance(event, Published):
+        if isinstance(event, Published) and self._tally.is_last:
             self._live.stop()
         self._report.tell(event, self._tally)
 
@@ -153,6 +155,9 @@ class LiveProgress:
     def _view(self) -> RenderableType:
         tally = self._tally
         if tally.started is None:
+            self._waiting.text = Text(
+                "Planning and starting the workers" if tally.step is None else "Starting"
+            )
             return self._waiting
         if tally.total_segments and tally.done_segments >= tally.total_segments:
             self._waiting.text = Text("Finishing, verifying and publishing")
@@ -163,7 +168,8 @@ class LiveProgress:
         bar.add_row(
             ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes), f"{tally.fraction:.0%}"
         )
-        return Group(bar, Text(summary(tally)), _worker_table(tally))
+        title = [Text(printable(_step(tally.step)))] if tally.step is not None else []
+        return Group(*title, bar, Text(summary(tally)), _worker_table(tally))
 
 
 def summary(tally: Tally) -> str:
@@ -200,7 +206,9 @@ class _Report:
 
     def tell(self, event: Event, tally: Tally) -> None:
         """Print what is worth keeping of an event."""
-        if isinstance(event, Planned):
+        if isinstance(event, StepStarted | StepKept):
+            self._print(_step(event))
+        elif isinstance(event, Planned):
             self._print(_planned(event))
         elif isinstance(event, Started):
             self._print(_started(event, tally))
@@ -214,12 +222,18 @@ class _Report:
         elif isinstance(event, Verified):
             self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
         elif isinstance(event, Published):
-            for line in _published(event, tally, self._output):
+            for line in _published(event, tally, self._output if tally.is_last else ""):
                 self._print(line)
 
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.
         self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+
+
+def _step(event: StepStarted | StepKept) -> str:
+    name = f": {event.name}" if event.name else ""
+    kept = ", made already" if isinstance(event, StepKept) else ""
+    return f"merge {event.number} of {event.total}{name}{kept}"
 
 
 def _planned(event: Planned) -> str:
@@ -258,7 +272,10 @@ def _lost(event: WorkerLost) -> str:
 
 
 def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:
+    """The end of a run; ``output`` is "" for a result that other merges use."""
     how = f" with {_how(tally.started)}" if tally.started is not None else ""
+    if not output:
+        return (f"made in {format_duration(event.seconds)}{how}",)
     lines = [f"done: {output}", f"  in {format_duration(event.seconds)}{how}"]
     if tally.plan is not None:
         lines.append(f"  digest {tally.plan.digest}")

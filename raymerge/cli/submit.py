@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raymerge.cli.messages import guarded
-from raymerge.cli.plan import explain_run, make_plan, read_memory, show_explanation
+from raymerge.cli.plan import default_output, explain_all, read_memory, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
@@ -59,6 +59,12 @@ def submit(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace what is at OUT, once the merge is verified.")
     ] = False,
+    keep_intermediates: Annotated[
+        bool,
+        typer.Option(
+            "--keep-intermediates", help="Keep what merges of the recipe made for others, beside OUT."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
     ] = False,
@@ -67,7 +73,8 @@ def submit(
     """Merge, verify and publish. A stopped run goes on by the same command."""
 
     def verb() -> int:
-        options = RunOptions(workers, read_memory(memory), device, address, inline, replace)
+        budget = read_memory(memory)
+        options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates)
         request = Request(recipe, _place(recipe, out, output), options, as_json)
         with own_stdout() as stdout:
             return _rehearse(request, stdout) if dry_run else _submit(request, stdout)
@@ -81,7 +88,7 @@ def _place(recipe: str, out: str | None, output: str | None) -> str:
         raise OptionError(
             Problem("-o", f"two output places are named, {out} and {output}.", "Name one of them.")
         )
-    return output or out or f"{Path(recipe).stem}-merged"
+    return output or out or default_output(recipe)
 
 
 @contextmanager
@@ -111,15 +118,17 @@ def _submit(request: Request, stdout: IO[str]) -> int:
 
 def _rehearse(request: Request, stdout: IO[str]) -> int:
     """Everything that a submission finds out before it writes."""
-    from raymerge.runtime.run import Run
+    from raymerge.runtime.chain import Chain
 
-    plan, sources = make_plan(request.recipe)
-    explanation = explain_run(plan, sources, request.options)
+    accounts = explain_all(request.recipe, request.output, request.options)
     if not request.as_json:
-        show_explanation(stdout, request.recipe, explanation)
-    Run(plan, sources, Path(request.output), request.options, on_event=lambda _: None).check()
+        show_accounts(stdout, accounts)
+    merges = [account.merge for account in accounts]
+    Chain(merges, Path(request.output), request.options, on_event=lambda _: None).check()
     if request.as_json:
-        put_json(stdout, {"event": "dry_run", "place": request.output, **explanation.to_json()})
+        found = [account.to_json(tensors=False) for account in accounts]
+        plans = found[0] if len(found) == 1 else {"merges": found}
+        put_json(stdout, {"event": "dry_run", "place": request.output, **plans})
     else:
         console = make_console(stdout)
         console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raymerge.runtime.events import Event, Planned, SegmentDone, Started, Verified, WorkerLost
+from raymerge.runtime.events import (
+    Event,
+    Planned,
+    SegmentDone,
+    Started,
+    StepKept,
+    StepStarted,
+    Verified,
+    WorkerLost,
+)
 
 
 @dataclass(slots=True)
@@ -22,10 +31,17 @@ class WorkerTally:
 
 
 class Tally:
-    """Adds up events. Bytes of an earlier run count as done, but not for the speed."""
+    """Adds up events. Bytes of an earlier run count as done, but not for the speed.
+
+    Of several merges it is always about the one that runs.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.step: StepStarted | StepKept | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._began: float | None = None
         self.plan: Planned | None = None
         self.started: Started | None = None
@@ -37,7 +53,10 @@ class Tally:
 
     def take(self, event: Event) -> None:
         """Add one event."""
-        if isinstance(event, Planned):
+        if isinstance(event, StepStarted | StepKept):
+            self._begin()
+            self.step = event
+        elif isinstance(event, Planned):
             self.plan = event
         elif isinstance(event, Started):
             self.started, self._began = event, self._clock()
@@ -57,6 +76,11 @@ class Tally:
         self.made_segments += 1
         self.made_bytes += nbytes
         self._planned_bytes += event.planned_bytes
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the merge that runs makes the output."""
+        return self.step is None or self.step.number == self.step.total
 
     @property
     def total_bytes(self) -> int:

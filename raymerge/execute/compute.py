@@ -1,32 +1,20 @@
-"""From stored bytes to stored bytes: decode to float32, take deltas, run the kernel, round once."""
+"""What is computed of a logical tensor: float32 tiles of its inputs, deltas, and the method's kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from raymerge.checkpoints.views import View
-from raymerge.dtypes import DType
-from raymerge.execute.jobs import JobPart, RowJob
-from raymerge.methods import Method, Settings, Takes, Tile, find_method, random_key
+from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows
+from raymerge.execute.assembler import Assembler
+from raymerge.execute.decoding import decode
+from raymerge.execute.jobs import JobPart
+from raymerge.execute.threads import one_thread
+from raymerge.methods import Access, Method, Settings, Takes, Tile, find_method, random_key
 from raymerge.planner.expressions import Expression, Read
-
-Raw = Sequence[torch.Tensor]
-"""One uint8 tensor on the host for each input of a part."""
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype of a stored dtype.
-
-    Raises:
-        ValueError: torch has none; such tensors are only ever copied.
-    """
-    if dtype.torch_name is None:
-        raise ValueError(f"{dtype.value} has no torch dtype; it can only be copied")
-    found: torch.dtype = getattr(torch, dtype.torch_name)
-    return found
 
 
 class PartComputation:
@@ -44,13 +32,29 @@ class PartComputation:
         self._has_base = expression.has_base
         self._part = part
         self._device = device
+        self._assemblers = [_assembler(each, device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
         self.passes = method.kernel.passes(self._settings)
         self._state: Any = method.kernel.begin(self._settings, num_elements, device) if self.passes else None
 
+    def load(self, raw: Raw) -> None:
+        """Take up what the first tile of a row brings for all of them."""
+        for assembler, rows in self._assembled(raw):
+            assembler.load(rows)
+
+    def pad(self, raw: Raw, *, ends_pass: bool) -> None:
+        """Take one tile into the mean rows of padded inputs."""
+        for assembler, rows in self._assembled(raw):
+            if rows.num_rows:
+                assembler.observe(rows)
+            if ends_pass:
+                assembler.conclude()
+
     def observe(self, raw: Raw, start: int, pass_index: int) -> None:
         """Take one tile into the statistics of a pass."""
-        self._method.kernel.observe(self._state, self._tile(raw, start), self._settings, pass_index)
+        tile = self._tile(raw, start)
+        with self._threads():
+            self._method.kernel.observe(self._state, tile, self._settings, pass_index)
 
     def conclude(self, pass_index: int) -> None:
         """End a pass."""
@@ -58,17 +62,39 @@ class PartComputation:
 
     def apply(self, raw: Raw, start: int) -> torch.Tensor:
         """The result of one tile: float32 ``[n]`` on the device."""
-        return self._method.kernel.apply(self._tile(raw, start), self._settings, self._state)
+        tile = self._tile(raw, start)
+        with self._threads():
+            return self._method.kernel.apply(tile, self._settings, self._state)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """One thread for the decompositions of matrices; what is cut into tiles may have any number."""
+        is_matrix = self._method.access_with(self._settings) is Access.MATRIX
+        return one_thread() if is_matrix else nullcontext()
+
+    def _assembled(self, raw: Raw) -> Iterator[tuple[Assembler, RawRows]]:
+        for assembler, rows in zip(self._assemblers, raw, strict=True):
+            if assembler is not None and isinstance(rows, RawRows):
+                yield assembler, rows
 
     def _tile(self, raw: Raw, start: int) -> Tile:
-        values = [
-            decode(each, source, self._device) for each, source in zip(raw, self._part.inputs, strict=True)
-        ]
+        values = [self._values(*each) for each in zip(raw, self._part.inputs, self._assemblers, strict=True)]
         base = values.pop(0) if self._has_base else None
         if base is not None and self._method.takes is Takes.DELTAS:
             for value in values:
                 value.sub_(base)
         return Tile(base, tuple(values), start)
+
+    def _values(self, raw: RawInput, source: Input, assembler: Assembler | None) -> torch.Tensor:
+        """One input's elements of a tile: float32 ``[n]``, memory of its own."""
+        if isinstance(raw, torch.Tensor) and isinstance(source, Read):
+            return decode(raw, source, self._device)
+        if isinstance(raw, RawRows) and assembler is not None:
+            return assembler.elements(raw)
+        raise TypeError(f"an input of {self._part.logical} was read as another kind of input")
+
+
+def _assembler(source: Input, device: torch.device) -> Assembler | None:
+    return Assembler(source, device) if isinstance(source, AssembledInput) else None
 
 
 def _settings(expression: Expression, method: Method, part: JobPart, seed: int) -> Settings:
@@ -79,38 +105,3 @@ def _settings(expression: Expression, method: Method, part: JobPart, seed: int) 
         else ()
     )
     return expression.bind(keys=keys, shape=part.shape)
-
-
-def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
-    """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order.
-
-    Args:
-        raw: uint8 bytes of the input, on the host.
-        source: their dtype and view.
-        device: where the arithmetic runs.
-    """
-    stored = raw.view(torch_dtype(source.dtype)).to(device)
-    if source.view is not None:
-        stored = _strided(stored, source.view).contiguous().flatten()
-    return stored.to(torch.float32, copy=True)
-
-
-def encode(result: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """float32 results rounded once to the output's dtype, as bytes on the host: uint8 ``[nbytes]``."""
-    return result.to(torch_dtype(dtype)).contiguous().cpu().view(torch.uint8)
-
-
-def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
-    """The results of a row's parts, each at its place in the row: float32 ``[num_elements]``."""
-    if len(results) == 1 and row.parts[0].view is None:
-        return results[0]
-    whole = torch.empty(row.num_elements, dtype=torch.float32, device=results[0].device)
-    for result, part in zip(results, row.parts, strict=True):
-        view = part.view or View(0, part.shape, ())
-        target = _strided(whole, view) if view.strides else whole.view(part.shape)
-        target.copy_(result.view(part.shape))
-    return whole
-
-
-def _strided(flat: torch.Tensor, view: View) -> torch.Tensor:
-    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
+from raymerge.execute.assembled import AssembledInput, Input
+from raymerge.planner.assemblies import read_term, read_view
+from raymerge.planner.assembly_memory import assembly_need
+from raymerge.planner.columns import ints
 from raymerge.planner.expressions import Expression, Read
-from raymerge.planner.memory import Need, row_need
+from raymerge.planner.memory import InputNeed, Need, RowSize, row_need
 from raymerge.planner.tables import Plan
 
 
@@ -22,7 +29,7 @@ class JobPart:
     """Logical shape."""
     view: View | None
     """Where its elements lie in the row, in elements; None: the row is this part."""
-    inputs: tuple[Read, ...]
+    inputs: tuple[Input, ...]
     """What feeds it, the base first where there is one."""
 
 
@@ -50,20 +57,29 @@ class RowJob:
     """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
 
     @property
-    def inputs(self) -> tuple[Read, ...]:
+    def inputs(self) -> tuple[Input, ...]:
         """All inputs, part by part."""
         return tuple(each for part in self.parts for each in part.inputs)
 
     @property
     def need(self) -> Need:
         """Memory that making it takes."""
-        return row_need(
-            self.expression,
-            [(each.dtype, each.nbytes) for each in self.inputs],
-            len(self.parts),
-            num_elements=self.num_elements,
-            is_flat=self.is_flat,
+        shapes = [part.shape for part in self.parts]
+        size = RowSize(
+            self.num_elements,
+            len(shapes),
+            sum(max(1, shape[-1]) if shape else 1 for shape in shapes),
+            len(shapes[0]),
+            self.is_flat,
         )
+        return row_need(self.expression, [_input_need(each) for each in self.inputs], size)
+
+
+def _input_need(source: Input) -> InputNeed:
+    if isinstance(source, Read):
+        return InputNeed(source.dtype, source.nbytes)
+    read = source.terms[0].read
+    return InputNeed(read.dtype, read.nbytes, source.need)
 
 
 class Jobs:
@@ -109,28 +125,43 @@ class Jobs:
     def _parts(self, row: dict[str, int]) -> tuple[JobPart, ...]:
         parts = self._plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist()
         rows = self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
-        inputs = [
-            Read(
-                each["part"],
-                each["source"],
-                each["key"],
-                each["offset"],
-                each["nbytes"],
-                DType(each["dtype"]),
-                _view(each["view_offset"], each["view_shape"], each["view_strides"]),
-            )
-            for each in rows
-        ]
+        inputs = [(each["part"], self._input(each)) for each in rows]
         return tuple(
             JobPart(
                 part["logical"],
                 tuple(part["shape"]),
-                _view(part["view_offset"], part["shape"], part["view_strides"]),
-                tuple(each for each in inputs if each.part == position),
+                read_view(part["view_offset"], part["shape"], part["view_strides"]),
+                tuple(each for owner, each in inputs if owner == position),
             )
             for position, part in enumerate(parts)
         )
 
+    def _input(self, row: Mapping[str, Any]) -> Input:
+        if row["assembly"] >= 0:
+            return self._assembled(row["assembly"])
+        view = read_view(row["view_offset"], row["view_shape"], row["view_strides"])
+        place = (row["source"], row["key"], row["offset"], row["nbytes"])
+        return Read(row["part"], *place, DType(row["dtype"]), view)
 
-def _view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
-    return View(offset, tuple(shape), tuple(strides)) if strides else None
+    def _assembled(self, number: int) -> AssembledInput:
+        (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()
+        terms = self._plan["terms"].slice(row["first_term"], row["num_terms"]).to_pylist()
+        first = terms[0]["first_factor"]
+        count = sum(term["num_factors"] for term in terms)
+        factors = self._plan["factors"].slice(first, count).to_pylist()
+        runs = self._plan["runs"].slice(row["first_run"], row["num_runs"])
+        return AssembledInput(
+            num_rows=row["num_rows"],
+            num_columns=row["num_columns"],
+            real_rows=row["real_rows"],
+            terms=tuple(read_term(term, _own_factors(term, factors, first)) for term in terms),
+            runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "term")]),
+            need=assembly_need(row, terms, factors),
+        )
+
+
+def _own_factors(
+    term: Mapping[str, Any], factors: Sequence[Mapping[str, Any]], first: int
+) -> Sequence[Mapping[str, Any]]:
+    begin = term["first_factor"] - first
+    return factors[begin : begin + term["num_factors"]]

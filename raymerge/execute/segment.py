@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
@@ -13,13 +13,17 @@ import torch
 import xxhash
 
 from raymerge.errors import IncompleteError, NonFiniteError, Problem
-from raymerge.execute.compute import PartComputation, encode, scatter
+from raymerge.execute.assembled import Raw
+from raymerge.execute.blame import non_finite_byte
+from raymerge.execute.compute import PartComputation
+from raymerge.execute.decoding import encode, scatter
 from raymerge.execute.finite import first_non_finite
 from raymerge.execute.heap import HeapWatch
 from raymerge.execute.jobs import Jobs, RowJob
+from raymerge.execute.reading import TileReader
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.expressions import Read
-from raymerge.planner.memory import SLOTS, Projection, expression_passes, tiling
+from raymerge.execute.steps import PADDING, WRITING, Step, steps
+from raymerge.planner.memory import SLOTS, Projection
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import ReadStore, WriteStore
 
@@ -27,35 +31,8 @@ UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One tile of one row in one pass."""
-
-    row: RowJob
-    """The row."""
-    start: int
-    """First element of the tile within the row."""
-    count: int
-    """Elements of the tile."""
-    pass_index: int
-    """Statistics pass, or -1 for the pass that writes."""
-    ends_pass: bool
-    """Whether this is the last tile of its pass."""
-    resident: bool
-    """Whether the bytes read are kept for the later passes."""
-    peak: int
-    """Bytes that a slot uses while the row is made."""
-
-    def span(self, source: Read) -> tuple[int, int]:
-        """First byte and number of bytes that the tile takes of an input."""
-        if self.count == self.row.num_elements:
-            return source.offset, source.nbytes
-        return source.offset + source.dtype.nbytes(self.start), source.dtype.nbytes(self.count)
-
-
 @dataclass(slots=True)
 class _Counters:
-    read_bytes: int = 0
     written_bytes: int = 0
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -66,8 +43,8 @@ class _Line:
 
     reading: ThreadPoolExecutor
     writing: ThreadPoolExecutor
+    reader: TileReader
     counters: _Counters
-    kept: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
 
 class SegmentRunner:
@@ -126,15 +103,15 @@ class SegmentRunner:
 
     def _run(self, segment: int) -> Receipt:
         started = time.monotonic()
-        counters = _Counters()
+        counters, reader = _Counters(), TileReader(self._sources)
         rows = self._jobs.rows(segment)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
-            self._pipeline(rows, _Line(reading, writing, counters))
+            self._pipeline(rows, _Line(reading, writing, reader, counters))
         for shard in sorted({shard for row in rows for shard, _ in row.places}):
             self._staging.sync(shard + UNFINISHED)
         seconds = round(time.monotonic() - started, 6)
         return Receipt(
-            segment, counters.read_bytes, counters.written_bytes, seconds, self._name, counters.digests
+            segment, reader.read_bytes, counters.written_bytes, seconds, self._name, counters.digests
         )
 
     def abort(self) -> None:
@@ -143,17 +120,17 @@ class SegmentRunner:
 
     def _pipeline(self, rows: Sequence[RowJob], line: _Line) -> None:
         work = _RowWork(self._seed, self._device)
-        ahead: Future[list[torch.Tensor]] | None = None
+        ahead: Future[Raw] | None = None
         pending: Future[None] | None = None
-        steps = self._steps(rows)
-        step = next(steps, None)
+        tiles = steps(rows, self._projection.budget)
+        step = next(tiles, None)
         while step is not None:
             if self._aborted.is_set():
                 raise IncompleteError("the segment was given up, since the run ends.")
-            raw = (ahead or line.reading.submit(self._read, step, line)).result()
-            following = next(steps, None)
+            raw = (ahead or line.reading.submit(line.reader.read, step)).result()
+            following = next(tiles, None)
             overlaps = following is not None and self._fits(step, following)
-            ahead = line.reading.submit(self._read, following, line) if overlaps and following else None
+            ahead = line.reading.submit(line.reader.read, following) if overlaps and following else None
             data = self._made(work, step, raw, line.counters)
             if pending is not None:
                 pending.result()
@@ -174,9 +151,7 @@ class SegmentRunner:
             return True
         return step.peak + following.peak <= self._projection.peak // SLOTS
 
-    def _made(
-        self, work: _RowWork, step: Step, raw: Sequence[torch.Tensor], counters: _Counters
-    ) -> torch.Tensor | None:
+    def _made(self, work: _RowWork, step: Step, raw: Raw, counters: _Counters) -> torch.Tensor | None:
         """The checked and digested bytes of a tile; None in a statistics pass."""
         with self._compute:
             data = work.step(step, raw)
@@ -187,45 +162,18 @@ class SegmentRunner:
         work.hash(step, data, counters)
         return data
 
-    def _steps(self, rows: Sequence[RowJob]) -> Iterator[Step]:
-        for row in rows:
-            passes = expression_passes(row.expression)
-            tile = tiling(row.need, row.num_elements, self._projection.budget, passes=passes)
-            size = tile.elements if row.is_flat else max(1, row.num_elements)
-            for index in (*range(passes), -1):
-                for start in range(0, max(1, row.num_elements), size):
-                    count = min(size, row.num_elements - start)
-                    last = start + count >= row.num_elements
-                    yield Step(row, start, count, index, last, tile.resident, tile.peak)
-
-    def _read(self, step: Step, line: _Line) -> list[torch.Tensor]:
-        """The bytes of every input of a tile; of resident rows from memory after the first pass."""
-        key = (step.row.index, step.start)
-        if key in line.kept:
-            return line.kept.pop(key) if step.pass_index < 0 else line.kept[key]
-        found: list[torch.Tensor] = []
-        for each in step.row.inputs:
-            offset, nbytes = step.span(each)
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            self._sources[each.source].read_into(each.key, offset, _bytes_of(buffer))
-            line.counters.read_bytes += nbytes
-            found.append(buffer)
-        if step.resident:
-            line.kept[key] = found
-        return found
-
-    def _check(self, step: Step, raw: Sequence[torch.Tensor], data: torch.Tensor) -> None:
+    def _check(self, step: Step, raw: Raw, data: torch.Tensor) -> None:
         row = step.row
         if not row.check_finite or first_non_finite(data.numpy(), row.expression.cast) is None:
             return
-        for each, buffer in zip(row.inputs, raw, strict=True):
-            found = first_non_finite(buffer.numpy(), each.dtype)
+        for each, held in zip(row.inputs, raw, strict=True):
+            found = non_finite_byte(step, each, held)
             if found is not None:
-                place = step.span(each)[0] + each.dtype.nbytes(found)
+                source, place = found
                 raise NonFiniteError(
                     Problem(
-                        f"{self._names[each.source]}: {row.tensor}",
-                        f"the source holds NaN or infinity, here first at byte {place} of {each.key}.",
+                        f"{self._names[source.source]}: {row.tensor}",
+                        f"the source holds NaN or infinity, here first at byte {place} of {source.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
                 )
@@ -255,22 +203,23 @@ class _RowWork:
         self._parts: list[PartComputation] = []
         self._hasher = xxhash.xxh3_128()
 
-    def step(self, step: Step, raw: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def step(self, step: Step, raw: Raw) -> torch.Tensor | None:
         """Take one tile through the kernel; the encoded bytes, or None in a statistics pass."""
         row = step.row
         if row.expression.is_copy:
             self._begin(row, computes=False)
-            return raw[0]
+            return _verbatim(raw)
         self._begin(row, computes=True)
-        shares = _by_part(row, raw)
+        shares = list(zip(self._parts, _by_part(row, raw), strict=True))
         start = row.first_element + step.start
-        if step.pass_index >= 0:
-            for part, share in zip(self._parts, shares, strict=True):
-                part.observe(share, start, step.pass_index)
-                if step.ends_pass:
-                    part.conclude(step.pass_index)
+        if step.begins_row:
+            for part, share in shares:
+                part.load(share)
+        if step.pass_index != WRITING:
+            for part, share in shares:
+                _gather(part, share, step, start)
             return None
-        results = [part.apply(share, start) for part, share in zip(self._parts, shares, strict=True)]
+        results = [part.apply(share, start) for part, share in shares]
         whole = results[0] if row.is_flat else scatter(results, row)
         return encode(whole, row.expression.cast)
 
@@ -305,8 +254,25 @@ def _part_elements(row: RowJob, shape: Sequence[int]) -> int:
     return row.num_elements if row.is_flat else prod(shape)
 
 
-def _by_part(row: RowJob, raw: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    shares: list[Sequence[torch.Tensor]] = []
+def _gather(part: PartComputation, share: Raw, step: Step, start: int) -> None:
+    """One tile of a pass that writes nothing."""
+    if step.pass_index == PADDING:
+        part.pad(share, ends_pass=step.ends_pass)
+        return
+    part.observe(share, start, step.pass_index)
+    if step.ends_pass:
+        part.conclude(step.pass_index)
+
+
+def _verbatim(raw: Raw) -> torch.Tensor:
+    (data,) = raw
+    if not isinstance(data, torch.Tensor):
+        raise TypeError("a copy of bytes is made of rows")
+    return data
+
+
+def _by_part(row: RowJob, raw: Raw) -> list[Raw]:
+    shares: list[Raw] = []
     first = 0
     for part in row.parts:
         shares.append(raw[first : first + len(part.inputs)])

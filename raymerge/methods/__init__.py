@@ -2,6 +2,7 @@
 
 from raymerge.methods.method import (
     BLOCK,
+    ROW_GROUP,
     Access,
     BaseUse,
     Kernel,
@@ -17,6 +18,7 @@ from raymerge.methods.table import find_method, methods
 
 __all__ = [
     "BLOCK",
+    "ROW_GROUP",
     "Access",
     "BaseUse",
     "Kernel",

@@ -19,6 +19,10 @@ import torch
 BLOCK = 65_536
 """Elements; every tile of a TENSOR method starts at a multiple of it within its logical tensor."""
 
+ROW_GROUP = 16
+"""Rows; every tile of a ROW method starts at a multiple of it within its logical tensor, so that what is
+summed over rows can be folded in groups that no tiling cuts."""
+
 Value: TypeAlias = float | bool | int | None
 
 
@@ -28,7 +32,8 @@ class Access(StrEnum):
     ELEMENT = "element"
     """Any run of elements by itself."""
     ROW = "row"
-    """Whole rows (runs along the last dimension)."""
+    """Whole groups of ROW_GROUP rows (runs along the last dimension; a vector is one row). Passes over the
+    tensor may come first."""
     TENSOR = "tensor"
     """Statistics over the whole tensor, streamed in block-aligned tiles, then any block-aligned tile."""
     MATRIX = "matrix"
@@ -123,6 +128,13 @@ class Settings:
     """One 64-bit random key per source; empty unless the method is random."""
     shape: tuple[int, ...] = ()
     """Shape of the logical tensor."""
+    position: float = 0.0
+    """Of a positional method: 0 at the first layer of a slice, 1 at its last one, 0 outside layers."""
+
+    @property
+    def row_length(self) -> int:
+        """Elements of a row: of the last dimension; 1 for a scalar and for rows without elements."""
+        return max(1, self.shape[-1]) if self.shape else 1
 
     def number(self, name: str) -> float:
         """A global parameter that has a value, as a float."""
@@ -244,12 +256,34 @@ class Method:
     """The same, for each source."""
     state_bytes: int = 0
     """Bytes of statistics that the state holds for each source while a tensor is in work."""
+    state_bytes_per_column: int = 0
+    """The same, for each source and each element of a row."""
     random: bool = False
     """Whether it draws on ``Settings.keys``."""
+    positional: bool = False
+    """Whether it asks for ``Settings.position``."""
+    access_of: Callable[[Settings], Access] | None = None
+    """Of a method whose access depends on its settings: what they ask for, never more than ``access``."""
     check: Callable[[Settings], str | None] = no_objection
     """A sentence on why these settings cannot be computed with, or None."""
     identity: Callable[[Settings], int | None] = never_identity
     """Index of the one source whose bytes are the result unchanged, or None: such a tensor can be copied."""
+
+    def access_with(self, settings: Settings) -> Access:
+        """How much it must see at once under these settings."""
+        return self.access if self.access_of is None else self.access_of(settings)
+
+    def granule(self, settings: Settings) -> int:
+        """Elements: tiles start at multiples of it within a tensor of ``settings.shape``."""
+        match self.access_with(settings):
+            case Access.ELEMENT:
+                return 1
+            case Access.ROW:
+                return ROW_GROUP * settings.row_length
+            case Access.TENSOR:
+                return BLOCK
+            case Access.MATRIX:
+                return max(1, math.prod(settings.shape))
 
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name, or None."""

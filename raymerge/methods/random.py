@@ -17,6 +17,8 @@ from raymerge.methods.reduce import chunks
 # that, all keys would walk one common sequence from different points, and masks could overlap shifted.
 _WORD = 1 << 64
 _WEYL = 0x9E37_79B9_7F4A_7C15
+# The largest float64 that is an int64.
+_LARGEST_LIMIT = float(_WORD // 2 - 1024)
 _ROUNDS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
 
 
@@ -57,6 +59,24 @@ def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
     if density <= 0 or density >= 1:
         return torch.full(indices.shape, density >= 1, dtype=torch.bool, device=indices.device)
     return torch.lt(_hash(key, indices), round(density * _WORD) - _WORD // 2)
+
+
+def keep_by(key: int, start: int, chances: torch.Tensor) -> torch.Tensor:
+    """Which of the elements ``[start, start + n)`` are kept, each with a probability of its own.
+
+    The numbers are those of ``keep_mask``: equal probabilities give its mask, but for what float64 rounds.
+
+    Args:
+        key: 64-bit key.
+        start: index of the first element.
+        chances: float64 ``[n]``, from 0 to 1; 1 drops one element in 2**54.
+
+    Returns:
+        bool ``[n]`` on the device of ``chances``.
+    """
+    indices = torch.arange(start, start + chances.numel(), dtype=torch.int64, device=chances.device)
+    limits = (chances - 0.5).mul_(float(_WORD)).clamp_max_(_LARGEST_LIMIT).to(torch.int64)
+    return torch.lt(_hash(key, indices), limits)
 
 
 def _hash(key: int, words: torch.Tensor) -> torch.Tensor:

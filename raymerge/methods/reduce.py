@@ -31,14 +31,19 @@ HISTOGRAM_BYTES = _BINS * 8
 
 
 def chunks(num_elements: int, device: torch.device) -> Iterator[slice]:
-    """Runs of whole pieces covering ``[0, num_elements)``; their length changes no result.
-
-    Two 8-byte temporaries of a run take no more than one float32 tile of ``max(num_elements, BLOCK)``.
-    """
-    longest = _LONGEST_CPU_CHUNK if device.type == "cpu" else _LONGEST_GPU_CHUNK
-    length = max(PIECE, min(longest, num_elements // 4 // PIECE * PIECE))
+    """Runs of whole pieces covering ``[0, num_elements)``; their length changes no result."""
+    length = chunk_length(num_elements, device)
     for begin in range(0, num_elements, length):
         yield slice(begin, min(begin + length, num_elements))
+
+
+def chunk_length(num_elements: int, device: torch.device) -> int:
+    """Elements that are in work at once, whole pieces.
+
+    Two 8-byte temporaries of them take no more than one float32 tile of ``max(num_elements, BLOCK)``.
+    """
+    longest = _LONGEST_CPU_CHUNK if device.type == "cpu" else _LONGEST_GPU_CHUNK
+    return max(PIECE, min(longest, num_elements // 4 // PIECE * PIECE))
 
 
 def add_products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
@@ -88,14 +93,15 @@ class MagnitudeSelection:
     bits within that bin. Counts are integers, so that neither tiling nor threads can change the result.
     NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite.
 
-    With ``with_sums`` the second pass also adds up all magnitudes and the ``rank`` largest.
+    With ``with_sums`` the second pass also adds up all magnitudes and the ``rank`` largest. A rank that
+    the first pass itself must find out is None until ``choose_rank``.
     """
 
     passes = 2
 
-    def __init__(self, rank: int, device: torch.device, *, with_sums: bool = False) -> None:
+    def __init__(self, rank: int | None, device: torch.device, *, with_sums: bool = False) -> None:
         self._rank = rank
-        self._counts = torch.zeros(_BINS if rank else 0, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(0 if rank == 0 else _BINS, dtype=torch.int64, device=device)
         self._upper = 0
         self._with_sums = with_sums
         self.threshold = float("inf")
@@ -107,9 +113,13 @@ class MagnitudeSelection:
         self.sum_kept = 0.0
         """Sum of the ``rank`` largest magnitudes; valid like ``sum_all``."""
 
+    def choose_rank(self, rank: int) -> None:
+        """Set the rank; before the first pass is concluded, and once."""
+        self._rank = rank
+
     def observe(self, values: torch.Tensor, pass_index: int) -> None:
         """Take in one tile, float32 ``[n]``."""
-        if not self._rank:
+        if self._rank == 0:
             return
         for begin in range(0, values.numel(), _LONGEST_COUNT):
             patterns = values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS

@@ -26,17 +26,27 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
     once rather than kept, so that memory does not grow with the number of sources.
     """
     factor = settings.number("lambda")
+    merged = sum_of_terms(tile, term)
     if elect:
-        merged = _elected_sum(tile, settings, term)
+        weights = settings.per_source("weight")
+        merged = agreeing_sum(merged, term, weights, normalize=settings.flag("normalize"))
     else:
-        merged = _sum(tile, term)
         factor /= _total_weight(settings)
     if factor != 1.0:
         merged.mul_(factor)
-    return merged.add_(tile.require_base())
+    return on_base(merged, tile)
 
 
-def _sum(tile: Tile, term: Term) -> torch.Tensor:
+def on_base(delta: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The base plus a merged delta, which is overwritten; where that is 0 the base's very bits.
+
+    A plain sum would turn the base's -0.0 into 0.0 there, and a model merged with itself into another.
+    """
+    return torch.sub(tile.require_base(), delta.neg_().add_(0.0), out=delta)
+
+
+def sum_of_terms(tile: Tile, term: Term) -> torch.Tensor:
+    """The terms of all sources, added in order."""
     total = torch.empty_like(tile.sources[0])
     term(0, total)
     if len(tile.sources) > 1:
@@ -55,16 +65,24 @@ def _total_weight(settings: Settings) -> float:
     return total if abs(total) >= _ZERO_WEIGHT else 1.0
 
 
-def _elected_sum(tile: Tile, settings: Settings, term: Term) -> torch.Tensor:
-    """Sum of the terms whose sign is that of the sum of all terms; a sum of 0 counts as positive.
+def agreeing_sum(
+    votes: torch.Tensor, term: Term, weights: tuple[float, ...], *, normalize: bool
+) -> torch.Tensor:
+    """Sum of the terms that have the sign of ``votes``; a vote of 0 counts as positive.
 
     Times the elected sign, an agreeing term is positive and any other one is cut off at 0. The cut
     lets NaN through, which a comparison of signs would drop.
+
+    Args:
+        votes: float32 ``[n]``, overwritten.
+        term: writes the terms.
+        weights: one for each source.
+        normalize: whether the sum is divided by the weights of the terms that went in.
     """
-    sign = _elect_(_sum(tile, term))
+    sign = _elect_(votes)
     merged, delta = torch.zeros_like(sign), torch.empty_like(sign)
-    divisor = torch.zeros_like(sign) if settings.flag("normalize") else None
-    for index, weight in enumerate(settings.per_source("weight")):
+    divisor = torch.zeros_like(sign) if normalize else None
+    for index, weight in enumerate(weights):
         term(index, delta)
         merged.add_(delta.mul_(sign).clamp_min_(0.0))
         if divisor is not None:

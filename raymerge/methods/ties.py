@@ -10,13 +10,9 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
-from raymerge.methods.random import keep_some, random_key
-from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection, chunks
+from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
-
-_ZERO_SUM = 1e-7
-# Not the recipe's seed: the method is not random, it only needs a fair choice among equals.
-_TIE_SEED = 0
+from raymerge.methods.trim import mark_largest_, tie_key
 
 _Selections: TypeAlias = tuple[MagnitudeSelection | None, ...]
 
@@ -70,34 +66,17 @@ class TiesKernel:
             if selection is None:
                 torch.mul(delta, weights[index], out=out)
                 return
-            _keep(delta, selection, out, source=index, start=tile.start)
+            torch.abs(delta, out=out)
+            mark_largest_(out, selection, key=tie_key("ties", index), start=tile.start)
             # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
             out.mul_(delta).mul_(weights[index] * _gain(selection))
 
         return merge_deltas(tile, settings, term, elect=True)
 
 
-def _keep(
-    delta: torch.Tensor, selection: MagnitudeSelection, out: torch.Tensor, *, source: int, start: int
-) -> None:
-    """Write 1 into ``out`` where an element is kept and 0 elsewhere."""
-    torch.abs(delta, out=out)
-    if selection.tied_share >= 1 or selection.threshold == 0:
-        out.ge_(selection.threshold)
-        return
-    key = random_key(_TIE_SEED, "ties", source)
-    for chunk in chunks(out.numel(), out.device):
-        kept = out[chunk]
-        tied = torch.nonzero(kept == selection.threshold).flatten()
-        kept.gt_(selection.threshold)
-        kept[tied] = keep_some(key, tied + (start + chunk.start), selection.tied_share).to(out.dtype)
-
-
 def _gain(selection: MagnitudeSelection) -> float:
-    """Factor that gives the trimmed delta the L1 norm of the whole; 1 when sums are absent or near 0."""
-    if selection.sum_all < _ZERO_SUM or selection.sum_kept < _ZERO_SUM:
-        return 1.0
-    return selection.sum_all / selection.sum_kept
+    """Factor that gives the trimmed delta the L1 norm of the whole; 1 when sums are absent or 0."""
+    return selection.sum_all / selection.sum_kept if selection.sum_kept else 1.0
 
 
 TIES = Method(

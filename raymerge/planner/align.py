@@ -27,9 +27,11 @@ class Aligned:
     lead: str
     """Its name in the lead checkpoint."""
     names: tuple[str, ...]
-    """Its name in each of ``span.everyone()``, whether stored there or not."""
+    """Its name in each of ``span.members``, whether stored there or not."""
     t: float
     """Layer position in [0, 1]; 0 outside layers."""
+    layer: int | None = None
+    """Number of its output layer; None outside layers."""
     alias: str = ""
     """For a head that is the embedding in every member: the embedding's output name, by which settings and
     chance go."""
@@ -86,7 +88,8 @@ class Aligner:
             length = lengths.get(info.stack, 0)
             inside = info.layer is not None and info.layer < length
             t = _position(info.layer, length) if inside and info.layer is not None else 0.0
-            yield Aligned(name, span, name, (name,) * len(span.everyone()), t)
+            layer = info.layer if inside else None
+            yield Aligned(name, span, name, (name,) * len(span.members), t, layer)
 
     def _stacked(self, section: Section) -> Iterator[Aligned]:
         """The tensors before the layers, span by span those of each layer, and those after the layers."""
@@ -108,22 +111,23 @@ class Aligner:
     def _layer(self, section: Section, span: Span, name: str, offset: int) -> Aligned:
         names = tuple(
             self._renamed(section, span.lead, member.source, name, member.first_layer + offset)
-            for member in span.everyone()
+            for member in span.members
         )
         output = self._renamed(section, span.lead, _first(section), name, span.first_output + offset)
-        return Aligned(output, span, name, names, _position(offset, span.num_layers or 0))
+        number = span.first_output + offset
+        return Aligned(output, span, name, names, _position(offset, span.num_layers or 0), number)
 
     def _outside(self, section: Section, span: Span, name: str, *, total: int) -> Aligned:
         """A tensor beside the layers; a multi-token-prediction layer keeps its distance from the last one."""
         own = self.placed[section.module, span.lead.source]
         info = self._logical[span.lead.source].infos[name]
         if own.stack is None or info.layer is None or info.stack != own.prefix:
-            members = [self.placed[section.module, member.source] for member in span.everyone()]
+            members = [self.placed[section.module, member.source] for member in span.members]
             output = counterpart(name, own, self.placed[section.module, _first(section)])
             return Aligned(output, span, name, tuple(counterpart(name, own, each) for each in members), 0.0)
         beyond = info.layer - own.num_layers
         names = []
-        for member in span.everyone():
+        for member in span.members:
             layer = self.placed[section.module, member.source].num_layers + beyond
             names.append(self._renamed(section, span.lead, member.source, name, layer))
         output = self._renamed(section, span.lead, _first(section), name, total + beyond)
@@ -144,7 +148,7 @@ class Aligner:
         if None in named:
             return
         lead = Member(self._donor, 0, {}, ("modules",))
-        copied = Span((lead,), None, lead, None, 0, (), ("modules",))
+        copied = Span((lead,), None, None, lead, None, 0, (), ("modules",))
         for name, module in modules_of(self._sources[self._donor]).items():
             if module not in named:
                 yield Aligned(name, copied, name, (name,), 0.0, copied=True)
@@ -158,7 +162,7 @@ def modules_of(source: Source) -> Mapping[str, str]:
 
 def _taken(section: Section, source: int) -> frozenset[Where | None]:
     """Where in a source the section's spans take tensors; None stands for everywhere."""
-    mine = [[member for member in span.everyone() if member.source == source] for span in section.spans]
+    mine = [[member for member in span.members if member.source == source] for span in section.spans]
     if section.is_whole:
         return frozenset([None]) if mine[0] else frozenset()
     taken: set[Where | None] = {

@@ -1,7 +1,8 @@
 """Parameters: which number holds for which tensor.
 
-Precedence, nearest first: the source's entry, its slice, its module, the recipe, the method's default. The
-filters of a per-source parameter look at the name in that source, those of a global one at the output's name.
+Precedence, nearest first: the source's entry, the rule that chose the method, the slice, the module, the
+recipe, the method's default. The filters of a per-source parameter look at the tensor in that source, those
+of a global one at the output's.
 """
 
 from __future__ import annotations
@@ -11,62 +12,82 @@ from collections.abc import Iterator, Sequence
 from raymerge.errors import Problem
 from raymerge.methods import Method, Parameter, Settings, Value
 from raymerge.planner.sources import Path_, Source
-from raymerge.planner.spans import Parameters, Span
-from raymerge.recipes import ModelEntry, OutputSlice, Recipe, Scalar, Setting, did_you_mean, evaluate
+from raymerge.planner.spans import Parameters
+from raymerge.planner.treatments import Treatment
+from raymerge.recipes import (
+    ModelEntry,
+    OutputSlice,
+    Recipe,
+    Scalar,
+    Setting,
+    Subject,
+    did_you_mean,
+    evaluate,
+)
+
+NOTHING = Subject("", frozenset(), None)
+"""What is asked about where no setting depends on a tensor."""
 
 
 class Binder:
-    """Binds one span's parameters; settings that depend on no name or layer are computed once."""
+    """Binds one treatment's parameters; settings that depend on no name or layer are computed once."""
 
-    def __init__(self, recipe: Recipe, method: Method, span: Span, sources: Sequence[Source]) -> None:
+    def __init__(self, recipe: Recipe, treatment: Treatment, sources: Sequence[Source]) -> None:
         self._recipe = recipe
-        self._method = method
-        self._span = span
-        self._names = {member.path: sources[member.source].name for member in span.members}
-        self._constant = self._compute("", [""] * len(span.members), 0.0) if self._is_constant() else None
+        self._method = treatment.method
+        self._treatment = treatment
+        self._names = {member.path: sources[member.source].name for member in treatment.members}
+        nothing = [NOTHING] * len(treatment.members)
+        self._constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
 
-    def settings(self, output: str, names: Sequence[str], t: float) -> Settings:
+    def settings(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
         """Settings for one output tensor.
 
         Args:
-            output: the output tensor's name.
-            names: the tensor's name in each member of the span.
+            output: the output tensor.
+            members: the tensor in each member of the treatment.
             t: layer position in [0, 1].
 
         Raises:
             BindError: a required parameter has no value here, or a value is out of bounds.
         """
-        return self._constant if self._constant is not None else self._compute(output, names, t)
+        return self._constant if self._constant is not None else self._compute(output, members, t)
 
     def _is_constant(self) -> bool:
-        scopes = [*self._span.scopes, *(member.parameters for member in self._span.members)]
-        return all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
+        scopes = [*self._treatment.scopes, *(member.parameters for member in self._treatment.members)]
+        plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
+        return plain and not self._method.positional
 
-    def _compute(self, output: str, names: Sequence[str], t: float) -> Settings:
+    def _compute(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
         values: dict[str, Value] = {}
-        sources: list[dict[str, Value]] = [{} for _ in self._span.members]
+        sources: list[dict[str, Value]] = [{} for _ in self._treatment.members]
         for parameter in self._method.parameters:
+            outer = [scope.get(parameter.name) for scope in self._treatment.scopes]
             if parameter.scope == "global":
-                chain = [scope.get(parameter.name) for scope in self._span.scopes]
-                values[parameter.name] = self._value(parameter, chain, output, t, place=self._span.path)
+                values[parameter.name] = self._value(parameter, outer, output, t, place=self._treatment.path)
                 continue
-            outer = [scope.get(parameter.name) for scope in self._span.scopes]
-            for position, member in enumerate(self._span.members):
+            for position, member in enumerate(self._treatment.members):
                 chain = [member.parameters.get(parameter.name), *outer]
                 sources[position][parameter.name] = self._value(
-                    parameter, chain, names[position], t, place=member.path
+                    parameter, chain, members[position], t, place=member.path
                 )
-        return Settings(values=values, sources=tuple(sources))
+        return Settings(values=values, sources=tuple(sources), position=t if self._method.positional else 0.0)
 
     def _value(
-        self, parameter: Parameter, chain: Sequence[Setting | None], name: str, t: float, *, place: Path_
+        self,
+        parameter: Parameter,
+        chain: Sequence[Setting | None],
+        subject: Subject,
+        t: float,
+        *,
+        place: Path_,
     ) -> Value:
         for setting in chain:
-            found = evaluate(setting, name, t) if setting is not None else None
+            found = evaluate(setting, subject, t) if setting is not None else None
             if found is not None:
-                return self._coerced(parameter, found, name, place)
+                return self._coerced(parameter, found, subject.name, place)
         if parameter.required:
-            raise BindError(self._required(parameter, place), parameter.name, name)
+            raise BindError(self._required(parameter, place), parameter.name, subject.name)
         return parameter.default
 
     def _coerced(self, parameter: Parameter, value: float, name: str, place: Path_) -> Value:
@@ -102,14 +123,20 @@ class BindError(ValueError):
         super().__init__(str(problem))
 
 
-def check_parameter_names(recipe: Recipe, method: Method) -> list[Problem]:
-    """Every parameter that the recipe writes must be one of the method's, at a level where it counts."""
+def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
+    """Every parameter that the recipe writes must be one of a method that it chooses, where it counts.
+
+    Args:
+        recipe: what is asked.
+        own: its ``merge_method``.
+        ruled: the method of each of its rules; a rule's parameters are its method's alone.
+    """
     problems: list[Problem] = []
     for path, parameters, is_entry in _written(recipe):
+        chosen = [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
         for name in parameters:
-            problems.extend(
-                _name_problem(recipe, method, (*path, "parameters", name), name, is_entry=is_entry)
-            )
+            place = (*path, "parameters", name)
+            problems.extend(_name_problem(recipe, chosen, place, name, is_entry=is_entry))
     return problems
 
 
@@ -118,15 +145,19 @@ def written_parameters(recipe: Recipe) -> frozenset[str]:
     return frozenset(name for _, parameters, _ in _written(recipe) for name in parameters)
 
 
-def _name_problem(recipe: Recipe, method: Method, path: Path_, name: str, *, is_entry: bool) -> list[Problem]:
-    parameter = method.parameter(name)
+def _name_problem(
+    recipe: Recipe, chosen: Sequence[Method], path: Path_, name: str, *, is_entry: bool
+) -> list[Problem]:
+    found = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
     where = recipe.where(*path)
-    if parameter is None:
-        known = [p.name for p in method.parameters]
+    if not found:
+        called = " or ".join(method.name for method in chosen)
+        known = list(dict.fromkeys(p.name for method in chosen for p in method.parameters))
         hint = did_you_mean(name, known)
-        listed = f"{method.name} has: {', '.join(known)}." if known else f"{method.name} has no parameters."
-        return [Problem(where, f"'{name}' is not a parameter of {method.name}.", f"{hint} {listed}".strip())]
-    if is_entry and parameter.scope == "global":
+        has = "has" if len(chosen) == 1 else "have"
+        listed = f"{called} {has}: {', '.join(known)}." if known else f"{called} {has} no parameters."
+        return [Problem(where, f"'{name}' is not a parameter of {called}.", f"{hint} {listed}".strip())]
+    if is_entry and all(parameter.scope == "global" for parameter in found):
         return [
             Problem(
                 where,
@@ -140,6 +171,8 @@ def _name_problem(recipe: Recipe, method: Method, path: Path_, name: str, *, is_
 def _written(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
     yield (), recipe.parameters, False
+    for index, rule in enumerate(recipe.methods):
+        yield ("methods", index), rule.parameters, False
     yield from _entries((), recipe.models)
     yield from _slices((), recipe.slices)
     for name, module in recipe.modules.items():

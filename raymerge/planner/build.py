@@ -19,19 +19,24 @@ from raymerge.planner.align import Aligner, modules_of
 from raymerge.planner.bind import check_parameter_names, written_parameters
 from raymerge.planner.check import check_plan
 from raymerge.planner.config import plan_config
+from raymerge.planner.config_fields import vocabulary_size, with_fields
 from raymerge.planner.consistency import config_problems
-from raymerge.planner.dispositions import Disposition, Fate, Rule
+from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.expressions import Output
 from raymerge.planner.families import config_notes, other_families, other_meanings
+from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.outputs import OutputBuilder
 from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
-from raymerge.planner.sources import Source, model_references
+from raymerge.planner.sources import Holding, Path_, Source, holdings, model_references
 from raymerge.planner.spans import Section, SpanBuilder
 from raymerge.planner.stacking import check_stacks
+from raymerge.planner.supplies import Supplies
 from raymerge.planner.tables import make_tables
 from raymerge.planner.ties import settle_tie, with_heads
+from raymerge.planner.treatments import OWN, Treatments, check_rule_sources
+from raymerge.planner.vocabularies import plan_tokenizer
 from raymerge.recipes import Recipe, canonical, did_you_mean
 
 
@@ -53,41 +58,58 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
 
 
 def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
-    method = _method(recipe)
+    method, ruled = _methods(recipe)
     donor = donor_of(recipe, sources)
-    sections, problems = _sections(recipe, method, sources)
+    findings = Findings()
+    treatments = Treatments(recipe, method, ruled, sources, findings)
+    sections = _sections(recipe, (method, *ruled), sources, treatments, findings)
     logical = [LogicalTensors(source) for source in sources]
     aligner = Aligner(sections, sources, logical, donor=donor)
-    builder = OutputBuilder(recipe, method, sources, logical)
-    findings = builder.findings
+    supplies = Supplies(sources, logical)
+    for laid in supplies.adapters.values():
+        for problem in laid.problems():
+            findings.add(problem)
+    tokenizer, problems = plan_tokenizer(recipe, sources, donor=donor)
     for problem in problems:
         findings.add(problem)
+    builder = OutputBuilder(recipe, treatments, supplies, findings, vocabulary=tokenizer.vocabulary)
     check_stacks(sections, aligner.placed, donor=donor, findings=findings)
     outputs = _outputs(recipe, builder, aligner, sections, sources)
+    treatments.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=sources[donor])
-    _settle_rest(recipe, aligner, builder, sources, logical, sections)
+    _settle_rest(recipe, aligner, builder, supplies, sections)
     config, objections = plan_config(recipe, sources[donor], sources, logical, sections, outputs, tie)
     for objection in objections:
         findings.add(objection)
+    resized = builder.embeddings.num_rows
+    config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
     shards = place_shards(outputs, recipe.shard_size)
     for problem in _disagreements(shards, config, sources[donor]) if findings.is_empty else ():
         findings.add(problem)
     rows = place_rows(outputs, shards)
-    tables, expressions = make_tables(outputs, shards, rows, cut_segments(rows), builder.fates.rows())
+    tables, expressions = make_tables(
+        outputs, shards, rows, cut_segments(rows), builder.fates.rows(), tokenizer.files
+    )
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "raymerge": version,
         "recipe": json.loads(canonical(recipe)),
         "recipe_text": recipe.text,
         "method": method.name,
+        "rules": [each.name for each in ruled],
         "seed": recipe.seed,
         "duplicates": recipe.duplicates,
-        "sources": [_fingerprint(source) for source in sources],
+        "sources": [_fingerprint(holding) for holding in holdings(sources)],
         "donor": donor,
         "expressions": [expression_to_json(expression) for expression in expressions],
         "config": config,
+        "left_out": list(tokenizer.left_out),
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
-        "notes": _notes(recipe, method, sources, sections),
+        "notes": [
+            *_notes(recipe, (method, *ruled), sources, sections),
+            *tokenizer.notes,
+            *_applied(supplies, builder.fates),
+        ],
     }
     return make_plan(manifest, tables, findings.problems())
 
@@ -131,42 +153,70 @@ def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
     return next(source.index for source in sources if source.reference == wanted)
 
 
-def _method(recipe: Recipe) -> Method:
-    method = find_method(recipe.merge_method)
-    if method is not None:
-        return method
-    known = list(methods())
-    hint = did_you_mean(recipe.merge_method, known)
-    raise PlanError(
-        Problem(
-            recipe.where("merge_method"),
-            f"there is no merge_method '{recipe.merge_method}'.",
-            f"{hint} raymerge has: {', '.join(known)}.".strip(),
+def _methods(recipe: Recipe) -> tuple[Method, tuple[Method, ...]]:
+    """The recipe's own method, and that of each of its rules.
+
+    Raises:
+        PlanError: with every name that is no method's.
+    """
+    problems: list[Problem] = []
+    own = _named(recipe, recipe.merge_method, ("merge_method",), problems)
+    ruled = [
+        _named(recipe, rule.merge_method or recipe.merge_method, ("methods", index, "merge_method"), problems)
+        for index, rule in enumerate(recipe.methods)
+    ]
+    found = [method for method in ruled if method is not None]
+    if own is None or problems:
+        raise PlanError(problems)
+    return own, tuple(found)
+
+
+def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> Method | None:
+    method = find_method(name)
+    if method is None:
+        known = list(methods())
+        hint = did_you_mean(name, known)
+        problems.append(
+            Problem(
+                recipe.where(*path),
+                f"there is no merge_method '{name}'.",
+                f"{hint} raymerge has: {', '.join(known)}.".strip(),
+            )
         )
-    )
+    return method
 
 
 def _sections(
-    recipe: Recipe, method: Method, sources: Sequence[Source]
-) -> tuple[tuple[Section, ...], list[Problem]]:
-    """The sections, with what is wrong with the recipe but leaves a plan that tells what else is wrong.
+    recipe: Recipe,
+    chosen: Sequence[Method],
+    sources: Sequence[Source],
+    treatments: Treatments,
+    findings: Findings,
+) -> tuple[Section, ...]:
+    """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
 
     Raises:
         PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
     """
     donor = sources[donor_of(recipe, sources)]
-    spans = SpanBuilder(recipe, method, sources)
+    spans = SpanBuilder(recipe, chosen, sources)
     sections = spans.sections()
     bare = [*other_families(recipe, sources, donor=donor), *spans.problems, *_module_names(recipe, sources)]
+    if not recipe.methods:
+        # With rules, what the recipe's own method cannot do matters only for tensors that no rule takes.
+        unfit = [treatments.by(span, OWN) for section in sections for span in section.spans]
+        bare += findings.problems() if None in unfit else ()
     problems = [
-        *_not_yet(recipe),
-        *check_parameter_names(recipe, method),
+        *check_parameter_names(recipe, chosen[0], chosen[1:]),
+        *check_rule_sources(recipe),
         *other_meanings(recipe, sections, sources, donor=donor),
         *_no_base_to_copy(recipe, sections, sources),
     ]
     if bare:
         raise PlanError([*bare, *problems])
-    return sections, problems
+    for problem in problems:
+        findings.add(problem)
+    return sections
 
 
 def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]) -> list[Problem]:
@@ -183,24 +233,6 @@ def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Seque
             + ("some slices do not take the base_model." if bases - {None} else "there is no base_model."),
             "Name the base_model, among the sources of every slice too, or remove 'missing_tensors'.",
         )
-    ]
-
-
-def _not_yet(recipe: Recipe) -> list[Problem]:
-    """Parts of the recipe language that are read but not carried out yet."""
-    wanted = {
-        "tokenizer_source": recipe.tokenizer_source,
-        "tokenizer": recipe.tokenizer,
-        "chat_template": recipe.chat_template,
-    }
-    return [
-        Problem(
-            recipe.where(key),
-            f"'{key}' asks for a new tokenizer, and raymerge does not build tokenizers yet.",
-            "Remove it to copy the base's tokenizer byte for byte.",
-        )
-        for key, value in wanted.items()
-        if value is not None
     ]
 
 
@@ -247,21 +279,28 @@ def _settle_rest(
     recipe: Recipe,
     aligner: Aligner,
     builder: OutputBuilder,
-    sources: Sequence[Source],
-    logical: Sequence[LogicalTensors],
+    supplies: Supplies,
     sections: Sequence[Section],
 ) -> None:
     """Give every tensor that no output used its rule, or report it."""
-    used = {member.source for section in sections for span in section.spans for member in span.everyone()}
-    lead = sources[donor_of(recipe, sources)].name
-    for source, name in list(builder.fates.unsettled()):
-        rule = _rule(recipe, aligner, source, name, used=used, role=logical[source].part(name))
+    used = {member.source for section in sections for span in section.spans for member in span.members}
+    models = {laid.store: index for index, laid in supplies.adapters.items()}
+    lead = supplies.sources[donor_of(recipe, supplies.sources)].name
+    for store, name in list(builder.fates.unsettled()):
+        source, changed = store, name
+        if store in models:
+            source = models[store]
+            changed = supplies.adapters[source].changed_by(name) or ""
+            if not changed:
+                continue  # That it has no tensor to go to is said already.
+        role = supplies.logical[source].part(changed)
+        rule = _rule(recipe, aligner, source, changed, used=used, role=role)
         if rule is not None:
-            builder.fates.settle(source, name, Fate(Disposition.DROPPED, rule))
+            builder.fates.settle(store, name, Fate(Disposition.DROPPED, rule))
             continue
         builder.findings.tensor(
-            ("extra", sources[source].name),
-            where=sources[source].name,
+            ("extra", supplies.sources[source].name),
+            where=supplies.sources[source].name,
             what=f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
             remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in "
             "the recipe to leave them out.",
@@ -281,18 +320,17 @@ def _rule(
     return Rule.EXTRA_DROPPED if recipe.extra_tensors == "drop" else None
 
 
-def _fingerprint(source: Source) -> dict[str, Any]:
-    """What tells one checkpoint from another without reading its weights."""
-    checkpoint = source.checkpoint
+def _fingerprint(holding: Holding) -> dict[str, Any]:
+    """What tells one checkpoint, or adapter, from another without reading its weights."""
     return {
-        "name": source.name,
-        "num_tensors": len(checkpoint.tensors),
-        "files": [[file.key, file.nbytes, file.header_digest] for file in checkpoint.files],
+        "name": holding.name,
+        "num_tensors": len(holding.tensors),
+        "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
     }
 
 
 def _notes(
-    recipe: Recipe, method: Method, sources: Sequence[Source], sections: Sequence[Section]
+    recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source], sections: Sequence[Section]
 ) -> list[str]:
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
     giver = sources[donor_of(recipe, sources)]
@@ -301,6 +339,7 @@ def _notes(
     notes += config_notes(sections, sources, donor=giver)
     notes += [
         f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
+        for method in dict.fromkeys(chosen)
         for parameter in method.parameters
         if not parameter.effective and parameter.name in written_parameters(recipe)
     ]
@@ -308,3 +347,15 @@ def _notes(
         named = ", ".join(str(section.module) for section in sections)
         notes.append(f"modules named in the recipe: {named}; all others are copied from {donor}")
     return notes
+
+
+def _applied(supplies: Supplies, fates: Fates) -> Iterator[str]:
+    """How many of each adapter's changes go into the output."""
+    dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
+    for index, laid in supplies.adapters.items():
+        changes = laid.changes()
+        used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
+        outside = len(changes) - len(used)
+        rest = f"; the recipe leaves out the tensors of {outside}" if outside else ""
+        model = supplies.sources[index].checkpoint.name
+        yield f"{laid.adapter.name} on {model}: deltas applied {len(used)} of {len(changes)}{rest}"

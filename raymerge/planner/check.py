@@ -18,6 +18,8 @@ from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, find_method
+from raymerge.planner.assemblies import input_bytes
+from raymerge.planner.check_assemblies import check_assemblies
 from raymerge.planner.check_rows import check_rows
 from raymerge.planner.columns import Flags, Ints, codes, ints, lists, products
 from raymerge.planner.contradictions import Contradictions
@@ -46,6 +48,8 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
         _check_expressions(plan.expressions, found)
         _check_dispositions(plan, found)
         _check_config(plan, found)
+    if not found:
+        check_assemblies(plan, found)
     if not found:
         check_rows(plan, found)
     if not found:
@@ -80,8 +84,10 @@ def _touch_manifest(plan: Plan) -> None:
             raise TypeError("files")
     manifest["sources"][manifest["donor"]]
     for expression in plan.expressions:
-        expression.bind(keys=(), shape=())
+        float(expression.bind(keys=(), shape=()).position)
     manifest["config"].keys()
+    if not all(isinstance(name, str) for name in manifest["left_out"]):
+        raise TypeError("left_out")
     manifest["tie"]["tied"], manifest["tie"]["head"], manifest["tie"]["embedding"]
     manifest["recipe"].get("dtype"), manifest["recipe"].get("out_dtype")
 
@@ -95,6 +101,8 @@ def _check_references(plan: Plan, found: Contradictions) -> None:
         ("rows", "shard"): num_rows["shards"],
         ("rows", "expression"): len(plan.manifest["expressions"]),
         ("inputs", "source"): len(plan.manifest["sources"]),
+        ("terms", "source"): len(plan.manifest["sources"]),
+        ("factors", "source"): len(plan.manifest["sources"]),
         ("segments", "shard"): num_rows["shards"],
         ("dispositions", "source"): len(plan.manifest["sources"]),
     }
@@ -104,6 +112,8 @@ def _check_references(plan: Plan, found: Contradictions) -> None:
     words: Mapping[tuple[str, str], set[str]] = {
         ("tensors", "dtype"): set(_DTYPES),
         ("inputs", "dtype"): set(_DTYPES),
+        ("terms", "dtype"): set(_DTYPES),
+        ("factors", "dtype"): set(_DTYPES),
         ("dispositions", "disposition"): {each.value for each in Disposition},
         ("dispositions", "rule"): {each.value for each in Rule},
     }
@@ -186,6 +196,8 @@ def _objection(expression: Expression) -> str | None:
         return f"{method.name} has a base too many or too few"
     if not expression.cast.is_mergeable:
         return f"its result is written as {expression.cast.value} codes"
+    if not 0 <= settings.position <= 1 or (settings.position and not method.positional):
+        return f"{method.name} has the position {settings.position}"
     known = {parameter.name for parameter in method.parameters}
     unknown = sorted({*settings.values, *(name for each in settings.sources for name in each)} - known)
     if unknown:
@@ -266,7 +278,7 @@ def _check_segments(plan: Plan, found: Contradictions) -> None:
 
 def _row_costs(plan: Plan) -> Ints:
     rows = plan["rows"]
-    read = np.append(0, np.cumsum(ints(plan["inputs"], "nbytes")))
+    read = np.append(0, np.cumsum(input_bytes(plan)))
     first, count = ints(rows, "first_input"), ints(rows, "num_inputs")
     cost = ints(rows, "nbytes") + read[first + count] - read[first]
     return np.where(ints(rows, "copy_of") >= 0, 0, cost)

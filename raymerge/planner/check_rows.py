@@ -10,8 +10,12 @@ import pyarrow as pa
 
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
+from raymerge.methods import Access, find_method
+from raymerge.planner.check_assemblies import check_assembled, holds_view
+from raymerge.planner.check_bytes import check_bytes, check_views, stored_bits
 from raymerge.planner.columns import Flags, Ints, codes, gather, ints, lists, products, starts, sums
 from raymerge.planner.contradictions import Contradictions
+from raymerge.planner.expressions import Expression
 from raymerge.planner.plan import Plan
 
 _LARGEST_TRIED = 1 << 28
@@ -46,6 +50,10 @@ class _Rows:
     """``[I]``: index among all parts."""
     part_sizes: Ints
     """``[P]``: elements of each part."""
+    is_assembled: Flags
+    """``[I]``: whether it is made of rows of other tensors."""
+    is_strided: Flags
+    """``[I]``: whether it, or what it is assembled of, lies within a fused tensor."""
 
 
 def check_rows(plan: Plan, found: Contradictions) -> None:
@@ -55,8 +63,9 @@ def check_rows(plan: Plan, found: Contradictions) -> None:
         return
     rows = _rows(plan)
     _check_tiling(plan, rows, found)
-    _check_parts(rows, found)
+    _check_parts(plan, rows, found)
     _check_inputs(plan, rows, found)
+    check_assembled(plan, rows.part_of_input, found)
     _check_copies(plan, rows, found)
 
 
@@ -95,6 +104,7 @@ def _rows(plan: Plan) -> _Rows:
     num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
     index = np.arange(rows.num_rows)
     row_of_input = np.repeat(index, num_inputs)
+    assembly = ints(inputs, "assembly")
     is_copy = np.array([each.is_copy for each in plan.expressions], dtype=np.bool_)
     return _Rows(
         table=rows,
@@ -109,6 +119,8 @@ def _rows(plan: Plan) -> _Rows:
         row_of_input=row_of_input,
         part_of_input=ints(rows, "first_part")[row_of_input] + ints(inputs, "part"),
         part_sizes=products(*lists(parts, "shape")),
+        is_assembled=assembly >= 0,
+        is_strided=(lists(inputs, "view_strides")[0] > 0) | holds_view(plan)[assembly],
     )
 
 
@@ -139,22 +151,21 @@ def _number(word: str, words: list[str]) -> int:
     return words.index(word) if word in words else -1
 
 
-def _check_parts(rows: _Rows, found: Contradictions) -> None:
+def _check_parts(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     """Parts fill their row; the pieces of a cut tensor follow each other; views stay within the row."""
     found.flag("parts", rows.part_sizes < 0, "its shape is not one of sizes")
     lengths = lists(rows.parts, "view_strides")[0]
     strided = np.bincount(rows.row_of_part, weights=lengths > 0, minlength=len(rows.num_parts)) > 0
-    is_view = lists(rows.inputs, "view_strides")[0] > 0
-    read_strided = np.bincount(rows.row_of_input, weights=is_view, minlength=len(rows.num_parts)) > 0
+    read_strided = np.bincount(rows.row_of_input, weights=rows.is_strided, minlength=len(rows.num_parts)) > 0
     plain = (rows.num_parts == 1) & ~strided & ~read_strided
     found.flag("rows", rows.is_flat != plain, "is_flat is wrong")
     found.flag("rows", rows.is_copy & ~plain, "a copy of bytes has parts or views")
     filled = sums(rows.num_parts, rows.part_sizes)
     found.flag("rows", ~rows.is_flat & (filled != rows.num_elements), "its parts do not fill it")
-    _check_pieces(rows, found)
+    _check_pieces(plan, rows, found)
     span = rows.num_elements[rows.row_of_part]
     shape = lists(rows.parts, "shape")
-    _check_views("parts", rows.parts, shape, found, span=span, rank=shape[0])
+    check_views("parts", rows.parts, shape, found, span=span, rank=shape[0])
     if not found:
         _check_coverage(rows, found)
 
@@ -185,7 +196,7 @@ def _covers(num_elements: int, views: Iterable[tuple[int, list[int], list[int]]]
     return bool(seen.all())
 
 
-def _check_pieces(rows: _Rows, found: Contradictions) -> None:
+def _check_pieces(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     first = ints(rows.table, "first_element")
     stop = first + rows.num_elements
     whole = rows.part_sizes[starts(rows.num_parts)]
@@ -200,62 +211,48 @@ def _check_pieces(rows: _Rows, found: Contradictions) -> None:
         found.flag("rows", (first != 0) & other, "it goes on with another logical tensor or expression")
     ends = (stop == whole) | ((stop < whole) & goes_on)
     found.flag("rows", rows.is_flat & ~ends, "the logical tensor is not made to its end")
+    whole_only = np.array([not _divides(each) for each in plan.expressions], dtype=np.bool_)
+    cut = whole_only[ints(rows.table, "expression")] & (rows.num_elements != whole)
+    found.flag("rows", rows.is_flat & cut, "it is a piece, and its method needs the whole tensor")
+
+
+def _divides(expression: Expression) -> bool:
+    method = find_method(expression.method)
+    settings = expression.bind(keys=(), shape=())
+    return expression.is_copy or (method is not None and method.access_with(settings) is Access.ELEMENT)
 
 
 def _check_inputs(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     """Inputs lie within their files, and hold as many elements as their part."""
     inputs = rows.inputs
-    offset, nbytes = ints(inputs, "offset"), ints(inputs, "nbytes")
-    size = _file_sizes(plan, inputs)
-    outside = (offset < 0) | (nbytes < 0) | (offset > size) | (nbytes > size - offset)
-    found.flag("inputs", outside, "it is not within a file of its source")
-    dtype, words = codes(inputs, "dtype")
-    bits = np.array([DType(word).bits for word in words], dtype=np.int64)[dtype]
+    check_bytes(plan, "inputs", found)
+    nbytes, bits, whole = ints(inputs, "nbytes"), stored_bits(inputs), ~rows.is_assembled
     flat = rows.is_flat[rows.row_of_input]
     wanted = np.where(flat, rows.num_elements[rows.row_of_input], rows.part_sizes[rows.part_of_input])
     is_view = lists(inputs, "view_strides")[0] > 0
-    found.flag("inputs", ~is_view & (nbytes * 8 != wanted * bits), "nbytes is not that of its elements")
+    found.flag(
+        "inputs", whole & ~is_view & (nbytes * 8 != wanted * bits), "nbytes is not that of its elements"
+    )
     shape = lists(inputs, "view_shape")
     found.flag("inputs", (shape[0] > 0) != is_view, "a view has a shape or strides only")
-    found.flag("inputs", is_view & (products(*shape) != wanted), "its view has another size than its part")
-    _check_views("inputs", inputs, shape, found, span=nbytes * 8 // bits, rank=shape[0])
+    found.flag(
+        "inputs", whole & is_view & (products(*shape) != wanted), "its view has another size than its part"
+    )
+    check_views("inputs", inputs, shape, found, span=nbytes * 8 // bits, rank=shape[0])
+    _check_dtypes(plan, rows, found)
+
+
+def _check_dtypes(plan: Plan, rows: _Rows, found: Contradictions) -> None:
+    """Copies read what they write, arithmetic reads numbers."""
+    dtype, words = codes(rows.inputs, "dtype")
     written = np.array([DType(each.cast) for each in plan.expressions])[ints(rows.table, "expression")]
     read = np.array([DType(word) for word in words])[dtype] if len(dtype) else written[:0]
     changed = rows.is_copy[rows.row_of_input] & (read != written[rows.row_of_input])
     found.flag("inputs", changed, "a copy of bytes reads another dtype")
     codes_read = np.array([not DType(word).is_mergeable for word in words], dtype=np.bool_)[dtype]
     found.flag("inputs", codes_read & ~rows.is_copy[rows.row_of_input], "arithmetic reads codes")
-
-
-def _file_sizes(plan: Plan, inputs: pa.Table) -> Ints:
-    """Size of the file of each input; -1 where the source has no such file."""
-    key, keys = codes(inputs, "key")
-    sources = plan.manifest["sources"]
-    table = np.full((len(sources), max(len(keys), 1)), -1, dtype=np.int64)
-    position = {name: index for index, name in enumerate(keys)}
-    for index, source in enumerate(sources):
-        for name, nbytes, _ in source["files"]:
-            if name in position:
-                table[index, position[name]] = nbytes
-    return np.asarray(table[ints(inputs, "source"), key], dtype=np.int64)
-
-
-def _check_views(
-    name: str, table: pa.Table, shape: tuple[Ints, Ints], found: Contradictions, *, span: Ints, rank: Ints
-) -> None:
-    """Views of ``table`` stay within ``span`` elements ``[rows]``."""
-    lengths, strides = lists(table, "view_strides")
-    viewed = lengths > 0
-    found.flag(name, viewed & (lengths != rank), "its view has another rank than its shape")
-    offset = ints(table, "view_offset")
-    found.flag(name, ~viewed & (offset != 0), "it has an offset and no view")
-    if found or not viewed.any():
-        return
-    sizes = shape[1][np.repeat(viewed, shape[0])]
-    reach = sums(lengths, np.maximum(sizes - 1, 0) * strides)
-    empty = (products(*shape) == 0) & viewed
-    beyond = (offset < 0) | (reach < 0) | ((offset + reach >= span) & ~empty)
-    found.flag(name, viewed & beyond, "its view leaves its region")
+    copied = rows.is_copy[rows.row_of_input] & rows.is_assembled
+    found.flag("inputs", copied, "a copy of bytes is assembled of rows")
 
 
 def _check_copies(plan: Plan, rows: _Rows, found: Contradictions) -> None:
@@ -291,7 +288,7 @@ def _reads_differ(plan: Plan, rows: _Rows, copies: Ints, models: Ints) -> Flags:
     mine, theirs = gather(first[copies], counts), gather(first[models], counts)
     unlike = np.zeros(len(mine), dtype=np.bool_)
     key = codes(plan["inputs"], "key")[0]
-    for values in (key, *(ints(plan["inputs"], name) for name in ("source", "offset", "nbytes"))):
+    for values in (key, *(ints(plan["inputs"], name) for name in ("source", "offset", "nbytes", "assembly"))):
         unlike |= values[mine] != values[theirs]
     owner = np.repeat(np.arange(len(copies)), counts)
     return np.bincount(owner, weights=unlike, minlength=len(copies)) > 0

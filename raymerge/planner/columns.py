@@ -44,6 +44,14 @@ def sums(lengths: Ints, values: Ints) -> Ints:
     return _reduced(lengths, values, start=0, multiply=False)
 
 
+def last_values(lengths: Ints, values: Ints, *, default: int) -> Ints:
+    """Last value of each list ``[rows]``; ``default`` for an empty one."""
+    result = np.full(len(lengths), default, dtype=np.int64)
+    some = lengths > 0
+    result[some] = values[(starts(lengths) + lengths)[some] - 1]
+    return result
+
+
 def starts(counts: Ints) -> Ints:
     """Where each of some consecutive runs begins ``[rows]``, from their lengths."""
     return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)

@@ -32,7 +32,9 @@ def plan_config(
     outputs: Sequence[Output],
     tie: TieDecision,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The output's config, and what no config can say of this merge."""
+    """The output's config, and what no config can say of this merge; files of tensors have none."""
+    if donor.checkpoint.is_raw:
+        return {}, []
     config: Mapping[str, Any] = donor.checkpoint.config
     problems: list[Problem] = []
     for section in sections:

@@ -11,6 +11,9 @@ from raymerge.architectures.sections import text_path
 from raymerge.architectures.ties import TIE_KEY
 from raymerge.dtypes import DType, config_name
 
+VOCABULARY_KEY = "vocab_size"
+"""The field that counts the rows of the embedding."""
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -28,6 +31,30 @@ def output_config(
     if tie is not None:
         _set(result, (TIE_KEY,), tie)
     return result
+
+
+def with_fields(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with fields changed or added, by dotted path; sections on the way must be there."""
+    result = copy.deepcopy(dict(config))
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        section = result
+        for name in sections:
+            section = section[name]
+        section[key] = value
+    return result
+
+
+def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
+    """The fields that count the rows of the embedding, by dotted path, with another number."""
+    text = text_path(config)
+    found: dict[str, int] = {}
+    section = config
+    for depth in range(len(text) + 1):
+        if VOCABULARY_KEY in section and section[VOCABULARY_KEY] != num_rows:
+            found[".".join((*text[:depth], VOCABULARY_KEY))] = num_rows
+        section = section[text[depth]] if depth < len(text) else section
+    return found
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from raymerge.planner.sources import Source
+from raymerge.planner.sources import Holding
 
 
 class Disposition(StrEnum):
@@ -31,6 +31,10 @@ class Rule(StrEnum):
     """Its module is not named in the recipe, so the lead's is copied."""
     COPIED_FROM_LEAD = "copied_from_lead"
     """Integers and recomputed buffers are not averaged: the lead's are kept."""
+    ADAPTED = "adapted"
+    """It passes from one source with what an adapter adds to it."""
+    REPLACED = "replaced"
+    """An adapter that is laid over the model has another in its place."""
     LEAD_HAS_IT = "lead_has_it"
     """The lead's integers or buffers are kept instead of these."""
     RECOMPUTED_BUFFER = "recomputed_buffer"
@@ -45,6 +49,8 @@ class Rule(StrEnum):
     """The model gives only config, tokenizer and companion files."""
     ONLY_IN_BASE = "only_in_base"
     """Some source lacks it and the recipe says ``missing_tensors: copy_base``, so the base's is kept."""
+    NOT_CHOSEN = "not_chosen"
+    """The method or rule that makes the output takes it from other sources."""
     EXTRA_DROPPED = "extra_dropped"
     """The lead lacks it and the recipe says ``extra_tensors: drop``."""
 
@@ -67,11 +73,11 @@ class Fate:
 
 
 class Fates:
-    """Fates of all source tensors as planning goes on; one used twice keeps its strongest disposition."""
+    """Fates of all tensors of sources and adapters; one that is used twice keeps its strongest."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self._fates: list[dict[str, Fate]] = [{} for _ in sources]
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self._holdings = holdings
+        self._fates: list[dict[str, Fate]] = [{} for _ in holdings]
 
     def settle(self, source: int, name: str, fate: Fate) -> None:
         """Record a use (or a named drop) of a tensor."""
@@ -81,14 +87,14 @@ class Fates:
 
     def unsettled(self) -> Iterator[tuple[int, str]]:
         """Tensors that nothing has been said of yet."""
-        for source, fates in zip(self._sources, self._fates, strict=True):
-            for name in source.checkpoint.tensors:
+        for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
+            for name in holding.tensors:
                 if name not in fates:
-                    yield source.index, name
+                    yield index, name
 
     def rows(self) -> Iterator[tuple[int, str, Fate]]:
         """Every settled tensor: source, name, fate, in the checkpoints' order."""
-        for source, fates in zip(self._sources, self._fates, strict=True):
-            for name in source.checkpoint.tensors:
+        for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
+            for name in holding.tensors:
                 if name in fates:
-                    yield source.index, name, fates[name]
+                    yield index, name, fates[name]

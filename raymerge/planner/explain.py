@@ -8,21 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
 from raymerge.methods import find_method
+from raymerge.planner.assemblies import input_bytes
 from raymerge.planner.dispositions import Disposition
 from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Projection, expression_passes
 from raymerge.planner.plan import Plan
-from raymerge.planner.sources import Source
+from raymerge.planner.sources import Holding, Source, holdings
 
 _EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One source as it lies on disk."""
+    """One source, or one adapter, as it lies on disk."""
 
     name: str
     """What the recipe calls it."""
@@ -103,7 +103,7 @@ class Explanation:
     method: str
     """Merge method."""
     sources: tuple[SourceLine, ...]
-    """The sources, by index."""
+    """The sources, by index, and after them the adapters laid over them."""
     output: OutputLine
     """What will be written."""
     dispositions: tuple[DispositionLine, ...]
@@ -171,15 +171,15 @@ def explain(
         memory: peak memory under the budget in question.
         problems: of the run options, to be told with the plan's.
     """
-    checkpoints = [source.checkpoint for source in sources]
+    holders = holdings(sources)
     donor = int(plan.manifest["donor"])
     shards = plan["shards"]
     return Explanation(
         digest=plan.digest,
         method=str(plan.manifest["method"]),
-        sources=tuple(_source_line(each, index == donor) for index, each in enumerate(checkpoints)),
+        sources=tuple(_source_line(each, index == donor) for index, each in enumerate(holders)),
         output=_output_line(plan),
-        dispositions=_disposition_lines(plan, checkpoints),
+        dispositions=_disposition_lines(plan, holders),
         read_bytes=_read_bytes(plan),
         passes=max((expression_passes(each) for each in plan.expressions), default=0),
         written_bytes=sum(shards.column("nbytes").to_pylist()),
@@ -187,7 +187,7 @@ def explain(
         duplicates=_duplicates(plan),
         tie=str(plan.manifest["tie"]["reason"]),
         memory=memory,
-        config_changes=config_changes(checkpoints[donor].config, plan.manifest["config"]),
+        config_changes=config_changes(sources[donor].checkpoint.config, plan.manifest["config"]),
         notes=tuple(plan.manifest["notes"]),
         problems=(*plan.problems, *problems),
     )
@@ -245,13 +245,13 @@ def _kind(expression: Expression) -> Disposition:
     return Disposition.CONVERTED if keeps_values else Disposition.MERGED
 
 
-def _source_line(checkpoint: Checkpoint, gives_config: bool) -> SourceLine:
+def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
     sizes: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
+    for tensor in holder.tensors.values():
         sizes[tensor.dtype.value] += tensor.nbytes
     return SourceLine(
-        name=checkpoint.name,
-        tensors=len(checkpoint.tensors),
+        name=holder.name,
+        tensors=len(holder.tensors),
         nbytes=sizes.total(),
         dtypes=_by_size(sizes),
         gives_config=gives_config,
@@ -275,7 +275,7 @@ def _by_size(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype)))
 
 
-def _disposition_lines(plan: Plan, checkpoints: Sequence[Checkpoint]) -> tuple[DispositionLine, ...]:
+def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[DispositionLine, ...]:
     groups: dict[tuple[int, str, str], list[str]] = {}
     wanted = ("source", "disposition", "rule", "name")
     for source, disposition, rule, name in _columns(plan, "dispositions", wanted):
@@ -287,7 +287,7 @@ def _disposition_lines(plan: Plan, checkpoints: Sequence[Checkpoint]) -> tuple[D
             disposition=disposition,
             rule=rule,
             tensors=len(names),
-            nbytes=sum(checkpoints[source].tensors[name].nbytes for name in names),
+            nbytes=sum(holders[source].tensors[name].nbytes for name in names),
             examples=tuple(names[:_EXAMPLES]) if disposition == Disposition.DROPPED else (),
         )
         for (source, disposition, rule), names in groups.items()
@@ -297,7 +297,7 @@ def _disposition_lines(plan: Plan, checkpoints: Sequence[Checkpoint]) -> tuple[D
 
 def _read_bytes(plan: Plan) -> int:
     """Bytes of the inputs of every row that is computed; copies of such rows read nothing."""
-    sizes = plan["inputs"].column("nbytes").to_pylist()
+    sizes = input_bytes(plan).tolist()
     wanted = ("copy_of", "first_input", "num_inputs")
     return sum(
         sum(sizes[first : first + count])

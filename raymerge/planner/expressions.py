@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raymerge.checkpoints.views import View
@@ -23,7 +23,8 @@ class Expression:
     has_base: bool
     """Whether the first read of each part is the base."""
     settings: str
-    """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``."""
+    """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``, and of a positional method
+    ``"position"`` too."""
     cast: DType
     """Dtype of the output's bytes."""
 
@@ -35,7 +36,13 @@ class Expression:
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
         """The settings as a kernel takes them, for one logical tensor."""
         decoded: Mapping[str, Any] = json.loads(self.settings)
-        return Settings(values=decoded["values"], sources=tuple(decoded["sources"]), keys=keys, shape=shape)
+        return Settings(
+            values=decoded["values"],
+            sources=tuple(decoded["sources"]),
+            keys=keys,
+            shape=shape,
+            position=decoded.get("position", 0.0),
+        )
 
     def text(self) -> str:
         """Post-order text: ``read* subtract ties {...} cast BF16``."""
@@ -49,7 +56,12 @@ class Expression:
 
 def make_expression(method: Method, settings: Settings, *, has_base: bool, cast: DType) -> Expression:
     """The expression of a method applied with these settings."""
-    numbers = {"sources": [dict(s) for s in settings.sources], "values": dict(settings.values)}
+    numbers: dict[str, Any] = {
+        "sources": [dict(s) for s in settings.sources],
+        "values": dict(settings.values),
+    }
+    if method.positional:
+        numbers["position"] = settings.position
     return Expression(method.name, has_base, json.dumps(numbers, sort_keys=True, separators=(",", ":")), cast)
 
 
@@ -68,7 +80,7 @@ class Read:
     """One source's bytes for one part of a row."""
 
     part: int
-    """Position of the part in the row."""
+    """Position of the part in the row; 0 within an assembly."""
     source: int
     """Index of the source."""
     key: str
@@ -81,6 +93,102 @@ class Read:
     """How they are stored."""
     view: View | None
     """Where the logical elements lie within these bytes, in elements; None: row-major, all of them."""
+    assembly: Assembly | None = None
+    """What the input is assembled from; the other fields then name the bytes of its first term. None: the
+    input is these bytes."""
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements lie in logical order, so that any run of them can be read by itself."""
+        terms = self.assembly.terms if self.assembly is not None else ()
+        return self.view is None and all(term.read.view is None for term in terms)
+
+    def bytes_for(self, num_elements: int) -> int:
+        """Bytes to read for a row of so many elements."""
+        return self.nbytes if self.assembly is None else self.assembly.bytes_for(num_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A low-rank addition ``scale * up @ down`` to a stored matrix ``[rows, columns]``, and DoRA's magnitude.
+
+    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353.
+    """
+
+    up: Read
+    """``[rows, rank]``, or ``[columns, rank]`` where transposed."""
+    down: Read
+    """``[rank, columns]``, or ``[rank, rows]`` where transposed."""
+    rank: int
+    """Columns of ``up`` and rows of ``down``."""
+    scale: float
+    """Factor of the product."""
+    transposed: bool = False
+    """Whether the transpose of ``up @ down`` is added: to embeddings, to matrices stored ``[in, out]``."""
+    magnitude: Read | None = None
+    """``[rows]``: each row of the sum is given this length. Only where not transposed."""
+
+    @property
+    def factors(self) -> tuple[Read, ...]:
+        """What is read for it: up, down, magnitude."""
+        return (self.up, self.down) if self.magnitude is None else (self.up, self.down, self.magnitude)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One stored matrix that rows are taken from."""
+
+    read: Read
+    """The whole matrix, with its view where it lies within a fused tensor."""
+    num_rows: int
+    """Its rows; it has as many columns as the assembly."""
+    product: Product | None = None
+    """What is added to it before rows are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A matrix made of rows of stored ones.
+
+    A row that several terms give is their mean; one that none gives is zeros.
+    """
+
+    num_rows: int
+    """Its rows."""
+    num_columns: int
+    """Its columns; 1 for a vector whose elements are taken one by one."""
+    terms: tuple[Term, ...]
+    """What rows are taken from; the first one stands for all in messages."""
+    runs: tuple[tuple[int, int, int, int], ...]
+    """``(to_row, from_row, count, term)`` each, by ``to_row`` and then ``term``; a term gives a row once at
+    most."""
+    real_rows: int
+    """Rows from here on are padding: the mean of all rows before."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has rows that are the mean of the others."""
+        return self.real_rows < self.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that it is made of."""
+        reads = [read for term in self.terms for read in (term.read, *_factors(term))]
+        return sum(read.nbytes for read in reads)
+
+    def bytes_for(self, num_elements: int) -> int:
+        """Bytes to read for a row of so many elements: for the rows that they lie in, the average of all."""
+        rows = min(self.num_rows, -(-num_elements // self.num_columns))
+        return rows * (self.nbytes // max(1, self.num_rows))
+
+
+def assembled(part: int, assembly: Assembly) -> Read:
+    """The input of a part that is made of rows of stored matrices."""
+    return replace(assembly.terms[0].read, part=part, assembly=assembly)
+
+
+def _factors(term: Term) -> tuple[Read, ...]:
+    return term.product.factors if term.product is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +219,17 @@ class Row:
     @property
     def is_flat(self) -> bool:
         """Whether every element of output and inputs lies in the same order, so that any tile may be cut."""
-        return len(self.parts) == 1 and self.parts[0].view is None and all(r.view is None for r in self.reads)
+        return len(self.parts) == 1 and self.parts[0].view is None and all(r.is_row_major for r in self.reads)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the run in the output."""
         return self.expression.cast.nbytes(self.num_elements)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes to read for it."""
+        return sum(read.bytes_for(self.num_elements) for read in self.reads)
 
     def content(self) -> tuple[object, ...]:
         """Equal contents give equal bytes; unequal ones may."""

@@ -47,9 +47,15 @@ def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) 
             f"{next(iter(donor.architectures), '')}}}'.",
         )
         for source in sources
-        if source.architectures != donor.architectures
-        or (source.model_type != donor.model_type and not source.reference.override_architecture)
+        if source.reference in places and _is_foreign(source, donor)
     ]
+
+
+def _is_foreign(source: Source, donor: Source) -> bool:
+    renamed = bool(source.reference.override_architecture)
+    return source.architectures != donor.architectures or (
+        source.model_type != donor.model_type and not renamed
+    )
 
 
 def other_meanings(
@@ -101,7 +107,7 @@ def _users(sections: Sequence[Section]) -> Mapping[str, Sequence[int]]:
     """For each part of a config the sources of which the recipe uses that part of the model, in order."""
     found: dict[str, dict[int, None]] = {}
     for section in sections:
-        used = [m.source for span in section.spans for m in (span.lead, *span.everyone())]
+        used = [m.source for span in section.spans for m in (span.lead, *span.members)]
         for part in _PARTS.get(section.module, ()):
             found.setdefault(part, {}).update(dict.fromkeys(used))
     return {part: list(indices) for part, indices in found.items()}

@@ -8,7 +8,7 @@ merge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from raymerge.architectures import Role, TensorInfo, describe, fused_layout, logical_name, logical_names
@@ -53,7 +53,7 @@ class LogicalTensors:
         self.infos: Mapping[str, TensorInfo] = {
             name: describe(name, source.rules, stacks=source.stacks) for name in source.checkpoint.tensors
         }
-        self._places: dict[str, Place] | None = None
+        self._places: Mapping[str, Place] | None = None
 
     def part(self, name: str) -> Role:
         """What a stored tensor does within its layer."""
@@ -89,6 +89,13 @@ class LogicalTensors:
 
     def find(self, logical: str) -> Place | None:
         """The place of a logical tensor, whatever stored tensor holds it."""
+        return self._all().get(logical)
+
+    def names(self) -> Collection[str]:
+        """The logical tensors' names."""
+        return self._all().keys()
+
+    def _all(self) -> Mapping[str, Place]:
         if self._places is None:
             self._places = {
                 member: place
@@ -96,7 +103,7 @@ class LogicalTensors:
                 for block in self.blocks(name) or ()
                 for member, place in block.members
             }
-        return self._places.get(logical)
+        return self._places
 
 
 def _place(tensor: StoredTensor, start: int, count: int, view: View) -> Place:

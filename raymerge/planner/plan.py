@@ -17,7 +17,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.expressions import Expression
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _LIST = pa.list_(pa.int64())
@@ -72,6 +72,53 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
                 ("view_offset", pa.int64()),
                 ("view_shape", _LIST),
                 ("view_strides", _LIST),
+                ("assembly", pa.int64()),
+            ]
+        ),
+        "assemblies": pa.schema(
+            [
+                ("num_rows", pa.int64()),
+                ("num_columns", pa.int64()),
+                ("real_rows", pa.int64()),
+                ("first_term", pa.int64()),
+                ("num_terms", pa.int32()),
+                ("first_run", pa.int64()),
+                ("num_runs", pa.int64()),
+            ]
+        ),
+        "terms": pa.schema(
+            [
+                ("source", pa.int32()),
+                ("key", pa.string()),
+                ("offset", pa.int64()),
+                ("nbytes", pa.int64()),
+                ("dtype", pa.string()),
+                ("view_offset", pa.int64()),
+                ("view_shape", _LIST),
+                ("view_strides", _LIST),
+                ("num_rows", pa.int64()),
+                ("rank", pa.int64()),
+                ("scale", pa.float64()),
+                ("transposed", pa.bool_()),
+                ("first_factor", pa.int64()),
+                ("num_factors", pa.int32()),
+            ]
+        ),
+        "factors": pa.schema(
+            [
+                ("source", pa.int32()),
+                ("key", pa.string()),
+                ("offset", pa.int64()),
+                ("nbytes", pa.int64()),
+                ("dtype", pa.string()),
+            ]
+        ),
+        "runs": pa.schema(
+            [
+                ("to_row", pa.int64()),
+                ("from_row", pa.int64()),
+                ("count", pa.int64()),
+                ("term", pa.int32()),
             ]
         ),
         "segments": pa.schema(
@@ -83,6 +130,7 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
             ]
         ),
         "shards": pa.schema([("name", pa.string()), ("nbytes", pa.int64()), ("header", pa.binary())]),
+        "files": pa.schema([("name", pa.string()), ("content", pa.binary())]),
         "dispositions": pa.schema(
             [
                 ("source", pa.int32()),
@@ -104,7 +152,9 @@ class Plan:
     manifest: Mapping[str, Any]
     """Recipe, sources with their fingerprints, expressions, config, tie decision, notes; JSON values."""
     tables: Mapping[str, pa.Table]
-    """``tensors``, ``rows``, ``parts``, ``inputs``, ``segments``, ``shards``, ``dispositions``."""
+    """``tensors``; their ``rows`` with ``parts`` and ``inputs``; the ``assemblies`` of inputs with ``terms``,
+    their ``factors`` and ``runs``; ``segments``, ``shards``, ``dispositions``; and the ``files`` that are
+    written beside the weights in place of the donor's."""
     problems: tuple[Problem, ...]
     """What stands in the way; an executable plan has none."""
     digest: str
@@ -178,4 +228,5 @@ def _hash_column(hasher: hashlib.blake2b, column: pa.ChunkedArray, kind: pa.Data
         for value in array.cast(pa.binary()).to_pylist():
             hasher.update(value)
         return
-    hasher.update(np.asarray(array.to_numpy(zero_copy_only=False)).astype(np.int64).tobytes())
+    width = np.float64 if pa.types.is_floating(kind) else np.int64
+    hasher.update(np.asarray(array.to_numpy(zero_copy_only=False)).astype(width).tobytes())

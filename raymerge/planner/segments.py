@@ -13,6 +13,7 @@ from typing import NamedTuple
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import natural_key
 from raymerge.methods import BLOCK, Access, find_method
+from raymerge.planner.assembly_memory import group_multiple
 from raymerge.planner.expressions import Output, Read, Row
 
 _SEGMENTS_WANTED = 64
@@ -40,7 +41,7 @@ class PlacedRow:
     @property
     def cost(self) -> int:
         """Bytes read and written to make it."""
-        return 0 if self.copy_of >= 0 else sum(r.nbytes for r in self.row.reads) + self.row.nbytes
+        return 0 if self.copy_of >= 0 else self.row.read_bytes + self.row.nbytes
 
 
 class Segment(NamedTuple):
@@ -66,9 +67,7 @@ def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str,
 def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedRow, ...]:
     """Every row at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
     index = {output.name: position for position, output in enumerate(outputs)}
-    target = _segment_target(
-        sum(row.nbytes + sum(r.nbytes for r in row.reads) for o in outputs for row in o.rows)
-    )
+    target = _segment_target(sum(row.nbytes + row.read_bytes for o in outputs for row in o.rows))
     placed: list[PlacedRow] = []
     twins = _Twins(placed)
     for shard, (_, layout) in enumerate(shards):
@@ -125,11 +124,10 @@ def _segment_target(total_cost: int) -> int:
 
 def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
     """A long row in pieces with the index of their first element, where its method allows any cut."""
-    bytes_per_element = max(1, (row.nbytes + sum(r.nbytes for r in row.reads)) // max(1, row.num_elements))
-    step = max(BLOCK, target // bytes_per_element // BLOCK * BLOCK)
-    method = find_method(row.expression.method)
-    divisible = row.expression.is_copy or (method is not None and method.access is Access.ELEMENT)
-    if not (divisible and row.is_flat and row.num_elements > step and row.expression.cast.bits % 8 == 0):
+    bytes_per_element = max(1, (row.nbytes + row.read_bytes) // max(1, row.num_elements))
+    unit = _unit(row)
+    step = max(unit, target // bytes_per_element // unit * unit)
+    if not (row.num_elements > step and row.is_flat and row.expression.cast.bits % 8 == 0 and _divides(row)):
         yield 0, row
         return
     for first in range(0, row.num_elements, step):
@@ -138,5 +136,25 @@ def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
         yield first, replace(row, num_elements=count, reads=reads)
 
 
+def _unit(row: Row) -> int:
+    """Elements that pieces are cut in multiples of: whole groups of rows where inputs are made of rows."""
+    columns = [read.assembly.num_columns for read in row.reads if read.assembly is not None]
+    return group_multiple(max(columns)) if columns else BLOCK
+
+
+def _divides(row: Row) -> bool:
+    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one row."""
+    if any(read.assembly is not None and read.assembly.is_padded for read in row.reads):
+        return False
+    expression = row.expression
+    method = find_method(expression.method)
+    return expression.is_copy or (
+        method is not None
+        and method.access_with(expression.bind(keys=(), shape=row.parts[0].shape)) is Access.ELEMENT
+    )
+
+
 def _sub_read(read: Read, first: int, count: int) -> Read:
+    if read.assembly is not None:
+        return read
     return replace(read, offset=read.offset + read.dtype.nbytes(first), nbytes=read.dtype.nbytes(count))

@@ -7,18 +7,26 @@ tells whether dropping that head would lose weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Protocol
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_of, stacks, tied_pair
 from raymerge.architectures.sections import class_names
-from raymerge.checkpoints.source import Checkpoint, open_checkpoint, same_bytes
-from raymerge.errors import CheckpointError, PlanError, Problem, UserError
-from raymerge.recipes import ModelEntry, ModelReference, OutputSlice, Recipe
+from raymerge.checkpoints.adapters import Adapter, open_adapter
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint, same_bytes
+from raymerge.errors import PlanError, Problem, UserError
+from raymerge.planner.pickled import read_pickled
+from raymerge.planner.raw import names_file, open_raw, raw_problems
+from raymerge.recipes import ModelReference, Recipe, references
 from raymerge.storage.hub import resolve_model
 
 Path_ = tuple[str | int, ...]
+
+_NOT_MERGED = frozenset({"methods", "tokenizer", "tokenizer_source"})
+# Keys below which models are named that are merged only if they are named elsewhere too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,8 @@ class Source:
     """What the recipe calls it."""
     checkpoint: Checkpoint
     """Its headers and config."""
+    adapter: Adapter | None
+    """What is laid over it."""
     rules: Rules
     """Naming rules of its family."""
     stacks: tuple[Stack, ...]
@@ -65,83 +75,116 @@ class Source:
         return own[0] if len(own) == 1 else None
 
 
+class Holding(Protocol):
+    """Files that a plan reads from: a model's, or an adapter's."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def root(self) -> str:
+        """Its directory."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor by name."""
+
+    @property
+    def files(self) -> Sequence[WeightFile]:
+        """The files that hold the tensors."""
+
+
+def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
+    """Everything that a plan over these sources may read from, by its index there: models, then adapters."""
+    models: list[Holding] = [source.checkpoint for source in sources]
+    return (*models, *(source.adapter for source in sources if source.adapter is not None))
+
+
 Opener = Callable[[ModelReference], Checkpoint]
 
 
-def open_reference(reference: ModelReference) -> Checkpoint:
-    """Open the checkpoint that a reference names: a local directory, or a Hub repository.
+def open_reference(reference: ModelReference, *, pickled: bool = False) -> Checkpoint:
+    """Open the model that a reference names, without its adapter.
+
+    Args:
+        reference: a local directory, a Hub repository, or a local file of tensors.
+        pickled: whether weights may be read that are pickled.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
     """
-    root = resolve_model(reference.path, reference.revision)
-    return open_checkpoint(Path(root), str(reference))
+    if names_file(reference):
+        return open_raw(reference, pickled=pickled)
+    root = resolve_model(reference.path, reference.revision, pickled=pickled)
+    return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
-def open_sources(recipe: Recipe, *, opener: Opener = open_reference) -> tuple[Source, ...]:
+def opener_of(recipe: Recipe) -> Opener:
+    """How a recipe has its models opened."""
+    return partial(open_reference, pickled=recipe.pickled_weights == "read")
+
+
+def open_sources(recipe: Recipe, *, opener: Opener | None = None) -> tuple[Source, ...]:
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
+    Models of which only the tokenizer is taken come last.
+
+    Args:
+        recipe: what is asked.
+        opener: how models are opened; None for the recipe's own way.
+
     Raises:
-        PlanError: one or more models cannot be read; each problem names the model and its place.
+        PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
+            problem names the model and its place.
     """
+    opener = opener or opener_of(recipe)
     sources: list[Source] = []
     problems: list[Problem] = []
     opened: dict[ModelReference, int] = {}
-    for path, reference in model_references(recipe):
-        if reference in opened:
+    for path, reference in references(recipe):
+        # A rule chooses among models that are named elsewhere; others are refused in planning.
+        if reference in opened or path[0] == "methods":
             continue
         opened[reference] = len(sources)
         try:
-            sources.append(_open(len(sources), reference, opener, place=recipe.where(*path)))
+            sources.append(_open(len(sources), reference, opener))
         except UserError as error:
             problems.extend(_placed(problem, recipe.where(*path)) for problem in error.problems)
+    problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
     if problems:
         raise PlanError(problems)
     return tuple(sources)
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
-    """Every model reference with its path in the recipe: the base first, then in written order."""
-    if recipe.base_model is not None:
-        yield ("base_model",), recipe.base_model
-    yield from _references((), recipe.models, recipe.slices)
-    for name, module in recipe.modules.items():
-        yield from _references(("modules", name), module.models, module.slices)
+    """Every model that is merged, with its path in the recipe: the base first, then in written order."""
+    return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
-def _references(
-    path: Path_, models: Sequence[ModelEntry], slices: Sequence[OutputSlice]
-) -> Iterator[tuple[Path_, ModelReference]]:
-    for index, entry in enumerate(models):
-        yield (*path, "models", index, "model"), entry.model
-    for position, piece in enumerate(slices):
-        for index, source in enumerate(piece.sources):
-            yield (*path, "slices", position, "sources", index, "model"), source.model
-        if piece.base_model is not None:
-            yield (*path, "slices", position, "base_model"), piece.base_model
-
-
-def _open(index: int, reference: ModelReference, opener: Opener, *, place: str) -> Source:
-    if reference.lora_path is not None:
-        raise CheckpointError(
-            Problem(
-                place,
-                f"{reference} asks for an adapter on a model, which raymerge cannot apply yet.",
-                "Merge the adapter into its model first and name the result here.",
-            )
-        )
+def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
     checkpoint = opener(reference)
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
-    pair = tied_pair(checkpoint.tensors, checkpoint.config)
+    # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
+    pair = None if checkpoint.is_raw else tied_pair(checkpoint.tensors, checkpoint.config)
     return Source(
         index=index,
         reference=reference,
         checkpoint=checkpoint,
+        adapter=_open_adapter(reference),
         rules=rules,
         stacks=stacks(checkpoint.tensors, checkpoint.config),
         pair=pair,
         stored_head_is_embedding=_stored_head_is_embedding(checkpoint, pair),
     )
+
+
+def _open_adapter(reference: ModelReference) -> Adapter | None:
+    if reference.lora_path is None:
+        return None
+    root = resolve_model(reference.lora_path, reference.lora_revision)
+    revision = f"@{reference.lora_revision}" if reference.lora_revision else ""
+    return open_adapter(root, f"{reference.lora_path}{revision}")
 
 
 def _stored_head_is_embedding(checkpoint: Checkpoint, pair: TiedPair | None) -> bool:

@@ -20,6 +20,9 @@ from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlic
 
 Parameters = Mapping[str, Setting]
 
+UNLISTED: Path_ = ("base_model",)
+"""Place of a base that is not among the models listed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -37,12 +40,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of output layers that is made in one way from the same members."""
+    """A run of output layers to which the same sources give theirs."""
 
     members: tuple[Member, ...]
-    """What is merged, in recipe order, the base excluded where the method takes deltas or a base."""
+    """Everyone that a method of the recipe may take here, in recipe order; an unlisted base comes last."""
     base: Member | None
-    """The base, where the method uses one."""
+    """The base among the members."""
+    base_named: ModelReference | None
+    """The base that the recipe names for this span, be it among the members or not."""
     lead: Member
     """The member whose names, dtypes and layout the output takes."""
     num_layers: int | None
@@ -53,10 +58,6 @@ class Span:
     """Parameters of the slice, the module and the recipe, nearest first."""
     path: Path_
     """The span's place in the recipe."""
-
-    def everyone(self) -> tuple[Member, ...]:
-        """Base first, then the members."""
-        return (self.base, *self.members) if self.base is not None else self.members
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,16 @@ class Section:
 class SpanBuilder:
     """Builds the sections of one recipe and collects what is wrong with them."""
 
-    def __init__(self, recipe: Recipe, method: Method, sources: Sequence[Source]) -> None:
+    def __init__(self, recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source]) -> None:
+        """
+        Args:
+            recipe: what is asked.
+            chosen: every method that the recipe names, its ``merge_method`` first.
+            sources: the recipe's models.
+        """
         self.problems: list[Problem] = []
         self._recipe = recipe
-        self._method = method
+        self._chosen = chosen
         self._sources = {source.reference: source for source in sources}
 
     def sections(self) -> tuple[Section, ...]:
@@ -101,32 +108,25 @@ class SpanBuilder:
             return self._found(name, [self._whole(module.models, (*path, "models"), ({}, *scopes))])
         return self._found(name, self._stacked(module.slices, name, scopes))
 
-    def _found(self, module: str | None, spans: Iterable[Span | None]) -> tuple[Section, ...]:
-        kept = tuple(span for span in spans if span is not None)
+    def _found(self, module: str | None, spans: Iterable[Span]) -> tuple[Section, ...]:
+        kept = tuple(spans)
         return (Section(module, kept),) if kept else ()
 
-    def _whole(
-        self, entries: Sequence[ModelEntry], path: Path_, scopes: tuple[Parameters, ...]
-    ) -> Span | None:
+    def _whole(self, entries: Sequence[ModelEntry], path: Path_, scopes: tuple[Parameters, ...]) -> Span:
         members = [
             Member(self._sources[entry.model].index, 0, entry.parameters, (*path, index))
             for index, entry in enumerate(entries)
         ]
         base = self._recipe.base_model
-        if base is not None and all(member.source != self._sources[base].index for member in members):
-            unlisted = Member(self._sources[base].index, 0, {}, ("base_model",))
-            if self._method.base is not BaseUse.UNUSED or self._averaged_in(scopes):
-                members.append(unlisted)
+        counts = any(m.base is not BaseUse.UNUSED or averaged_in(m, scopes) for m in self._chosen)
+        listed = {member.source for member in members}
+        if base is not None and counts and self._sources[base].index not in listed:
+            members.append(Member(self._sources[base].index, 0, {}, UNLISTED))
         return self._span(members, base, num_layers=None, first_output=0, scopes=scopes, path=path)
-
-    def _averaged_in(self, scopes: tuple[Parameters, ...]) -> bool:
-        """Whether an unlisted base counts as one more source, as in mergekit: it has what sources need."""
-        required = [p.name for p in self._method.parameters if p.required and p.scope == "source"]
-        return bool(required) and all(any(name in scope for scope in scopes) for name in required)
 
     def _stacked(
         self, slices: Sequence[OutputSlice], module: str | None, scopes: tuple[Parameters, ...]
-    ) -> Iterator[Span | None]:
+    ) -> Iterator[Span]:
         first_output = 0
         prefix: Path_ = () if module is None else ("modules", module)
         for position, piece in enumerate(slices):
@@ -201,22 +201,16 @@ class SpanBuilder:
         first_output: int,
         scopes: tuple[Parameters, ...],
         path: Path_,
-    ) -> Span | None:
+    ) -> Span:
         base_index = self._sources[base].index if base is not None else None
         base_member = next((member for member in members if member.source == base_index), None)
-        if self._method.base is BaseUse.REQUIRED and base_member is None:
-            self._base_missing(base, path)
-            return None
-        uses_base = self._method.base is not BaseUse.UNUSED
-        rest = [m for m in members if not (uses_base and _same_place(m, base_member))]
-        if not self._count_fits(rest, path):
-            return None
         lead = base_member or members[0]
         if num_layers is None and base_member is None and base_index is not None:
-            lead = Member(base_index, 0, {}, ("base_model",))
+            lead = Member(base_index, 0, {}, UNLISTED)
         return Span(
-            members=tuple(rest),
-            base=base_member if uses_base else None,
+            members=tuple(members),
+            base=base_member,
+            base_named=base,
             lead=lead,
             num_layers=num_layers,
             first_output=first_output,
@@ -224,42 +218,19 @@ class SpanBuilder:
             path=path,
         )
 
-    def _base_missing(self, base: ModelReference | None, path: Path_) -> None:
-        name = self._method.name
-        if base is None:
-            self._problem(
-                self._recipe.where("merge_method"),
-                f"merge_method {name} needs a base_model and the recipe names none.",
-                "Add a line such as 'base_model: PATH' with the model that the others were trained from.",
-            )
-        else:
-            self._problem(
-                self._recipe.where(*path),
-                f"base_model {base} is not among the sources of this slice, and {name} needs it there.",
-                f"Add '- model: {base}' with its layer_range to the slice's sources.",
-            )
-
-    def _count_fits(self, members: Sequence[Member], path: Path_) -> bool:
-        least, most = self._method.min_sources, self._method.max_sources
-        if least <= len(members) and (most is None or len(members) <= most):
-            return True
-        wanted = (
-            str(least) if least == most else f"at least {least}" if most is None else f"{least} to {most}"
-        )
-        beside = " beside the base" if self._method.base is not BaseUse.UNUSED else ""
-        self._problem(
-            self._recipe.where(*path),
-            f"{self._method.name} takes {wanted} model(s){beside}, but {len(members)} are listed here.",
-            "Add or remove models, or choose another merge_method.",
-        )
-        return False
-
     def _problem(self, where: str, what: str, remedy: str) -> None:
         self.problems.append(Problem(where, what, remedy))
 
 
-def _same_place(member: Member, base: Member | None) -> bool:
-    return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)
+def averaged_in(method: Method, scopes: Sequence[Parameters]) -> bool:
+    """Whether an unlisted base counts as one more source, as in mergekit: it has what sources need.
+
+    A method whose sources need nothing (karcher) counts it always.
+    """
+    if all(parameter.scope == "global" for parameter in method.parameters):
+        return method.base is BaseUse.UNUSED
+    required = [p.name for p in method.parameters if p.required and p.scope == "source"]
+    return bool(required) and all(any(name in scope for scope in scopes) for name in required)
 
 
 def _stacked_yaml(slices: Sequence[OutputSlice]) -> str:

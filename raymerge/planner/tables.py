@@ -12,6 +12,7 @@ import pyarrow.ipc
 
 from raymerge.checkpoints.layout import FileLayout
 from raymerge.errors import PlanError, Problem
+from raymerge.planner.assemblies import AssemblyNumbers
 from raymerge.planner.check import check_plan
 from raymerge.planner.dispositions import Fate
 from raymerge.planner.expressions import Expression, Output
@@ -30,18 +31,23 @@ def make_tables(
     rows: Sequence[PlacedRow],
     segments: Sequence[Segment],
     fates: Iterable[tuple[int, str, Fate]],
+    files: Mapping[str, bytes],
 ) -> tuple[dict[str, pa.Table], list[Expression]]:
     """The tables, and the expressions in the order that rows number them."""
     expressions: dict[Expression, int] = {}
     for placed in rows:
         expressions.setdefault(placed.row.expression, len(expressions))
+    assemblies = AssemblyNumbers()
     columns = {
         "tensors": _tensor_rows(outputs, shards),
         "rows": _row_rows(rows, expressions),
         "parts": _part_rows(rows),
-        "inputs": _input_rows(rows),
+        # Inputs come first: they number the assemblies.
+        "inputs": _input_rows(rows, assemblies),
+        **assemblies.rows(),
         "segments": segments,
         "shards": [(name, layout.nbytes, layout.header) for name, layout in shards],
+        "files": list(files.items()),
         "dispositions": [
             (source, name, fate.disposition.value, fate.rule.value, fate.output)
             for source, name, fate in fates
@@ -123,7 +129,7 @@ def _part_rows(rows: Sequence[PlacedRow]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _input_rows(rows: Sequence[PlacedRow]) -> list[tuple[Any, ...]]:
+def _input_rows(rows: Sequence[PlacedRow], assemblies: AssemblyNumbers) -> list[tuple[Any, ...]]:
     return [
         (
             read.part,
@@ -135,6 +141,7 @@ def _input_rows(rows: Sequence[PlacedRow]) -> list[tuple[Any, ...]]:
             read.view.offset if read.view else 0,
             list(read.view.shape) if read.view else [],
             list(read.view.strides) if read.view else [],
+            assemblies.number(read.assembly),
         )
         for placed in rows
         for read in placed.row.reads

@@ -76,13 +76,34 @@ def with_heads(
         elif _own_heads(each.span, sources):
             yield replace(each, names=_head_names(each.span, sources))
         else:
-            names = tuple(embedding_name(sources[member.source]) for member in each.span.everyone())
+            names = tuple(embedding_name(sources[member.source]) for member in each.span.members)
             yield replace(each, lead=pair.embedding, names=names, alias=named.embedding)
     wanted = _own_heads(span, sources) or stores_own_head(donor)
     wanted = wanted or _parts_the_tie(section, sources, base=donor if has_base else None)
     stored = pair.head in sources[span.lead.source].checkpoint.tensors
     if wanted and not stored and pair.declared is not False:
         yield Aligned(named.head, span, pair.embedding, _head_names(span, sources), 0.0)
+        yield from _head_bias(named, pair, span, sources)
+
+
+def _head_bias(named: TiedPair, pair: TiedPair, span: Span, sources: Sequence[Source]) -> Iterator[Aligned]:
+    """The bias of a head that is added, where it too is tied: BERT's ``X.decoder.bias`` is ``X.bias``."""
+    own, tied = _bias_names(pair)
+    if own and tied in sources[span.lead.source].checkpoint.tensors:
+        names = [_bias_name(sources[member.source]) for member in span.members]
+        yield Aligned(_bias_names(named)[0] or own, span, tied, tuple(names), 0.0)
+
+
+def _bias_names(pair: TiedPair) -> tuple[str, str]:
+    """A head's bias and what it is tied to; empty where the head has none of that kind."""
+    module = pair.head.removesuffix(".decoder.weight")
+    return (f"{module}.decoder.bias", f"{module}.bias") if module != pair.head else ("", "")
+
+
+def _bias_name(source: Source) -> str:
+    """The tensor that holds the bias of a source's head."""
+    own, tied = _bias_names(source.pair) if source.pair is not None else ("", "")
+    return own if own in source.checkpoint.tensors else tied
 
 
 def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source | None) -> bool:
@@ -105,17 +126,17 @@ def _is_tied(source: Source) -> bool:
 
 
 def _sources_of(span: Span) -> frozenset[int]:
-    return frozenset(member.source for member in (span.lead, *span.everyone()))
+    return frozenset(member.source for member in (span.lead, *span.members))
 
 
 def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
     """Whether any member has a head that is not its embedding."""
-    return any(stores_own_head(sources[member.source]) for member in span.everyone())
+    return any(stores_own_head(sources[member.source]) for member in span.members)
 
 
 def _head_names(span: Span, sources: Sequence[Source]) -> tuple[str, ...]:
     """The tensor that holds the head in each member: the head, or the embedding that it is tied to."""
-    members = [sources[member.source] for member in span.everyone()]
+    members = [sources[member.source] for member in span.members]
     return tuple(head_name(each) if stores_own_head(each) else embedding_name(each) for each in members)
 
 

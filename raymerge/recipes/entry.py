@@ -37,6 +37,8 @@ from raymerge.units import parse_size
 DEFAULT_SHARD_SIZE = 5 * 10**9
 """Bytes of one output file, unless the recipe says otherwise."""
 
+_MAX_NAME_BYTES = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -97,8 +99,22 @@ class Entry(BaseModel):
         return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip())
 
 
+def _name(value: object) -> str:
+    """A name that can stand in a reference and be a directory's."""
+    name = read_text(value)
+    is_plain = name.isprintable() and name == name.strip() and not name.startswith(".")
+    if is_plain and 0 < len(name.encode()) <= _MAX_NAME_BYTES and not set(name) & set("/\\@+:"):
+        return name
+    what = f"{show(name)} cannot be the name of a merge."
+    remedy = f"Write letters, digits, '-', '_' and '.', at most {_MAX_NAME_BYTES} bytes, like 'step-1'."
+    raise FaultError(Fault((), what, remedy))
+
+
 class Document(Entry):
     """The top of a recipe."""
+
+    name: Annotated[str, PlainValidator(_name)] | None = None
+    """What other recipes of the same file call the result; changes no byte of it."""
 
     _places: Places = PrivateAttr(default_factory=lambda: Places("recipe"))
     _text: str | None = PrivateAttr(default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import Reading
 from raymerge.recipes.faults import Fault, faults_of
-from raymerge.recipes.locate import Places, read_document, spot
+from raymerge.recipes.locate import Part, Places, read_document, split_documents, spot
 from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import order_problems
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
 
@@ -25,7 +26,7 @@ _MOE_KEYS = ("experts", "gate_mode")
 
 
 def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
-    """The recipe in a YAML file.
+    """The only recipe in a YAML file.
 
     Args:
         path: the file; messages name it as given.
@@ -33,23 +34,54 @@ def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir)
             directory, not to the recipe.
 
     Raises:
-        RecipeError: all that is wrong with it, each with ``file:line:column`` and what to write instead.
+        RecipeError: all that is wrong with it, each with ``file:line:column`` and what to write instead;
+            or it holds several recipes.
     """
     name = os.fspath(path)
     return parse_recipe(_decode(_read(name), name), name, exists=exists)
 
 
-def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
-    """The recipe in a YAML text; ``name`` stands before line and column in messages.
+def load_recipes(
+    path: str | os.PathLike[str], *, exists: Exists = os.path.isdir
+) -> tuple[Recipe | MoeRecipe, ...]:
+    """All recipes in a YAML file, in its order; ``merge_order`` has them in that of their merges.
+
+    Args:
+        path: the file; messages name it as given.
+        exists: whether a text is a local directory.
 
     Raises:
-        RecipeError: all that is wrong with it.
+        RecipeError: all that is wrong with each of them and between them.
     """
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _too_large(name)
-    document = read_document(text, name)
-    reading = Reading(document.places, text, exists)
-    return _validate(document.data, reading, list(document.faults))
+    name = os.fspath(path)
+    return parse_recipes(_decode(_read(name), name), name, exists=exists)
+
+
+def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
+    """The only recipe in a YAML text; ``name`` stands before line and column in messages.
+
+    Raises:
+        RecipeError: all that is wrong with it, or the text holds several recipes.
+    """
+    parts = _split(text, name)
+    if len(parts) > 1:
+        what = f"a second recipe starts here, the file has {len(parts)}; one is expected."
+        remedy = (
+            "Give the file to 'raymerge submit', which carries out all of them, or keep one recipe in it."
+        )
+        raise RecipeError(Problem(spot(name, parts[1].mark), what, remedy))
+    return _read_parts(parts, name, exists)[0]
+
+
+def parse_recipes(
+    text: str, name: str = "recipe", *, exists: Exists = os.path.isdir
+) -> tuple[Recipe | MoeRecipe, ...]:
+    """All recipes in a YAML text, in its order; ``name`` stands before line and column in messages.
+
+    Raises:
+        RecipeError: all that is wrong with each of them and between them.
+    """
+    return _read_parts(_split(text, name), name, exists)
 
 
 def recipe_from_mapping(
@@ -66,13 +98,35 @@ def recipe_from_mapping(
 def canonical(recipe: Recipe | MoeRecipe) -> str:
     """One line of JSON with every field that can change an output byte, for digests.
 
-    Equal recipes give equal texts, however they were spelled or laid out.
+    Equal recipes give equal texts, however they were spelled, laid out or named.
     """
-    plain = recipe.model_dump(mode="json")
+    plain = recipe.model_dump(mode="json", exclude={"name"})
     if isinstance(recipe, Recipe) and recipe.tokenizer is not None:
         # Tokens are added in the order of the recipe, which sorted keys would hide.
         plain["tokenizer"]["tokens"] = list(plain["tokenizer"]["tokens"].items())
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _split(text: str, name: str) -> tuple[Part, ...]:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_large(name)
+    return split_documents(text, name)
+
+
+def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[Recipe | MoeRecipe, ...]:
+    recipes: list[Recipe | MoeRecipe] = []
+    problems: list[Problem] = []
+    for part in parts:
+        try:
+            document = read_document(part, name)
+            reading = Reading(document.places, part.text, exists)
+            recipes.append(_validate(document.data, reading, list(document.faults)))
+        except RecipeError as error:
+            problems += error.problems
+    problems += order_problems(recipes, exists=exists, are_all=not problems)
+    if problems:
+        raise RecipeError(problems)
+    return tuple(recipes)
 
 
 def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> Recipe | MoeRecipe:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import yaml
+from yaml import Mark
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from raymerge.errors import Problem, RecipeError
@@ -19,6 +21,8 @@ MAX_NODES = 10_000
 """Values in one recipe, counted after aliases are replaced by what they stand for."""
 MAX_DEPTH = 64
 """Levels of nesting in one recipe; an alias that holds itself goes beyond any such bound."""
+MAX_DOCUMENTS = 100
+"""YAML documents in one file, empty ones counted too."""
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq"))
@@ -63,6 +67,18 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One YAML document of a file, composed but not read."""
+
+    root: Node
+    """What it holds."""
+    text: str
+    """Its own part of the file; the parts of a file are the file, one after the other."""
+    mark: tuple[int, int]
+    """Line and column in the file at which it starts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Located:
     """A recipe's text, taken apart."""
 
@@ -79,16 +95,34 @@ def spot(name: str, mark: tuple[int, int]) -> str:
     return f"{name}:{mark[0]}:{mark[1]}"
 
 
-def read_document(text: str, name: str) -> Located:
-    """The one YAML document in ``text``.
+def split_documents(text: str, name: str) -> tuple[Part, ...]:
+    """The YAML documents in ``text`` that are not empty, at least one.
 
     Raises:
-        RecipeError: no YAML, no document or several, no map at the top, or too large once expanded.
+        RecipeError: no YAML, no document, or more than ``MAX_DOCUMENTS``.
     """
-    root = _compose(text, name)
+    composed = [(mark, root) for mark, root in _compose(text, name) if root.tag != f"{_TAG}null"]
+    if not composed:
+        raise RecipeError(Problem(f"{name}:1:1", "the recipe is empty.", "Start with 'merge_method: ...'."))
+    # What stands before the first document, a comment mostly, belongs to it; an empty one to the one before.
+    starts = [0, *(mark.index for mark, _ in composed[1:])]
+    places = [(1, 1), *((mark.line + 1, mark.column + 1) for mark, _ in composed[1:])]
+    pieces = [text[start:end] for start, end in pairwise([*starts, len(text)])]
+    return tuple(
+        Part(root, piece, place) for (_, root), piece, place in zip(composed, pieces, places, strict=True)
+    )
+
+
+def read_document(part: Part, name: str) -> Located:
+    """One document as plain data.
+
+    Raises:
+        RecipeError: no map at the top, or too large once expanded.
+    """
+    root = part.root
     if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
         raise _error(name, root, "a recipe is a map of keys to values.", "Start with 'merge_method: ...'.")
-    walk = _Walk(name)
+    walk = _Walk(name, part.mark)
     data = walk.mapping(root, (), 0)
     return Located(data, Places(name, walk.marks), tuple(walk.faults))
 
@@ -96,9 +130,9 @@ def read_document(text: str, name: str) -> Located:
 class _Walk:
     """One pass over the node graph, which follows aliases and counts what it meets."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, start: tuple[int, int]) -> None:
         self.name = name
-        self.marks: dict[Path, tuple[int, int]] = {(): (1, 1)}
+        self.marks: dict[Path, tuple[int, int]] = {(): start}
         self.faults: list[Fault] = []
         self._num_nodes = 0
         self._scalars = yaml.SafeLoader("")
@@ -215,21 +249,28 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _compose(text: str, name: str) -> Node:
+def _compose(text: str, name: str) -> list[tuple[Mark, Node]]:
+    """Every document with the place where it starts."""
+    documents: list[tuple[Mark, Node]] = []
     try:
         loader = _Loader(text)
-        node = loader.get_node() if loader.check_node() else None
-        another = loader.get_node() if loader.check_node() else None
+        while loader.check_node():
+            mark: Mark = loader.peek_event().start_mark  # type: ignore[no-untyped-call]
+            if len(documents) == MAX_DOCUMENTS:
+                raise _too_many(name, mark)
+            root = loader.get_node()
+            if root is not None:
+                documents.append((mark, root))
     except yaml.reader.ReaderError as error:
         raise _unreadable(text, name, error) from None
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(name, error) from None
-    if node is None or (another is None and node.tag == f"{_TAG}null"):
-        raise RecipeError(Problem(f"{name}:1:1", "the recipe is empty.", "Start with 'merge_method: ...'."))
-    if another is not None:
-        what = "a second YAML document starts here; one recipe is one document."
-        raise _error(name, another, what, "Put each merge into a file of its own.")
-    return node
+    return documents
+
+
+def _too_many(name: str, mark: Mark) -> RecipeError:
+    what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
+    return RecipeError(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
 
 
 def _unreadable(text: str, name: str, error: yaml.reader.ReaderError) -> RecipeError:

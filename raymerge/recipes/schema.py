@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainSerializer, ValidationInfo, field_validator
 
+from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
@@ -20,6 +21,7 @@ from raymerge.recipes.entry import (
 )
 from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.readers import between, choice_of
+from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource
 
 MAX_SEED = 2**64 - 1
@@ -50,6 +52,8 @@ Seed = Annotated[int, by(between(0, MAX_SEED))]
 Duplicates = Annotated[Literal["keep", "share"], by(choice_of("keep", "share"))]
 MissingTensors = Annotated[Literal["error", "copy_base"], by(choice_of("error", "copy_base"))]
 ExtraTensors = Annotated[Literal["error", "drop"], by(choice_of("error", "drop"))]
+EmbeddingSizes = Annotated[Literal["error", "common", "pad"], by(choice_of("error", "common", "pad"))]
+PickledWeights = Annotated[Literal["error", "read"], by(choice_of("error", "read"))]
 
 
 class ModelEntry(Entry):
@@ -137,10 +141,7 @@ class Recipe(Document):
     """
 
     shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"
-    advice: ClassVar[Mapping[str, str]] = {
-        **FLAG_ADVICE,
-        "name": "A recipe has no name: the output is named when the merge is run. Remove the key.",
-    }
+    advice: ClassVar[Mapping[str, str]] = FLAG_ADVICE
 
     merge_method: Text
     """Name of the method; the planner knows which there are."""
@@ -150,6 +151,8 @@ class Recipe(Document):
     """Layers of the output, in order."""
     modules: Mapping[str, ModuleEntry] = {}
     """Module by module, by name."""
+    methods: tuple[MethodRule, ...] = ()
+    """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
     base_model: Reference | None = None
     """What deltas are taken from; gives config, tokenizer and companion files."""
     dtype: MergeDType | None = None
@@ -174,11 +177,21 @@ class Recipe(Document):
     """A tensor that some source lacks: ``error``, or ``copy_base`` to keep the base's as it is."""
     extra_tensors: ExtraTensors = "error"
     """A tensor that the base lacks: ``error``, or ``drop`` to leave it out."""
+    embedding_sizes: EmbeddingSizes = "error"
+    """Embeddings with different numbers of rows: ``error``, ``common`` to keep the rows that all have, or
+    ``pad`` to keep every row."""
+    pickled_weights: PickledWeights = "error"
+    """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
+    adapter: AdapterOutput | None = None
+    """The models are adapters, and so is the output; None where they are models."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Exactly one of models, slices and modules; at most one way to choose the tokenizer."""
+        """Exactly one of models, slices and modules; one way to choose the tokenizer; adapters are whole."""
         yield from _exactly_one(data, ("models", "slices", "modules"))
+        if data.get("adapter") is not None and (data.get("slices") or data.get("modules")):
+            what = "'adapter' merges adapters, which are merged as wholes."
+            yield Fault(("adapter",), what, "List them below 'models', or remove 'adapter'.")
         if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:
             what = "'tokenizer_source' and 'tokenizer' both choose the vocabulary."
             yield Fault(("tokenizer_source",), what, "Write 'tokenizer: {source: ...}' only.")

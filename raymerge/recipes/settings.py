@@ -1,4 +1,4 @@
-"""A parameter's setting: one number, a gradient over the layers, or a choice by tensor name."""
+"""A parameter's setting: one number, a gradient over the layers, or a choice by tensor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.recipes.readers import read_number, read_text
+from raymerge.recipes.readers import read_number
+from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 from raymerge.recipes.suggest import did_you_mean
 
-_CHOICE_KEYS = ("filter", "value")
+_CHOICE_KEYS = (*SELECTOR_KEYS, "value")
 _FORMS = "Write a number, a list of numbers, or a list of {filter: TEXT, value: NUMBER}."
 
 
@@ -34,19 +35,15 @@ class Gradient:
 class Choice:
     """One line of a conditional setting."""
 
-    filter: str | None
-    """Part of a tensor's name; None and ``*`` match every name."""
+    selector: Selector
+    """Which tensors this line speaks of."""
     value: Scalar | Gradient
-    """What holds for a tensor that matches."""
-
-    def matches(self, name: str) -> bool:
-        """Whether this line speaks of the tensor ``name``."""
-        return self.filter is None or self.filter == "*" or self.filter in name
+    """What holds for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """Choices by tensor name; the first that matches holds."""
+    """Choices by tensor; the first that matches holds."""
 
     choices: tuple[Choice, ...]
     """At least one, in the recipe's order."""
@@ -55,16 +52,16 @@ class Conditional:
 Setting: TypeAlias = Scalar | Gradient | Conditional
 
 
-def evaluate(setting: Setting, name: str, t: float) -> float | None:
-    """The number that ``setting`` means for the tensor ``name`` at position ``t`` of its slice.
+def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
+    """The number that ``setting`` means for the tensor ``subject`` at position ``t`` of its slice.
 
     Args:
         setting: what the recipe says.
-        name: the tensor's name, which filters look into.
+        subject: the tensor, which selectors look at.
         t: 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers.
 
     Returns:
-        The number, or None if no filter matches: the next level of precedence decides then.
+        The number, or None if no choice matches: the next level of precedence decides then.
     """
     match setting:
         case Scalar(value):
@@ -72,15 +69,15 @@ def evaluate(setting: Setting, name: str, t: float) -> float | None:
         case Gradient(values):
             return _interpolate(values, t)
         case Conditional(choices):
-            found = next((choice.value for choice in choices if choice.matches(name)), None)
-            return None if found is None else evaluate(found, name, t)
+            found = next((choice.value for choice in choices if choice.selector.matches(subject)), None)
+            return None if found is None else evaluate(found, subject, t)
 
 
 def read_setting(value: object) -> Setting:
     """The setting that a recipe's value means.
 
     Raises:
-        FaultError: every part of it that is neither a number, nor a gradient, nor a filter with its value.
+        FaultError: every part of it that is neither a number, nor a gradient, nor a selector with its value.
     """
     if isinstance(value, (Scalar, Gradient, Conditional)):
         return value
@@ -126,8 +123,7 @@ def _read_choice(value: object) -> Choice:
             Fault((), f"{show(value)} is {kind(value)} among filters.", "Write {value: NUMBER}.")
         )
     faults = [_unknown(str(key)) for key in value if key not in _CHOICE_KEYS]
-    name = value.get("filter")
-    text = None if name is None else attempt(read_text, name, ("filter",), faults)
+    selector = read_selector(value, faults)
     number: Scalar | Gradient | None = None
     if "value" in value:
         number = attempt(_read_plain, value["value"], ("value",), faults)
@@ -135,14 +131,13 @@ def _read_choice(value: object) -> Choice:
         faults.append(Fault((), "a filter without a value.", "Add 'value: NUMBER' to it."))
     if faults or number is None:
         raise FaultError(faults)
-    return Choice(text, number)
+    return Choice(selector, number)
 
 
 def _unknown(key: str) -> Fault:
-    hint = did_you_mean(key, _CHOICE_KEYS) or "Keys known here: filter, value."
+    hint = did_you_mean(key, _CHOICE_KEYS) or f"Keys known here: {', '.join(_CHOICE_KEYS)}."
     return Fault((key,), f"unknown key '{key}'.", hint)
 
 
 def _plain_choice(choice: Choice) -> dict[str, object]:
-    value = plain_setting(choice.value)
-    return {"value": value} if choice.filter is None else {"filter": choice.filter, "value": value}
+    return {**plain_selector(choice.selector), "value": plain_setting(choice.value)}

@@ -19,6 +19,30 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStarted(Event):
+    """One of several merges begins, or goes on; the events of its run follow."""
+
+    name: str
+    """What the recipe calls it; "" for a result without a name."""
+    number: int
+    """Its place among the merges, from 1; the last one makes the output."""
+    total: int
+    """How many merges there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepKept(Event):
+    """One of several merges was made before and is used as it is."""
+
+    name: str
+    """What the recipe calls it."""
+    number: int
+    """Its place among the merges, from 1."""
+    total: int
+    """How many merges there are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Planned(Event):
     """The plan is made and can be carried out."""
 

@@ -161,9 +161,18 @@ class _Shift:
         self._progress = time.monotonic()
 
     def begin(self) -> None:
-        """Give every worker the plan."""
-        for actor in self._pool._actors:
-            actor.opening = actor.handle.open.remote(self._work)
+        """Give every worker the plan; one that still takes up that of an earlier call ends that first."""
+        actors = list(self._pool._actors)
+        earlier = [actor.opening for actor in actors if actor.opening is not None]
+        # Actors are threaded: of two openings at once the older one might end last, and win.
+        ready = (
+            self._ray.wait(earlier, num_returns=len(earlier), timeout=_READY_SECONDS)[0] if earlier else []
+        )
+        for actor in actors:
+            if actor.opening is None or actor.opening in ready:
+                actor.opening = actor.handle.open.remote(self._work)
+            else:
+                self._lose(actor, f"it did not take up a plan within {_READY_SECONDS:.0f} s")
 
     def goes_on(self, stop: Stop) -> bool:
         """Whether segments are in hand, or wait and may be begun."""

@@ -30,7 +30,7 @@ from raymerge.errors import (
     TargetError,
 )
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.sources import Source
+from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
 from raymerge.runtime.events import (
@@ -189,10 +189,7 @@ class Run:
         """What must be the same for a run to go on, beside the plan."""
         return {
             "numerics": pool.numerics,
-            "versions": [
-                {"name": source.name, "files": [[f.key, f.version] for f in source.checkpoint.files]}
-                for source in self._sources
-            ],
+            "versions": file_versions(self._sources),
         }
 
     def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> dict[int, Receipt]:
@@ -218,7 +215,7 @@ class Run:
 
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
-        roots = tuple(source.checkpoint.root for source in self._sources)
+        roots = tuple(each.root for each in holdings(self._sources))
         work = Work(self._plan, roots, self._staging.root, self.projection)
         costs = self._plan["segments"].column("cost").to_pylist()
         with _stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
@@ -239,16 +236,16 @@ class Run:
     def _check_sources(self) -> None:
         """Find files that were written again since the plan was made: their bytes may be of two kinds."""
         problems = []
-        for source in self._sources:
-            with open_store(source.checkpoint.root) as store:
+        for each in holdings(self._sources):
+            with open_store(each.root) as store:
                 now = {file.key: file.version for file in store.files()}
             problems += [
                 Problem(
-                    f"{source.name}: {file.key}",
+                    f"{each.name}: {file.key}",
                     "the file was changed while it was merged.",
                     "Leave the sources alone, and start again with --replace.",
                 )
-                for file in source.checkpoint.files
+                for file in each.files
                 if now.get(file.key) != file.version
             ]
         if problems:
@@ -269,6 +266,14 @@ class Run:
         self._staging.sweep(finished_files(self._plan, donor.checkpoint.companions))
 
 
+def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Versions of all files that are read, as a run's ledger keeps them."""
+    return [
+        {"name": each.name, "files": [[file.key, file.version] for file in each.files]}
+        for each in holdings(sources)
+    ]
+
+
 def _real(output: Path) -> Path:
     """The output place without links, under a name that can be written down."""
     real = os.path.realpath(output)
@@ -280,8 +285,12 @@ def _real(output: Path) -> Path:
 
 def _check_apart(output: Path, sources: Sequence[Source]) -> None:
     """An output over a source would destroy it; one inside a source would become part of it."""
-    for source in sources:
-        root = Path(source.checkpoint.root).resolve()
+    alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
+    for source in holdings(sources):
+        root = Path(source.root).resolve()
+        if source.root in alone and root != output and output not in root.parents:
+            # The directory of a single file is no checkpoint, and may hold anything beside it.
+            continue
         if root == output or output in root.parents or root in output.parents:
             relation = "is" if root == output else "holds" if output in root.parents else "lies inside"
             raise TargetError(

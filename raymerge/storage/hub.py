@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from raymerge.errors import CheckpointError, Problem
@@ -16,6 +17,8 @@ _NOT_WANTED = (
     # The vendor's second copy of the same weights under other names: as big as the model itself.
     "consolidated*.safetensors",
 )
+_PICKLED = ("pytorch_model*",)
+"""The names that transformers gives pickled weights and their index; optimizers have other names."""
 _REASONS = {
     "RepositoryNotFoundError": "it has no such repository, or it is private",
     "GatedRepoError": "access to it must be asked for on its page first",
@@ -26,12 +29,18 @@ _REASONS = {
 
 
 def resolve_model(
-    path: str, revision: str | None = None, *, offline: bool = False, cache_dir: Path | None = None
+    path: str,
+    revision: str | None = None,
+    *,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    pickled: bool = False,
 ) -> Path:
     """The local directory of a model given by path or by Hub name (``org/name``).
 
     An existing directory wins. Otherwise the model's safetensors and small files are fetched into the
-    Hub's cache (``cache_dir``, by default where its own tools keep it); ``offline`` looks only there.
+    Hub's cache (``cache_dir``, by default where its own tools keep it); ``offline`` looks only there. With
+    ``pickled``, a model that has no safetensors gets its pickled weights as well.
 
     Raises:
         CheckpointError: there is no such directory, and the Hub gave no such model.
@@ -46,7 +55,10 @@ def resolve_model(
     if is_file or not _is_hub_name(path):
         raise CheckpointError(_no_directory(path or "''", is_file=is_file))
     try:
-        return _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
+        found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
+        if pickled and not any(found.glob("*.safetensors")):
+            found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir, only=_PICKLED)
+        return found
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
         raise CheckpointError(_no_repository(path, revision, error)) from error
 
@@ -55,7 +67,14 @@ def _is_hub_name(path: str) -> bool:
     return len(path) <= _MAX_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
-def _snapshot(name: str, revision: str | None, *, offline: bool, cache_dir: Path | None) -> Path:
+def _snapshot(
+    name: str,
+    revision: str | None,
+    *,
+    offline: bool,
+    cache_dir: Path | None,
+    only: Sequence[str] | None = None,
+) -> Path:
     # Imported here because it takes long and most models are local.
     from huggingface_hub import snapshot_download
 
@@ -65,7 +84,8 @@ def _snapshot(name: str, revision: str | None, *, offline: bool, cache_dir: Path
         cache_dir=cache_dir,
         local_files_only=offline,
         etag_timeout=_LOOKUP_TIMEOUT_SECONDS,
-        ignore_patterns=list(_NOT_WANTED),
+        allow_patterns=None if only is None else list(only),
+        ignore_patterns=None if only is not None else list(_NOT_WANTED),
     )
     return Path(found)
 

@@ -12,7 +12,13 @@ import pytest
 from kits.checkpoint_maker import TOKENIZER_FILES, tiny_llama
 
 from raymerge.api import plan, read_recipe
-from raymerge.assemble.finish import check_shards, finish_companions, finish_config, parents_of
+from raymerge.assemble.finish import (
+    check_shards,
+    finish_companions,
+    finish_config,
+    finished_files,
+    parents_of,
+)
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.errors import VerificationError
 from raymerge.planner.sources import Source, open_sources
@@ -142,6 +148,19 @@ def test_a_changed_config_is_written_anew(model: Path, tmp_path: Path) -> None:
 
 def test_one_shard_needs_no_index(model: Path, tmp_path: Path) -> None:
     assert _finished(*_planned(model), tmp_path / "out") == ["config.json"]
+
+
+def test_tensors_without_a_config_get_none(model: Path, tmp_path: Path) -> None:
+    made, sources = _planned(model / "model.safetensors", shard_size=20_000)
+    assert _finished(made, sources, tmp_path / "out") == [INDEX_FILE]
+    names = finished_files(made, sources[0].checkpoint.companions)
+    assert names == {*made["shards"].column("name").to_pylist(), INDEX_FILE, "README.md"}
+
+
+def test_a_finished_directory_has_its_companions_and_its_config(model: Path) -> None:
+    made, sources = _planned(model)
+    names = finished_files(made, sources[0].checkpoint.companions)
+    assert names == {"model.safetensors", "config.json", "README.md", *TOKENIZER_FILES}
 
 
 def test_the_index_comes_last_and_names_every_tensor(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views
 from raymerge.dtypes import DType
-from raymerge.execute.compute import PartComputation, decode, encode, scatter, torch_dtype
+from raymerge.execute.compute import PartComputation
+from raymerge.execute.decoding import decode, encode, scatter, torch_dtype
 from raymerge.execute.jobs import JobPart, RowJob
 from raymerge.planner.expressions import Expression, Read, conversion_expression, copy_expression
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.dtypes import DType
-from raymerge.execute.compute import torch_dtype
+from raymerge.execute.decoding import torch_dtype
 from raymerge.execute.finite import first_non_finite
 
 FLOATS = (DType.F16, DType.BF16, DType.F32, DType.F64)

@@ -24,6 +24,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, OptionError
 from raymerge.execute import segment as segment_module
 from raymerge.execute.segment import UNFINISHED
+from raymerge.execute.steps import steps
 from raymerge.planner import segments
 from raymerge.planner.memory import SLOTS
 from raymerge.storage.local import LocalStore
@@ -87,7 +88,7 @@ def test_rows_overlap_only_as_far_as_both_fit(small: Family, tmp_path: Path) -> 
     """A tile read ahead was not counted for the row in hand, but for its own."""
     bench = make_bench(recipes(small)["linear"], tmp_path)
     slot = bench.projection.peak // SLOTS
-    first, *_, last = bench.runner._steps(bench.runner._jobs.rows(0))
+    first, *_, last = steps(bench.runner._jobs.rows(0), bench.projection.budget)
     half, rest = replace(first, peak=slot // 2), slot - slot // 2
     assert bench.runner._fits(half, replace(last, peak=rest))
     assert not bench.runner._fits(half, replace(last, peak=rest + 1))

@@ -16,7 +16,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.planner.build import build_plan
 from raymerge.planner.plan import Plan
-from raymerge.planner.sources import Source, open_sources
+from raymerge.planner.sources import Source, holdings, open_sources
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]
@@ -64,7 +64,7 @@ class Planned:
     def stored(self, read: Mapping[str, Any]) -> tuple[int, str]:
         """Source and name of the tensor that an input's bytes belong to."""
         index = read["source"]
-        for tensor in self.sources[index].checkpoint.tensors.values():
+        for tensor in holdings(self.sources)[index].tensors.values():
             inside = tensor.offset <= read["offset"] < tensor.offset + max(tensor.nbytes, 1)
             if tensor.key == read["key"] and inside:
                 return index, tensor.name
@@ -128,7 +128,8 @@ def good(data: Mapping[str, Any]) -> Planned:
     """As ``planned``, for a recipe that must have no problems and account for every tensor."""
     made = planned(data)
     made.plan.require()
-    assert made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
+    held = enumerate(holdings(made.sources))
+    assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
     return made
 
 

@@ -136,16 +136,16 @@ def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path)
     specs = {**llama_specs(3), "lm_head.weight": (DType.BF16, (80, 32))}
     a = llama(tmp_path / "a")
     b = header_checkpoint(tmp_path / "b", specs, {**llama_config(), "head_dim": 4})
-    data = _linear(a, b, tokenizer_source="union", missing_tensors="copy_base")
+    data = _linear(a, b, chat_template="chatmll", missing_tensors="copy_base")
     data["parameters"] = {"weight": 1, "wieght": 1}
     made = planned(data)
     problems = [str(problem) for problem in made.plan.problems]
     for words in (
-        "'tokenizer_source' asks for a new tokenizer",
+        "Did you mean 'chatml'?",
         "'wieght' is not a parameter of linear",
         "head_dim 4 where",
         "there is no base_model",
-        "lm_head.weight is [80, 32] here and [64, 32] there",
+        "1 of its tensors have 80 rows, one for each token",
     ):
         assert any(words in problem for problem in problems), words
     assert len(problems) == 5
@@ -153,11 +153,11 @@ def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path)
 
 def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_told(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b", architectures=["Other"], head_dim=4)
-    data = _linear(a, b, tokenizer_source="union")
+    data = _linear(a, b, missing_tensors="copy_base")
     with pytest.raises(PlanError) as error:
         planned(data)
     text = str(error.value)
-    assert all(word in text for word in ("another family", "head_dim 4", "'tokenizer_source'"))
+    assert all(word in text for word in ("another family", "head_dim 4", "there is no base_model"))
 
 
 @pytest.mark.parametrize("stated", [[5], [[]], 5, "LlamaForCausalLM", None])

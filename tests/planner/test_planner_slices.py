@@ -123,12 +123,14 @@ def test_problems_of_recipe_and_sources_are_told_at_once(tmp_path: Path) -> None
     a = llama(tmp_path / "a")
     b = llama(tmp_path / "b", architectures=["Other"])
     entries = [{"model": a, "parameters": {"wieght": 1}}, {"model": b}]
-    problems = "\n".join(refusals({"merge_method": "slerp", "models": entries, "tokenizer_source": "union"}))
+    problems = "\n".join(
+        refusals({"merge_method": "slerp", "models": entries, "missing_tensors": "copy_base"})
+    )
     for words in (
         "another family",
         "'wieght' is not a parameter",
         "needs a base_model",
-        "'tokenizer_source'",
+        "there is no base_model",
     ):
         assert words in problems
 

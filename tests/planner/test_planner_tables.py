@@ -217,7 +217,11 @@ def _refused(directory: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMAS))
+USED = sorted(set(SCHEMAS) - {"assemblies", "terms", "factors", "runs", "files"})
+"""Tables that have rows in such plans."""
+
+
+@pytest.mark.parametrize("name", USED)
 def test_a_changed_value_in_any_table_is_refused(saved: tuple[Plan, Path], name: str) -> None:
     plan, directory = saved
     table = plan[name]
@@ -303,7 +307,7 @@ def test_every_model_that_cannot_be_read_is_reported_with_its_place(tmp_path: Pa
         open_sources(recipe)
     problems = [str(problem) for problem in caught.value.problems]
     assert "base_model" in problems[0]
-    assert "asks for an adapter" in problems[0]
+    assert "is a model, not an adapter" in problems[0]
     assert "models[1].model" in problems[1]
     with pytest.raises(CheckpointError):
         open_reference(recipe.models[1].model)

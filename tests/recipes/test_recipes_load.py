@@ -197,7 +197,14 @@ SETTINGS = (
     | st.booleans()
     | st.lists(WEIGHTS, min_size=1, max_size=3)
     | st.lists(
-        st.fixed_dictionaries({"filter": st.text("ab*._", max_size=4), "value": WEIGHTS}),
+        st.fixed_dictionaries(
+            {"filter": st.text("ab*._", max_size=4), "value": WEIGHTS},
+            optional={
+                "glob": st.text("ab*?._", max_size=4),
+                "role": st.sampled_from(["norm", ["mlp", "expert"], ["expert", "mlp", "mlp"]]),
+                "layers": st.sampled_from([3, "0..7", [5, "1..2", "5"]]),
+            },
+        ),
         min_size=1,
         max_size=2,
     )
@@ -219,6 +226,20 @@ RECIPES = st.fixed_dictionaries(
         "seed": st.integers(0, 2**64 - 1),
         "shard_size": st.sampled_from(["5GB", "1MiB", 0, 12345]),
         "duplicates": st.sampled_from(["keep", "share"]),
+        "name": st.sampled_from(["mine", "step 2"]),
+        "embedding_sizes": st.sampled_from(["error", "common", "pad"]),
+        "pickled_weights": st.sampled_from(["error", "read"]),
+        "adapter": st.sampled_from([{}, {"rank": 4, "energy": 0.5}, {"combine": "concatenate"}]),
+        "methods": st.lists(
+            st.sampled_from(
+                [
+                    {"role": "norm", "merge_method": "passthrough", "sources": ["a", "b@v1"]},
+                    {"layers": ["4..7", 9], "glob": "*.mlp.*", "parameters": {"weight": [0, 1]}},
+                    {"filter": "x", "role": ["router", "expert"], "merge_method": "ties"},
+                ]
+            ),
+            max_size=3,
+        ),
         "chat_template": st.text("{%}a\n: ", min_size=1, max_size=12),
         "tokenizer": st.fixed_dictionaries(
             {"source": st.sampled_from(["union", "base", "a@v"])},
@@ -275,10 +296,23 @@ merge_method: linear
         "tokenizer_source: base",
         "tokenizer: {pad_to_multiple_of: 8}",
         "chat_template: chatml",
+        "methods: [{role: norm, merge_method: passthrough}]",
+        "embedding_sizes: pad",
+        "pickled_weights: read",
+        "adapter: {}",
+        "missing_tensors: copy_base",
+        "extra_tensors: drop",
     ],
 )
 def test_canonical_sees_every_field(line: str) -> None:
     assert canonical(recipe(f"{TEXT}{line}\n")) != canonical(recipe(TEXT))
+
+
+def test_a_name_changes_no_byte() -> None:
+    named = recipe(f"{TEXT}name: mine\n")
+    assert named.name == "mine"
+    assert named != recipe(TEXT)
+    assert canonical(named) == canonical(recipe(TEXT))
 
 
 def test_canonical_sees_the_order_of_models_and_of_tokens() -> None:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from raymerge.errors import RecipeError
 from raymerge.recipes.faults import Fault
-from raymerge.recipes.locate import MAX_NODES, Located, Places, read_document
+from raymerge.recipes.locate import (
+    MAX_DOCUMENTS,
+    MAX_NODES,
+    Located,
+    Part,
+    Places,
+    read_document,
+    split_documents,
+)
 
 TEXT = """\
 # a comment
@@ -28,7 +36,14 @@ models:
 
 
 def read(text: str) -> Located:
-    return read_document(text, "r.yml")
+    (part,) = split_documents(text, "r.yml")
+    return read_document(part, "r.yml")
+
+
+def texts(text: str) -> list[str]:
+    parts: tuple[Part, ...] = split_documents(text, "r.yml")
+    assert "".join(part.text for part in parts) == text
+    return [part.text for part in parts]
 
 
 def refusal(text: str) -> str:
@@ -69,6 +84,55 @@ def test_what_is_not_there_has_the_place_of_its_nearest_parent(
     path: tuple[str | int, ...], place: str
 ) -> None:
     assert read(TEXT).places.at(path) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a: 1\n", ["a: 1\n"]),
+        ("# x\n\na: 1\n---\nb: 2\n", ["# x\n\na: 1\n", "---\nb: 2\n"]),
+        ("--- {a: 1}\n--- {b: 2}", ["--- {a: 1}\n", "--- {b: 2}"]),
+        ("a: 1\r\n---\r\nb: 2\r\n", ["a: 1\r\n", "---\r\nb: 2\r\n"]),
+        ("a: 1\n...\n# y\n---\nb: 2\n", ["a: 1\n...\n# y\n", "---\nb: 2\n"]),
+        (
+            "%YAML 1.1\n---\na: 1\n...\n%YAML 1.1\n---\nb: 2\n",
+            ["%YAML 1.1\n---\na: 1\n...\n", "%YAML 1.1\n---\nb: 2\n"],
+        ),
+        ("a: |\n  x\n  ---\n  y\n", ["a: |\n  x\n  ---\n  y\n"]),
+        ("é: 1\n---\nü: 2\n", ["é: 1\n", "---\nü: 2\n"]),
+        ("---\n---\na: 1\n---\n# nothing\n", ["---\n---\na: 1\n---\n# nothing\n"]),
+        ("a: 1\n---\n---\nb: 2\n---\n", ["a: 1\n---\n", "---\nb: 2\n---\n"]),
+    ],
+)
+def test_documents_have_their_own_part_of_the_text_and_empty_ones_none(text: str, parts: list[str]) -> None:
+    assert texts(text) == parts
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.sampled_from(["a: 1\n", "# c\nb: {c: [1, 2]}\n", "", "# only\n", "d: |\n  t\n"]), max_size=6)
+)
+def test_a_part_alone_says_what_it_says_in_the_file(bodies: list[str]) -> None:
+    text = "a: 0\n" + "".join(f"---\n{body}" for body in bodies)
+    parts = split_documents(text, "r.yml")
+    assert len(parts) == 1 + sum(":" in body for body in bodies)
+    assert [read(part.text).data for part in parts] == [read_document(part, "r.yml").data for part in parts]
+
+
+def test_places_in_later_documents_are_lines_of_the_file() -> None:
+    first, second = split_documents("a: 1\n\n---\n# x\nb:\n  - c: 2\n", "r.yml")
+    assert read_document(first, "r.yml").places.at(()) == "r.yml:1:1"
+    places = read_document(second, "r.yml").places
+    assert places.at(()) == "r.yml:3:1"
+    assert places.at(("b", 0, "c")) == "r.yml:6:5"
+    assert places.at(("z",)) == "r.yml:3:1"
+
+
+def test_a_file_has_a_bounded_number_of_documents() -> None:
+    assert len(split_documents("--- {a: 1}\n" * MAX_DOCUMENTS, "r.yml")) == MAX_DOCUMENTS
+    assert f"r.yml:{MAX_DOCUMENTS + 1}:1: the file has more than {MAX_DOCUMENTS} YAML documents." in refusal(
+        "---\n" * 100_000
+    )
 
 
 def test_without_a_text_a_place_is_a_path() -> None:
@@ -176,7 +240,11 @@ def test_yaml_that_no_recipe_needs(text: str, what: str) -> None:
         ("- a\n", "r.yml:1:1: a recipe is a map of keys to values."),
         ("hello\n", "a recipe is a map of keys to values."),
         ("!x {a: 1}\n", "a recipe is a map of keys to values."),
-        ("a: 1\n---\nb: 2\n", "r.yml:3:1: a second YAML document starts here"),
+        ("---\n---\n...\n---\n~\n", "the recipe is empty."),
+        ("a: 1\n--- b: 2\n", "r.yml:2:6: this is not YAML"),
+        ("a: 1\n---\nb: [\n", "r.yml:4:1: this is not YAML"),
+        ("a: &x 1\n---\nb: *x\n", "r.yml:3:4: this is not YAML: found undefined alias 'x'."),
+        ("a: 1\n...\nb: 2\n", "r.yml:3:1: this is not YAML"),
         ("a: 1\n\tb: 2\n", "r.yml:2:1: a tab stands here. Indent with spaces"),
         ("a: [1\nb: 2\n", "r.yml:2:2: this is not YAML"),
         ("a: 'x\n", "this is not YAML"),

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from raymerge.dtypes import DType
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
+    AdapterOutput,
     Conditional,
     Gradient,
     ModelEntry,
@@ -50,6 +51,9 @@ def test_defaults() -> None:
     assert (read.base_model, read.dtype, read.out_dtype) == (None, None, None)
     assert (read.tokenizer, read.tokenizer_source, read.chat_template) == (None, None, None)
     assert (read.seed, read.shard_size, read.duplicates) == (0, 5_000_000_000, "keep")
+    assert (read.missing_tensors, read.extra_tensors) == ("error", "error")
+    assert (read.embedding_sizes, read.pickled_weights) == ("error", "error")
+    assert (read.name, read.methods, read.adapter) == (None, (), None)
 
 
 def test_models() -> None:
@@ -83,6 +87,55 @@ out_dtype: float16
     assert third.parameters == {}
     assert read.parameters == {"lambda": Scalar(0.5)}
     assert (read.dtype, read.out_dtype) == (DType.BF16, DType.F16)
+
+
+@pytest.mark.parametrize("sizes", ["error", "common", "pad"])
+@pytest.mark.parametrize("pickled", ["error", "read"])
+def test_what_is_done_about_odd_sources(sizes: str, pickled: str) -> None:
+    read = recipe(f"{HEAD}embedding_sizes: {sizes}\npickled_weights: {pickled}\n")
+    assert (read.embedding_sizes, read.pickled_weights) == (sizes, pickled)
+
+
+@pytest.mark.parametrize("name", ["step-1", "2024", "L3.1 8B_v2", "école", "linear", "x" * 100])
+def test_name(name: str) -> None:
+    assert recipe(f"{HEAD}name: '{name}'\n").name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "adapter"),
+    [
+        ("{}", AdapterOutput()),
+        ("{rank: 8}", AdapterOutput(rank=8)),
+        ("{rank: 64, energy: 0.99}", AdapterOutput(rank=64, energy=0.99)),
+        ("{combine: concatenate}", AdapterOutput(combine="concatenate")),
+        ("{energy: 1}", AdapterOutput(combine="svd", energy=1.0)),
+        ("", None),
+    ],
+)
+def test_adapter(text: str, adapter: AdapterOutput | None) -> None:
+    assert recipe(f"{HEAD}adapter: {text}\n").adapter == adapter
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
+        "modules: {text_decoder: {models: [{model: a}]}}",
+    ],
+)
+def test_adapters_are_merged_whole(body: str) -> None:
+    text = f"merge_method: linear\n{body}\nadapter: {{}}\n"
+    assert problem(text).startswith(
+        "r.yml:3:1: 'adapter' merges adapters, which are merged as wholes. List them"
+    )
+
+
+def test_a_file_of_tensors_is_a_model() -> None:
+    read = recipe("merge_method: linear\nmodels: [{model: a/unet.safetensors}, {model: b.safetensors}]\n")
+    assert [entry.model for entry in read.models] == [
+        ModelReference("a/unet.safetensors"),
+        ModelReference("b.safetensors"),
+    ]
 
 
 def test_slices() -> None:
@@ -244,7 +297,33 @@ def test_a_bad_shard_size(text: str, words: str) -> None:
             "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]",
             "r.yml:3:1: 'models' and 'slices' are both",
         ),
-        ("name: mine", "r.yml:3:1: unknown key 'name'. A recipe has no name"),
+        ("name: 3", "r.yml:3:1: name: 3 is a number; expected a text."),
+        ("name: a/b", "r.yml:3:1: name: 'a/b' cannot be the name of a merge. Write letters, digits"),
+        ("name: a@b", "'a@b' cannot be the name of a merge."),
+        ("name: a+b", "'a+b' cannot be the name of a merge."),
+        ("name: ..", "'..' cannot be the name of a merge."),
+        ("name: ' a'", "' a' cannot be the name of a merge."),
+        ("name: ''", "'' cannot be the name of a merge."),
+        ('name: "a\\n"', "cannot be the name of a merge."),
+        (f"name: {'x' * 101}", "at most 100 bytes"),
+        (
+            "embedding_sizes: comon",
+            "r.yml:3:1: embedding_sizes: 'comon' is not known here. Did you mean 'comm",
+        ),
+        (
+            "pickled_weights: true",
+            "r.yml:3:1: pickled_weights: true is not known here. Write one of: error, read",
+        ),
+        ("adapter: 8", "r.yml:3:1: adapter: 8 is a number where a map belongs. Write a map like {rank: 16}."),
+        ("adapter: {rank: 0}", "r.yml:3:11: rank: 0 is out of range. Write a whole number at least 1."),
+        ("adapter: {energy: 0}", "r.yml:3:11: energy: 0.0 is not a share of the energy."),
+        ("adapter: {energy: 1.5}", "r.yml:3:11: energy: 1.5 is not a share of the energy."),
+        ("adapter: {combine: sdv}", "r.yml:3:11: combine: 'sdv' is not known here. Did you mean 'svd'?"),
+        (
+            "adapter: {combine: concatenate, rank: 8}",
+            "r.yml:3:33: 'rank' limits the rank, which 'combine: concatenate' does not do. Remove 'rank'",
+        ),
+        ("adapter: {combine: concatenate, energy: 1}", "r.yml:3:33: 'energy' limits the rank"),
         (
             "weight: 0.5",
             "unknown key 'weight'. A parameter of the method goes below 'parameters'. Keys known",
@@ -352,9 +431,9 @@ def test_an_empty_list_beside_a_full_one_is_harmless() -> None:
 def test_recipes_are_frozen() -> None:
     read = recipe(HEAD)
     with pytest.raises(ValidationError):
-        read.seed = 3
+        read.seed = 3  # type: ignore[misc]
     with pytest.raises(ValidationError):
-        read.models[0].model = ModelReference("b")
+        read.models[0].model = ModelReference("b")  # type: ignore[misc]
 
 
 def test_a_recipe_made_from_python_objects() -> None:

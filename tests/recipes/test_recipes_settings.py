@@ -1,4 +1,4 @@
-"""Settings: forms, evaluation by hand-computed cases, filters, faults, writing back."""
+"""Settings: forms, evaluation by hand-computed cases, choices by tensor, faults, writing back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.recipes.faults import Fault, FaultError
+from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
 from raymerge.recipes.settings import (
     Choice,
     Conditional,
@@ -20,12 +21,24 @@ from raymerge.recipes.settings import (
     read_setting,
 )
 
-ATTENTION = "model.layers.3.self_attn.q_proj.weight"
-MLP = "model.layers.3.mlp.up_proj.weight"
+ATTENTION = Subject("model.layers.3.self_attn.q_proj.weight", frozenset({"attention"}), 3)
+MLP = Subject("model.layers.3.mlp.up_proj.weight", frozenset({"mlp"}), 3)
+NORM = Subject("model.layers.3.input_layernorm.weight", frozenset({"norm"}), 3)
+HEAD = Subject("lm_head.weight", frozenset({"head"}), None)
 FINITE = st.floats(-1e6, 1e6)
 SCALARS = FINITE.map(Scalar)
 GRADIENTS = st.lists(FINITE, min_size=1, max_size=6).map(lambda values: Gradient(tuple(values)))
-CHOICES = st.builds(Choice, st.none() | st.sampled_from(["mlp", "*", "q_proj"]), SCALARS | GRADIENTS)
+RANGES = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda ends: (min(ends), max(ends)))
+SELECTORS = st.builds(
+    Selector,
+    st.none() | st.sampled_from(["mlp", "*", "q_proj", ""]),
+    st.none() | st.sampled_from(["*.weight", "model.*"]),
+    st.sets(st.sampled_from(ROLE_NAMES), max_size=3).map(
+        lambda roles: tuple(role for role in ROLE_NAMES if role in roles)
+    ),
+    st.sets(RANGES, max_size=3).map(lambda ranges: tuple(sorted(ranges))),
+)
+CHOICES = st.builds(Choice, SELECTORS, SCALARS | GRADIENTS)
 CONDITIONALS = st.lists(CHOICES, min_size=1, max_size=4).map(lambda rows: Conditional(tuple(rows)))
 SETTINGS = SCALARS | GRADIENTS | CONDITIONALS
 
@@ -48,14 +61,14 @@ def faults_in(value: object) -> list[Fault]:
         ((0, "0.5"), Gradient((0.0, 0.5))),
         ([True, False], Gradient((1.0, 0.0))),
         ([3], Gradient((3.0,))),
-        ([{"value": 1}], Conditional((Choice(None, Scalar(1.0)),))),
-        ([{"filter": None, "value": 1}], Conditional((Choice(None, Scalar(1.0)),))),
+        ([{"value": 1}], Conditional((Choice(Selector(), Scalar(1.0)),))),
+        ([{"filter": None, "value": 1}], Conditional((Choice(Selector(), Scalar(1.0)),))),
         (
             [{"filter": "mlp", "value": [0, 1]}, {"value": 0.5}],
-            Conditional((Choice("mlp", Gradient((0.0, 1.0))), Choice(None, Scalar(0.5)))),
+            Conditional((Choice(Selector("mlp"), Gradient((0.0, 1.0))), Choice(Selector(), Scalar(0.5)))),
         ),
         # mergekit accepts a single map and then fails on it; here it is a list of one.
-        ({"filter": "mlp", "value": 0.3}, Conditional((Choice("mlp", Scalar(0.3)),))),
+        ({"filter": "mlp", "value": 0.3}, Conditional((Choice(Selector("mlp"), Scalar(0.3)),))),
     ],
 )
 def test_forms(value: object, setting: Setting) -> None:
@@ -65,7 +78,7 @@ def test_forms(value: object, setting: Setting) -> None:
 
 def test_a_scalar_is_itself_everywhere() -> None:
     assert evaluate(Scalar(0.3), ATTENTION, 0.0) == 0.3
-    assert evaluate(Scalar(0.3), "lm_head.weight", 1.0) == 0.3
+    assert evaluate(Scalar(0.3), HEAD, 1.0) == 0.3
 
 
 @pytest.mark.parametrize(
@@ -116,7 +129,7 @@ def test_filters_look_for_a_part_of_the_name_and_the_first_match_holds() -> None
     )
     assert evaluate(setting, ATTENTION, 0.5) == 0.5
     assert evaluate(setting, MLP, 0.5) == 2.0
-    assert evaluate(setting, "model.layers.3.input_layernorm.weight", 0.0) == 3.0
+    assert evaluate(setting, NORM, 0.0) == 3.0
 
 
 def test_without_a_match_there_is_no_number() -> None:
@@ -135,6 +148,21 @@ def test_filters_are_no_patterns() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"glob": "model.layers.*.mlp.*"}, [None, 1.0, None, None]),
+        ({"role": ["norm", "head"]}, [None, None, 1.0, 1.0]),
+        ({"layers": 3}, [1.0, 1.0, 1.0, None]),
+        ({"layers": ["0..2", 4]}, [None, None, None, None]),
+        ({"filter": "weight", "role": "mlp", "layers": "0..3"}, [None, 1.0, None, None]),
+    ],
+)
+def test_choices_by_glob_role_and_layer(choice: dict[str, object], expected: list[float | None]) -> None:
+    setting = read_setting([{**choice, "value": 1}])
+    assert [evaluate(setting, subject, 0.0) for subject in (ATTENTION, MLP, NORM, HEAD)] == expected
+
+
+@pytest.mark.parametrize(
     ("value", "path", "words"),
     [
         (None, (), "no value"),
@@ -146,6 +174,10 @@ def test_filters_are_no_patterns() -> None:
         ({"filter": "mlp"}, (), "without a value"),
         ([{"filter": "mlp", "vlaue": 1}], (0, "vlaue"), "unknown key 'vlaue'"),
         ([{"filter": 3, "value": 1}], (0, "filter"), "3 is a number"),
+        ([{"glob": 3, "value": 1}], (0, "glob"), "3 is a number"),
+        ([{"role": "atention", "value": 1}], (0, "role"), "'atention' is not known here"),
+        ([{"role": ["norm", 3], "value": 1}], (0, "role", 1), "3 is not known here"),
+        ([{"layers": "9..2", "value": 1}], (0, "layers"), "runs backwards"),
         ([{"value": None}], (0, "value"), "no value"),
         ([{"value": [{"value": 1}]}], (0, "value", 0), "expected a number"),
         ([{"value": 1}, 2], (1,), "2 is a number among filters"),
@@ -165,7 +197,7 @@ def test_the_remedy_of_a_misspelled_key_is_the_key() -> None:
     (fault,) = faults_in([{"filter": "mlp", "vlaue": 1}])
     assert fault.remedy == "Did you mean 'value'?"
     (fault,) = faults_in([{"zzz": 1, "value": 1}])
-    assert fault.remedy == "Keys known here: filter, value."
+    assert fault.remedy == "Keys known here: filter, glob, role, layers, value."
 
 
 def test_all_faults_come_together() -> None:
@@ -180,6 +212,6 @@ def test_a_setting_survives_being_written_and_read(setting: Setting) -> None:
 
 
 def test_settings_are_frozen_and_hashable() -> None:
-    assert len({Scalar(1.0), Scalar(1.0), Gradient((1.0,)), Choice(None, Scalar(1.0))}) == 3
+    assert len({Scalar(1.0), Scalar(1.0), Gradient((1.0,)), Choice(Selector(), Scalar(1.0))}) == 3
     with pytest.raises(AttributeError):
         Scalar(1.0).value = 2.0  # type: ignore[misc]

@@ -179,6 +179,33 @@ class TestDownload:
         assert "\n" not in message
         assert caught.value.__cause__ is error
 
+    def test_pickles_are_fetched_where_there_are_no_safetensors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        downloads = install(monkeypatch, str(tmp_path))
+        assert resolve_model("org/tiny", "v1", cache_dir=tmp_path, pickled=True) == tmp_path
+        small, pickles = downloads.asked
+        assert "*.bin" in small["ignore_patterns"]
+        same = ("name", "revision", "cache_dir", "local_files_only")
+        assert [small[key] for key in same] == [pickles[key] for key in same]
+        wanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]
+        others = ["optimizer.pt", "training_args.bin", "model.gguf", "tf_model.h5", "onnx/pytorch_model.bin"]
+        kept = huggingface_hub.utils.filter_repo_objects(
+            [*wanted, *others],
+            allow_patterns=pickles["allow_patterns"],
+            ignore_patterns=pickles["ignore_patterns"],
+        )
+        assert list(kept) == wanted
+
+    @pytest.mark.parametrize(("pickled", "key"), [(True, "model.safetensors"), (False, "config.json")])
+    def test_pickles_are_not_fetched_beside_safetensors_or_unasked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickled: bool, key: str
+    ) -> None:
+        (tmp_path / key).write_text("")
+        downloads = install(monkeypatch, str(tmp_path))
+        resolve_model("org/tiny", pickled=pickled)
+        assert len(downloads.asked) == 1
+
     def test_an_interrupt_stays_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(*_: object, **__: object) -> str:
             raise KeyboardInterrupt

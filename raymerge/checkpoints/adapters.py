@@ -1,0 +1,303 @@
+"""LoRA adapters as peft saves them: which factors belong to which module, and what is saved whole.
+
+Headers only; nothing of the data is read. Papers: LoRA 2106.09685, rsLoRA 2312.03732, DoRA 2402.09353.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE, AdapterConfig, parse_adapter_config
+from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
+from raymerge.checkpoints.source import WeightFile, is_companion, natural_key
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.local import LocalStore
+from raymerge.storage.store import FileInfo, ReadStore
+
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+"""The file that holds an adapter's weights."""
+PREFIX = "base_model.model."
+"""What peft puts before the name of every module."""
+
+FactorKind = Literal["linear", "embedding"]
+"""``linear``: the product lies as a weight [out, in]; ``embedding``: it lies as the table transposed."""
+
+_PICKLE = "adapter_model.bin"
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; '
+    "s.save_file(torch.load('{root}/adapter_model.bin', weights_only=True), "
+    "'{root}/adapter_model.safetensors')\""
+)
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector)(?:(?<=vector)\.weight)?"
+)
+_DOWN: Mapping[FactorKind, str] = {"linear": "lora_A.weight", "embedding": "lora_embedding_A"}
+_UP: Mapping[FactorKind, str] = {"linear": "lora_B.weight", "embedding": "lora_embedding_B"}
+_MAGNITUDE, _UP_BIAS = "lora_magnitude_vector", "lora_B.bias"
+# Layers that peft wraps around what the model had, by the attribute that holds the saved part.
+_WRAPPERS = frozenset({"base_layer", "modules_to_save"})
+_STRANGE = re.compile(
+    r"(?:^|\.)(?:lora_\w+|original_module|base_layer|modules_to_save|token_adapter)(?:\.|$)"
+)
+_MAX_LISTED = 3
+_SAVE_AGAIN = "Save the adapter again with peft's save_pretrained."
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """The change of one module's weight: ``scale * up @ down``."""
+
+    module: str
+    """Path of the module in the model, such as ``model.layers.0.self_attn.q_proj``."""
+    kind: FactorKind
+    """How the product lies to the model's weight."""
+    down: StoredTensor
+    """peft's A, [rank, in]; [rank, vocabulary] for an embedding."""
+    up: StoredTensor
+    """peft's B, [out, rank]; [hidden, rank] for an embedding."""
+    magnitude: StoredTensor | None
+    """DoRA's magnitudes [out]: rows of the changed weight, in [out, in] form, are scaled to these lengths."""
+    up_bias: StoredTensor | None
+    """[out], added to the module's bias ``scale`` times."""
+    scale: float
+    """How many times the product counts."""
+    transposed: bool
+    """Whether the adapter says that the model stores this weight [in, out] (GPT-2's Conv1D). The model has
+    the last word: where the shapes allow one orientation only, that is the right one."""
+
+    @property
+    def rank(self) -> int:
+        """Rows of ``down``."""
+        return self.down.shape[0]
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape that the model's weight must have for this factor."""
+        product = self.up.shape[0], self.down.shape[1]
+        return product[::-1] if self.transposed or self.kind == "embedding" else product
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Files, header and config of one adapter; nothing of its data was read."""
+
+    name: str
+    """What messages call it."""
+    root: str
+    """Its directory."""
+    config: AdapterConfig
+    """``adapter_config.json``."""
+    files: tuple[WeightFile, ...]
+    """The file that holds the tensors."""
+    tensors: Mapping[str, StoredTensor]
+    """Every tensor by its name in the file."""
+    factors: Mapping[str, Factor]
+    """Changes by module; layer 2 comes before layer 10."""
+    replaced: Mapping[str, StoredTensor]
+    """Tensors that take the place of the model's, by the model's name for them (modules_to_save, biases,
+    resized embeddings). Where a module has a factor too, that is added to what is here."""
+    companions: tuple[str, ...]
+    """Every other file that belongs to it (tokenizer, licence)."""
+
+    @property
+    def num_changes(self) -> int:
+        """Tensors of the model that the adapter changes."""
+        weights = {f"{module}.weight" for module in self.factors}
+        biases = {f"{f.module}.bias" for f in self.factors.values() if f.up_bias is not None}
+        return len(weights | biases | self.replaced.keys())
+
+
+def open_adapter(root: Path | str, name: str) -> Adapter:
+    """Read the config and header of the adapter in the directory ``root``.
+
+    Raises:
+        CheckpointError: with every problem of this adapter at once.
+    """
+    with LocalStore(Path(root)) as store:
+        files = store.files()
+        infos = {info.key: info for info in files}
+        _check_files(infos, store.location("."), str(root))
+        header, config = _read(store, infos)
+    factors, replaced, sentences = _account(header.tensors, config)
+    if sentences:
+        where = store.location(ADAPTER_WEIGHTS_FILE)
+        raise CheckpointError([Problem(where, what, remedy) for what, remedy in sentences])
+    return Adapter(
+        name=name,
+        root=str(root),
+        config=config,
+        files=(WeightFile(header.key, header.nbytes, header.digest, header.version),),
+        tensors={tensor.name: tensor for tensor in header.tensors},
+        factors=factors,
+        replaced=replaced,
+        companions=tuple(key for key in infos if is_companion(key) and key != ADAPTER_CONFIG_FILE),
+    )
+
+
+def is_adapter(root: Path | str) -> bool:
+    """Whether the directory ``root`` holds an adapter rather than a model."""
+    directory = Path(root)
+    models = ("model.safetensors", "model.safetensors.index.json")
+    return (directory / ADAPTER_CONFIG_FILE).is_file() and not any((directory / m).exists() for m in models)
+
+
+def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
+    """Names of the down and the up factor of a module in an adapter's file."""
+    return f"{PREFIX}{module}.{_DOWN[kind]}", f"{PREFIX}{module}.{_UP[kind]}"
+
+
+def _check_files(infos: Mapping[str, FileInfo], where: str, root: str) -> None:
+    if ADAPTER_CONFIG_FILE not in infos:
+        is_model = "config.json" in infos
+        what = f"is {'a model, not an' if is_model else 'no'} adapter: it has no {ADAPTER_CONFIG_FILE}."
+        remedy = "Name a model by itself." if is_model else "Check the path."
+        remedy += " What stands behind '+' is the directory of an adapter that peft saved."
+    elif ADAPTER_WEIGHTS_FILE in infos:
+        return
+    elif _PICKLE in infos:
+        what = f"has its weights in {_PICKLE}; raymerge reads safetensors only, for a pickle can run code."
+        remedy = f"If you trust it, convert it: {_CONVERT.format(root=root)}"
+    else:
+        what = f"holds no weights: {ADAPTER_WEIGHTS_FILE} is not there."
+        remedy = "Check the path, and whether the download came to its end."
+    raise CheckpointError(Problem(where, what, remedy))
+
+
+def _read(store: ReadStore, infos: Mapping[str, FileInfo]) -> tuple[FileHeader, AdapterConfig]:
+    problems: list[Problem] = []
+    header, config = None, None
+    info = infos[ADAPTER_CONFIG_FILE]
+    try:
+        config = parse_adapter_config(store.read(info.key, 0, info.nbytes), store.location(info.key))
+    except CheckpointError as error:
+        problems.extend(error.problems)
+    info = infos[ADAPTER_WEIGHTS_FILE]
+    try:
+        header = read_header(store, info.key, info.nbytes, info.version)
+    except CheckpointError as error:
+        problems.extend(error.problems)
+    if header is None or config is None:
+        raise CheckpointError(problems)
+    return header, config
+
+
+def _account(
+    tensors: Sequence[StoredTensor], config: AdapterConfig
+) -> tuple[dict[str, Factor], dict[str, StoredTensor], list[tuple[str, str]]]:
+    """Every tensor as part of a factor or as a replacement; what is left over is a sentence with a remedy."""
+    parts: dict[str, dict[str, StoredTensor]] = {}
+    replaced: dict[str, StoredTensor] = {}
+    strays: list[str] = []
+    for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
+        name = tensor.name.removeprefix(PREFIX)
+        match = _PART.fullmatch(name)
+        plain = _unwrapped(name)
+        if name == tensor.name or (match and _STRANGE.search(match["module"])):
+            strays.append(tensor.name)
+        elif match:
+            parts.setdefault(match["module"], {}).setdefault(match["part"], tensor)
+        elif plain in replaced or _STRANGE.search(plain):
+            strays.append(tensor.name)
+        else:
+            replaced[plain] = tensor
+    sentences = [sentence for module, own in parts.items() for sentence in _faults(module, own, config)]
+    sentences += _left_over(strays, len(tensors))
+    factors = {} if sentences else {module: _factor(module, own, config) for module, own in parts.items()}
+    return factors, replaced, sentences
+
+
+def _unwrapped(name: str) -> str:
+    """The model's own name of a saved tensor: ``lm_head.modules_to_save.weight`` is ``lm_head.weight``."""
+    path = name.split(".")
+    if len(path) > 2 and path[-2] in _WRAPPERS:
+        del path[-2]
+    return ".".join(path)
+
+
+def _left_over(strays: Sequence[str], num_tensors: int) -> Iterator[tuple[str, str]]:
+    if not num_tensors:
+        yield "holds no tensors.", "Check whether the download came to its end."
+    if strays:
+        listed = ", ".join(strays[:_MAX_LISTED]) + (", ..." if len(strays) > _MAX_LISTED else "")
+        count = f"{len(strays)} tensor{'' if len(strays) == 1 else 's'}"
+        what = f"{count} ({listed}) can be neither factors of a LoRA adapter nor weights that it replaces."
+        yield what, f"{_SAVE_AGAIN} Names begin with {PREFIX}, and no adapter's name stands in them."
+
+
+def _kind(parts: Mapping[str, StoredTensor]) -> FactorKind:
+    return "embedding" if _DOWN["embedding"] in parts or _UP["embedding"] in parts else "linear"
+
+
+def _faults(
+    module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the tensors of one module, as sentence and remedy."""
+    kind = _kind(parts)
+    missing = [part for part in (_DOWN[kind], _UP[kind]) if part not in parts]
+    if missing:
+        yield f"module {module} has {', '.join(parts)} but no {' and no '.join(missing)}.", _SAVE_AGAIN
+        return
+    allowed = {_DOWN[kind], _UP[kind], _MAGNITUDE} | ({_UP_BIAS} if kind == "linear" else set())
+    if extra := sorted(parts.keys() - allowed):
+        yield f"module {module} has factors of an embedding, and {', '.join(extra)} as well.", _SAVE_AGAIN
+    for tensor in parts.values():
+        if not tensor.dtype.is_mergeable:
+            yield f"tensor {tensor.name} is of {tensor.dtype}, not a plain float.", _SAVE_AGAIN
+    yield from _misfits(module, parts, config, kind)
+    yield from _undeclared(module, parts, config)
+
+
+def _misfits(
+    module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig, kind: FactorKind
+) -> Iterator[tuple[str, str]]:
+    down, up, rank = parts[_DOWN[kind]], parts[_UP[kind]], config.ranks.of(module)
+    shapes = f"{list(down.shape)} and {list(up.shape)}"
+    if len(down.shape) > 2 or len(up.shape) > 2:
+        what = f"module {module} is a convolution, with factors of shape {shapes}."
+        yield what, "Merge the adapter into its model with peft and name the result."
+        return
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
+        yield f"the factors of {module} have the shapes {shapes}, which cannot be multiplied.", _SAVE_AGAIN
+        return
+    if down.shape[0] != rank:
+        what = (
+            f"the factors of {module} have rank {down.shape[0]}, but by {ADAPTER_CONFIG_FILE} it is {rank}."
+        )
+        yield what, "Correct 'r' or 'rank_pattern' there: the scale of the change hangs on it."
+    for part in (_MAGNITUDE, _UP_BIAS):
+        found = parts.get(part)
+        if found is not None and found.shape != up.shape[:1]:
+            what = f"tensor {found.name} has the shape {list(found.shape)}; {list(up.shape[:1])} is expected."
+            yield what, _SAVE_AGAIN
+
+
+def _undeclared(
+    module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig
+) -> Iterator[tuple[str, str]]:
+    """Tensors that the config denies, or demands in vain."""
+    if config.use_dora != (_MAGNITUDE in parts):
+        has = "has no" if config.use_dora else "has a"
+        what = f"module {module} {has} {_MAGNITUDE}, but use_dora is {str(config.use_dora).lower()}."
+        yield what, f"Correct it in {ADAPTER_CONFIG_FILE}, or save the adapter again."
+    if _UP_BIAS in parts and config.lora_bias is False:
+        what = f"module {module} has a {_UP_BIAS}, but lora_bias is false."
+        yield what, f"Correct it in {ADAPTER_CONFIG_FILE}, or save the adapter again."
+
+
+def _factor(module: str, parts: Mapping[str, StoredTensor], config: AdapterConfig) -> Factor:
+    kind = _kind(parts)
+    return Factor(
+        module=module,
+        kind=kind,
+        down=parts[_DOWN[kind]],
+        up=parts[_UP[kind]],
+        magnitude=parts.get(_MAGNITUDE),
+        up_bias=parts.get(_UP_BIAS),
+        scale=config.scale(module),
+        transposed=kind == "linear" and config.fan_in_fan_out,
+    )

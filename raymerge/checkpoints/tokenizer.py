@@ -1,0 +1,300 @@
+"""One model's tokenizer as its files say it: tokens with the ids that loading gives, roles, templates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any
+
+from raymerge.checkpoints.tokenizer_json import (
+    AddedToken,
+    TokenizerKind,
+    TokenizerModel,
+    added_ids,
+    has_holes,
+    read_added_token,
+    read_tokenizer_model,
+)
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.local import LocalStore
+
+TOKENIZER_JSON = "tokenizer.json"
+"""The whole tokenizer in one file."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""Class, special tokens and options."""
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+"""Special tokens once more, from older releases."""
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The chat template in a file of its own; goes before that in the tokenizer's config."""
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template where older releases keep it for models that also see."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""Directory of further templates by name."""
+GENERATION_CONFIG = "generation_config.json"
+"""How texts are generated, with ids of special tokens."""
+DEFAULT_TEMPLATE = "default"
+"""Name of the template that is used unless another is asked for."""
+EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+"""Fields that list special tokens without a role."""
+
+Converter = Callable[[Path], str]
+"""Makes the text of ``tokenizer.json`` from a directory that has older files only.
+
+Raises ``CheckpointError`` where it cannot be made.
+"""
+
+_ADDED_TOKENS = "added_tokens.json"
+_JSON_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, PROCESSOR_TEMPLATE, _ADDED_TOKENS)
+_READ = (*_JSON_FILES, CHAT_TEMPLATE, GENERATION_CONFIG)
+# Vocabularies in the forms of older releases and other libraries.
+_VOCABULARY_FILES = (
+    *("tokenizer.model*", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "spiece.model"),
+    "sentencepiece*.model",
+)
+_OLDER_FILES = (*_VOCABULARY_FILES, "merges.txt", _ADDED_TOKENS)
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ROLE = re.compile(r"\w+_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A model's tokenizer."""
+
+    root: str
+    """The model's directory."""
+    kind: TokenizerKind
+    """How it splits text."""
+    tokens: Mapping[str, int]
+    """Every token, added ones included, with the id that it has once loaded."""
+    added: Mapping[str, AddedToken]
+    """The added ones among them, by text."""
+    roles: Mapping[str, str]
+    """Special tokens by role: ``{"eos_token": "</s>"}``."""
+    templates: Mapping[str, str]
+    """Chat templates by name; the usual one is ``default``."""
+    tokenizer_json: bytes
+    """``tokenizer.json``; converted where the model has none."""
+    files: Mapping[str, bytes]
+    """Every file that says something of the tokenizer and was read, by key."""
+    generation_config: bytes | None
+    """``generation_config.json``, where the model has one."""
+    older_keys: tuple[str, ...]
+    """Files that hold the vocabulary in older forms."""
+    is_ambiguous: bool
+    """Whether releases of the library differ on the ids of its added tokens: the model's own have holes."""
+    notes: tuple[str, ...]
+    """Things worth telling that stand in nobody's way."""
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the model has no ``tokenizer.json`` of its own."""
+        return TOKENIZER_JSON not in self.files
+
+    @property
+    def chat_template(self) -> str | None:
+        """The usual chat template."""
+        return self.templates.get(DEFAULT_TEMPLATE)
+
+
+def read_tokenizer(
+    root: Path | str,
+    companions: Sequence[str],
+    *,
+    convert: Converter,
+    written: Mapping[str, bytes] = MappingProxyType({}),
+) -> TokenizerFiles | None:
+    """The tokenizer in the directory ``root``, or None where it has none.
+
+    Args:
+        root: the model's directory.
+        companions: its files that are no weights, as in ``Checkpoint.companions``.
+        convert: called only when there is no ``tokenizer.json``.
+        written: companions of a model that is not made yet, which stand for those of the same name there.
+
+    Raises:
+        CheckpointError: with every file that cannot be understood.
+    """
+    top = [key for key in companions if "/" not in key]
+    older = tuple(key for key in top if _matches(key, _OLDER_FILES))
+    if TOKENIZER_JSON not in top and not any(_matches(key, _VOCABULARY_FILES) for key in older):
+        return None
+    files = _read_files(Path(root), companions, written)
+    generation = files.pop(GENERATION_CONFIG, None)
+    text = files.get(TOKENIZER_JSON)
+    raw = convert(Path(root)).encode() if text is None else text
+    problems: list[Problem] = []
+    parsed = {key: _parse(root, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
+    model = _read_model(root, raw, problems)
+    decoder = _read_decoder(root, parsed.get(TOKENIZER_CONFIG, {}), problems)
+    if problems or model is None:
+        raise CheckpointError(problems)
+    later = _later_tokens(decoder, parsed, known=model)
+    stated = {**model.stated, **{token.content: number for number, token in later}}
+    ids = added_ids(model.vocab, stated.items())
+    added = {**{token.content: token for _, token in later}, **model.added}
+    return TokenizerFiles(
+        root=str(root),
+        kind=model.kind,
+        tokens={**model.vocab, **ids},
+        added={text: added[text] for text in ids},
+        roles=_roles(parsed),
+        templates=_templates(files, parsed),
+        tokenizer_json=raw,
+        files=files,
+        generation_config=generation,
+        older_keys=older,
+        is_ambiguous=has_holes(model.vocab) and not ids.keys() <= model.vocab.keys(),
+        notes=_notes(model, ids),
+    )
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a special token in a config: a text, or an object with ``content``."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) and content else None
+
+
+def extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens that a tokenizer's config lists without a role."""
+    for field in EXTRA_TOKENS:
+        listed = config.get(field)
+        values = list(listed.values()) if isinstance(listed, Mapping) else listed
+        if not isinstance(values, list):
+            continue
+        yield from (text for text in map(token_text, values) if text is not None)
+
+
+def role_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens of a config by role; the usual roles first, as loading goes through them."""
+    others = [key for key in config if _ROLE.fullmatch(key) and key not in _ROLES]
+    found = {key: token_text(config.get(key)) for key in (*_ROLES, *others)}
+    return {key: text for key, text in found.items() if text is not None}
+
+
+def _read_files(root: Path, companions: Sequence[str], written: Mapping[str, bytes]) -> dict[str, bytes]:
+    wanted = {key for key in companions if key in _READ or _is_more(key)}
+    with LocalStore(root) as store:
+        sizes = {file.key: file.nbytes for file in store.files()}
+        copied = sorted((wanted & sizes.keys()) - written.keys())
+        found = {key: store.read(key, 0, sizes[key]) for key in copied}
+    return dict(sorted({**found, **{key: written[key] for key in wanted & written.keys()}}.items()))
+
+
+def _is_more(key: str) -> bool:
+    path = PurePosixPath(key)
+    return path.parts[0] == MORE_TEMPLATES and len(path.parts) == 2 and path.suffix == ".jinja"
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _parse(root: Path | str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
+    """A JSON object; not strict, since transformers takes what Python takes."""
+    remedy = "Mend the file, or copy it again from the place the model comes from."
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        problems.append(Problem(f"{root}/{key}", f"is not JSON ({str(error)[:80]}).", remedy))
+        return {}
+    if not isinstance(value, dict):
+        problems.append(Problem(f"{root}/{key}", "is not a JSON object.", remedy))
+        return {}
+    return value
+
+
+def _read_model(root: Path | str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
+    known = len(problems)
+    parsed = _parse(root, TOKENIZER_JSON, raw, problems)
+    if len(problems) > known:
+        return None
+    try:
+        return read_tokenizer_model(parsed)
+    except ValueError as error:
+        remedy = "Copy it again from the place the model comes from."
+        problems.append(Problem(f"{root}/{TOKENIZER_JSON}", f"{error}.", remedy))
+        return None
+
+
+def _roles(parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Special tokens by role, as the tokenizer's config or else the map of older releases names them."""
+    return {
+        **role_tokens(parsed.get(SPECIAL_TOKENS_MAP, {})),
+        **role_tokens(parsed.get(TOKENIZER_CONFIG, {})),
+    }
+
+
+def _read_decoder(
+    root: Path | str, config: Mapping[str, Any], problems: list[Problem]
+) -> list[tuple[int, AddedToken]] | None:
+    """``added_tokens_decoder`` in the order of its ids; None where the config has none."""
+    decoder = config.get("added_tokens_decoder")
+    if not isinstance(decoder, Mapping):
+        return None
+    numbered = [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
+    try:
+        return [(key, read_added_token(entry)) for key, entry in sorted(numbered, key=lambda each: each[0])]
+    except ValueError as error:
+        remedy = "Copy it again from the place the model comes from."
+        problems.append(Problem(f"{root}/{TOKENIZER_CONFIG}", f"{error}.", remedy))
+        return None
+
+
+def _later_tokens(
+    decoder: Sequence[tuple[int, AddedToken]] | None,
+    parsed: Mapping[str, dict[str, Any]],
+    *,
+    known: TokenizerModel,
+) -> list[tuple[int | None, AddedToken]]:
+    """Tokens that transformers adds after reading ``tokenizer.json``, in its order."""
+    configs = [parsed.get(key, {}) for key in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]
+    special = [*_roles(parsed).values(), *(text for config in configs for text in extra_tokens(config))]
+    found: list[tuple[int | None, AddedToken]] = list(decoder or ())
+    if decoder is None:
+        older = parsed.get(_ADDED_TOKENS, {})
+        pairs = sorted((number, text) for text, number in older.items() if isinstance(number, int))
+        found += [(number, AddedToken(text, special=text in special)) for number, text in pairs]
+    found += [(None, AddedToken(text, normalized=False, special=True)) for text in special]
+    first: dict[str, tuple[int | None, AddedToken]] = {}
+    for number, token in found:
+        if token.content not in known.added:
+            first.setdefault(token.content, (number, token))
+    return list(first.values())
+
+
+def _templates(files: Mapping[str, bytes], parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Chat templates by name; a file of its own goes before a config."""
+    configs = [parsed.get(key, {}) for key in (PROCESSOR_TEMPLATE, TOKENIZER_CONFIG)]
+    found = {name: text for config in configs for name, text in _named(config.get("chat_template")).items()}
+    for key, raw in files.items():
+        if key == CHAT_TEMPLATE or _is_more(key):
+            name = DEFAULT_TEMPLATE if key == CHAT_TEMPLATE else PurePosixPath(key).stem
+            found[name] = raw.decode("utf-8", "replace")
+    return found
+
+
+def _named(value: Any) -> dict[str, str]:
+    """Templates by name from a field that holds one, a map of them or a list of named ones."""
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): text for name, text in value.items() if isinstance(text, str)}
+
+
+def _notes(model: TokenizerModel, ids: Mapping[str, int]) -> tuple[str, ...]:
+    moved = [text for text, number in model.stated.items() if text and ids[text] != number]
+    if not moved:
+        return ()
+    text = moved[0]
+    return (
+        f"{TOKENIZER_JSON} numbers {len(moved)} added tokens otherwise than loading does, "
+        f"as {text!r}: {model.stated[text]} in the file, {ids[text]} when loaded; the latter holds",
+    )

@@ -1,0 +1,59 @@
+"""Stored bytes as float32 tensors, and float32 tensors as stored bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.execute.jobs import RowJob
+from raymerge.planner.expressions import Read
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of a stored dtype.
+
+    Raises:
+        ValueError: torch has none; such tensors are only ever copied.
+    """
+    if dtype.torch_name is None:
+        raise ValueError(f"{dtype.value} has no torch dtype; it can only be copied")
+    found: torch.dtype = getattr(torch, dtype.torch_name)
+    return found
+
+
+def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
+    """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order.
+
+    Args:
+        raw: uint8 bytes of the input, on the host.
+        source: their dtype and view.
+        device: where the arithmetic runs.
+    """
+    stored = raw.view(torch_dtype(source.dtype)).to(device)
+    if source.view is not None:
+        stored = _strided(stored, source.view).contiguous().flatten()
+    return stored.to(torch.float32, copy=True)
+
+
+def encode(result: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """float32 results rounded once to the output's dtype, as bytes on the host: uint8 ``[nbytes]``."""
+    return result.to(torch_dtype(dtype)).contiguous().cpu().view(torch.uint8)
+
+
+def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
+    """The results of a row's parts, each at its place in the row: float32 ``[num_elements]``."""
+    if len(results) == 1 and row.parts[0].view is None:
+        return results[0]
+    whole = torch.empty(row.num_elements, dtype=torch.float32, device=results[0].device)
+    for result, part in zip(results, row.parts, strict=True):
+        view = part.view or View(0, part.shape, ())
+        target = _strided(whole, view) if view.strides else whole.view(part.shape)
+        target.copy_(result.view(part.shape))
+    return whole
+
+
+def _strided(flat: torch.Tensor, view: View) -> torch.Tensor:
+    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)

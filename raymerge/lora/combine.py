@@ -1,0 +1,295 @@
+"""Adapters merged into one adapter, on what their factors multiply to.
+
+The base of every change is zero: a module that an adapter does not have is one that it does not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor
+from raymerge.dtypes import DType
+from raymerge.errors import PlanError, Problem
+from raymerge.lora.choose import expert_group
+from raymerge.lora.compatible import ADDITIVE, check_adapters
+from raymerge.lora.matrices import Factors, Limits, check_finite, factorise, factorise_product, read_tensor
+from raymerge.lora.report import Combination, ModuleReport, relative_error
+from raymerge.lora.writer import AdapterFacts, AdapterWriter
+from raymerge.methods import Method, Settings, Takes, Tile
+from raymerge.methods.random import random_key
+from raymerge.storage.local import LocalStore
+
+SettingsOf: TypeAlias = Callable[[str], Settings]
+"""Settings of the method for the tensor of that name; they know the parameters of every adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombineOptions:
+    """How the merged changes become factors."""
+
+    rank: int | None = None
+    """Largest rank; None for the largest that an adapter has."""
+    energy: float | None = None
+    """Share of the sum of squared singular values that is enough; None for no limit but the rank."""
+    combine: Literal["svd", "concatenate"] = "svd"
+    """``svd``: the best factors of that rank; ``concatenate``: all factors side by side, exact."""
+    seed: int = 0
+    """Chooses the random masks."""
+    dtype: DType = DType.F32
+    """What factors are rounded to."""
+
+
+def combine_adapters(
+    adapters: Sequence[Adapter],
+    output: Path,
+    *,
+    method: Method,
+    settings_of: SettingsOf,
+    options: CombineOptions | None = None,
+) -> Combination:
+    """Merge adapters of one model into one, and write it for peft.
+
+    ``linear`` and ``task_arithmetic`` add scaled products, which is done on the factors without error but
+    the cut to the rank. ``ties`` and the ``dare`` methods look at single elements, so each product is made.
+
+    Args:
+        adapters: two or more, in recipe order.
+        output: directory of the new adapter; must be absent or empty.
+        method: how changes are merged.
+        settings_of: its parameters for each tensor.
+        options: how the merged changes become factors.
+
+    Raises:
+        PlanError: the adapters do not fit together, or the method cannot merge them; all reasons.
+        NonFiniteError: a factor has NaN or infinity.
+        TargetError: something is at the output place.
+    """
+    chosen = options or CombineOptions()
+    if problems := check_adapters(adapters, method, concatenates=chosen.combine == "concatenate"):
+        raise PlanError(problems)
+    largest = max((factor.rank for each in adapters for factor in each.factors.values()), default=1)
+    limits = Limits(chosen.rank or largest, chosen.energy)
+    with ExitStack() as stack:
+        stores = [stack.enter_context(LocalStore(Path(adapter.root))) for adapter in adapters]
+        writer = stack.enter_context(AdapterWriter(output))
+        parts = [_Part(adapter, store) for adapter, store in zip(adapters, stores, strict=True)]
+        work = _Combiner(parts, writer, _Rule(method, settings_of, limits, chosen))
+        return work.carry_out()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One adapter with its files open."""
+
+    adapter: Adapter
+    store: LocalStore
+
+    def factor(self, module: str) -> Factor | None:
+        return self.adapter.factors.get(module)
+
+    def matrices(self, factor: Factor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up and down, float64.
+
+        Raises:
+            NonFiniteError: one has NaN or infinity.
+        """
+        up, down = (read_tensor(self.store, tensor).double() for tensor in (factor.up, factor.down))
+        for matrix in (up, down):
+            check_finite(matrix, f"{self.adapter.name}: {factor.module}")
+        return up, down
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How modules are merged."""
+
+    method: Method
+    settings_of: SettingsOf
+    limits: Limits
+    options: CombineOptions
+
+    def settings(self, names: Iterable[str]) -> dict[str, Settings]:
+        """Settings for tensors by their names, with the keys of their random masks.
+
+        Raises:
+            PlanError: some cannot be computed with; all reasons.
+        """
+        found: dict[str, Settings] = {}
+        problems: dict[Problem, None] = {}
+        for name in names:
+            try:
+                found[name] = self._settings(name)
+            except PlanError as error:
+                problems |= dict.fromkeys(error.problems)
+        if problems:
+            raise PlanError(problems)
+        return found
+
+    def _settings(self, name: str) -> Settings:
+        settings = self.settings_of(name)
+        if self.method.random:
+            keys = tuple(random_key(self.options.seed, name, index) for index in range(len(settings.sources)))
+            settings = replace(settings, keys=keys)
+        reason = self.method.check(settings)
+        if reason is not None:
+            raise PlanError(Problem(name, f"{reason}.", "Correct the recipe's parameters."))
+        return settings
+
+    def limits_of(self, module: str) -> Limits:
+        """How large the factors of a module may become: experts of one block all have the same rank."""
+        return Limits(self.limits.rank) if expert_group(module) else self.limits
+
+    def merged(self, deltas: Sequence[torch.Tensor], settings: Settings) -> torch.Tensor:
+        """The method's result on whole changes of one shape, float32, with a base of zeros."""
+        shape = deltas[0].shape
+        settings = replace(settings, shape=tuple(shape))
+        flat = tuple(delta.float().flatten() for delta in deltas)
+        base = torch.zeros_like(flat[0]) if self.method.takes is Takes.DELTAS else None
+        tile, kernel = Tile(base, flat, 0), self.method.kernel
+        passes = kernel.passes(settings)
+        state = kernel.begin(settings, flat[0].numel(), flat[0].device) if passes else None
+        for index in range(passes):
+            kernel.observe(state, tile, settings, index)
+            kernel.conclude(state, settings, index)
+        return kernel.apply(tile, settings, state).view(shape)
+
+    def coefficients(self, settings: Settings) -> list[float]:
+        """How many times each source counts in a method that adds: what becomes of a 1 in it alone."""
+        ones = torch.eye(len(settings.sources))
+        return [float(value) for value in self.merged(list(ones), settings)]
+
+
+@dataclass(slots=True)
+class _Combiner:
+    """One merge of adapters: what was written so far."""
+
+    parts: Sequence[_Part]
+    writer: AdapterWriter
+    rule: _Rule
+    reports: list[ModuleReport] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    has_bias: bool = False
+
+    def carry_out(self) -> Combination:
+        """Merge every module and publish."""
+        modules = dict.fromkeys(module for part in self.parts for module in part.adapter.factors)
+        replaced = self.parts[0].adapter.replaced
+        settings = self.rule.settings([*(f"{module}.weight" for module in modules), *replaced])
+        for module in modules:
+            self._merge_module(module, settings[f"{module}.weight"])
+        for name, tensor in replaced.items():
+            self._merge_replaced(name, tensor.dtype, settings[name])
+        adapter = self.writer.publish(self._facts(tuple(modules)))
+        missing = sum(each.total - each.kept for each in self.reports)
+        return Combination(
+            output=adapter.root,
+            nbytes=adapter.files[0].nbytes,
+            modules=tuple(self.reports),
+            saved=tuple(self.replaced),
+            relative_error=relative_error(missing, sum(each.total for each in self.reports)),
+            notes=tuple(self._notes(tuple(modules))),
+        )
+
+    def _merge_module(self, module: str, settings: Settings) -> None:
+        having = [(i, f) for i, part in enumerate(self.parts) if (f := part.factor(module)) is not None]
+        if self.rule.method.name in ADDITIVE:
+            coefficients = self.rule.coefficients(settings)
+            factors = self._added(module, having, coefficients)
+            self._merge_bias(module, having, coefficients)
+        else:
+            factors = self._computed(module, having, settings)
+        self.writer.add_factors(module, having[0][1].kind, factors, self.rule.options.dtype)
+        self.reports.append(ModuleReport(module, factors.rank, factors.kept, factors.total))
+
+    def _added(
+        self, module: str, having: Sequence[tuple[int, Factor]], coefficients: Sequence[float]
+    ) -> Factors:
+        """The sum of the products, from the factors laid side by side."""
+        ups, downs = [], []
+        for index, factor in having:
+            up, down = self.parts[index].matrices(factor)
+            times = coefficients[index] * factor.scale
+            # Both sides get the root, and the left one the sign: neither is then much larger than the other.
+            root = math.sqrt(abs(times))
+            ups.append(up.mul_(math.copysign(root, times)))
+            downs.append(down.mul_(root))
+        up, down = torch.cat(ups, dim=1), torch.cat(downs)
+        if self.rule.options.combine == "svd":
+            return factorise_product(up, down, self.rule.limits_of(module), where=module)
+        total = float((up.T @ up * (down @ down.T)).sum())
+        return Factors(down.float(), up.float(), total, total)
+
+    def _computed(self, module: str, having: Sequence[tuple[int, Factor]], settings: Settings) -> Factors:
+        """The factors of what a method makes of the products' elements."""
+        rows, columns = having[0][1].up.shape[0], having[0][1].down.shape[1]
+        deltas = [torch.zeros(rows, columns) for _ in self.parts]
+        for index, factor in having:
+            up, down = self.parts[index].matrices(factor)
+            deltas[index] = (up @ down).mul_(factor.scale).float()
+        return factorise(self.rule.merged(deltas, settings), self.rule.limits_of(module), where=module)
+
+    def _merge_bias(
+        self, module: str, having: Sequence[tuple[int, Factor]], coefficients: Sequence[float]
+    ) -> None:
+        biases = [
+            read_tensor(self.parts[index].store, factor.up_bias).double()
+            * (factor.scale * coefficients[index])
+            for index, factor in having
+            if factor.up_bias is not None
+        ]
+        if biases:
+            self.has_bias = True
+            name = f"{PREFIX}{module}.lora_B.bias"
+            self.writer.add_tensor(name, torch.stack(biases).sum(dim=0), self.rule.options.dtype)
+
+    def _merge_replaced(self, name: str, dtype: DType, settings: Settings) -> None:
+        tensors = [read_tensor(part.store, part.adapter.replaced[name]) for part in self.parts]
+        merged = self.rule.merged(tensors, settings)
+        module, _, leaf = name.rpartition(".")
+        wrapped = any(module in part.adapter.factors for part in self.parts)
+        stored = f"{module}.base_layer.{leaf}" if wrapped else name
+        self.writer.add_tensor(PREFIX + stored, merged, dtype)
+        self.replaced.append(name)
+
+    def _facts(self, modules: Sequence[str]) -> AdapterFacts:
+        first = self.parts[0].adapter.config
+        saved = [
+            name for part in self.parts for name in part.adapter.config.fields.get("modules_to_save") or ()
+        ]
+        return AdapterFacts(
+            base_model=first.base_model,
+            target_modules=self._targets(modules),
+            modules_to_save=tuple(dict.fromkeys(map(str, saved))),
+            task_type=first.task_type,
+            fan_in_fan_out=first.fan_in_fan_out,
+            replaces_biases=any(part.adapter.config.fields.get("bias") == "all" for part in self.parts),
+            lora_bias=self.has_bias,
+            ties_weights=any(part.adapter.config.fields.get("ensure_weight_tying") for part in self.parts),
+        )
+
+    def _targets(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """The list that the adapters agree on, where they agree on their modules too; else every path."""
+        lists: list[Mapping[str, None]] = []
+        for part in self.parts:
+            found = part.adapter.config.fields.get("target_modules")
+            names = found if isinstance(found, list) and part.adapter.factors.keys() == set(modules) else ()
+            lists.append(dict.fromkeys(str(name) for name in sorted(names)))
+        agree = bool(lists[0]) and all(each == lists[0] for each in lists)
+        return tuple(lists[0]) if agree else tuple(modules)
+
+    def _notes(self, modules: Sequence[str]) -> Iterator[str]:
+        bases = dict.fromkeys(part.adapter.config.base_model for part in self.parts)
+        if len(bases) > 1:
+            yield f"The adapters name different models ({', '.join(bases)}); the result names the first."
+        for part in self.parts:
+            missing = [module for module in modules if module not in part.adapter.factors]
+            if missing:
+                listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+                yield f"{part.adapter.name} does not change {listed}: it counts there as a change of zero."

@@ -1,0 +1,347 @@
+"""The difference of two models as an adapter: ``raymerge extract-lora``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from raymerge.architectures import tied_pair
+from raymerge.architectures.sections import class_names
+from raymerge.checkpoints.adapters import PREFIX, FactorKind
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.errors import NonFiniteError, OptionError, PlanError, Problem
+from raymerge.lora.choose import Module, Selection, choose, compare, is_transposed
+from raymerge.lora.matrices import (
+    Factors,
+    Limits,
+    factorise,
+    read_pieces,
+    read_tensor,
+    squared_difference,
+)
+from raymerge.lora.report import Extraction, LeftOut, ModuleReport, relative_error
+from raymerge.lora.writer import AdapterFacts, AdapterWriter, short_targets
+from raymerge.storage.local import LocalStore
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+"""Where matrices are decomposed."""
+OnModule = Callable[[ModuleReport, int], None]
+"""Told of each module with factors as it is done, with the number of those that may come in all."""
+
+_TASKS = (
+    ("ForCausalLM", "CAUSAL_LM"),
+    ("LMHeadModel", "CAUSAL_LM"),
+    ("ForConditionalGeneration", "CAUSAL_LM"),
+    ("ForSequenceClassification", "SEQ_CLS"),
+    ("ForTokenClassification", "TOKEN_CLS"),
+    ("ForQuestionAnswering", "QUESTION_ANS"),
+)
+_MAX_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractOptions:
+    """What the adapter shall hold, and how large it may become."""
+
+    limits: Limits = field(default_factory=lambda: Limits(32))
+    """Largest rank, and the energy that is enough; experts of one block all have the largest rank."""
+    selection: Selection = field(default_factory=Selection)
+    """Which changes go in, and in which form."""
+    device: DeviceName = "auto"
+    """Where matrices are decomposed."""
+
+
+def extract(
+    model: Checkpoint,
+    base: Checkpoint,
+    output: Path,
+    options: ExtractOptions,
+    *,
+    on_module: OnModule | None = None,
+) -> Extraction:
+    """Write an adapter on ``base`` that says what ``model`` changed, as nearly as its rank allows.
+
+    One module is in memory at a time: its two weights and their decomposition.
+
+    Args:
+        model: the trained model.
+        base: what it was trained from.
+        output: directory of the adapter; must be absent or empty.
+        options: what goes in.
+        on_module: told of progress.
+
+    Raises:
+        OptionError: rank, energy or device cannot be used.
+        PlanError: the two models do not fit together, are equal, or differ in what no adapter can say.
+        NonFiniteError: a changed matrix has NaN or infinity.
+        TargetError: something is at the output place.
+    """
+    device = _check_options(options)
+    modules = choose(base, options.selection)
+    if problems := compare(model, base, modules, options.selection):
+        raise PlanError(problems)
+    with (
+        LocalStore(Path(model.root)) as new,
+        LocalStore(Path(base.root)) as old,
+        AdapterWriter(output) as writer,
+    ):
+        work = _Extractor(model, base, (new, old), writer, (options, device, on_module))
+        work.check_containers(modules)
+        work.carry_out(modules)
+        return work.publish()
+
+
+def _check_options(options: ExtractOptions) -> torch.device:
+    problems = []
+    if options.limits.rank < 1:
+        what = f"the rank is {options.limits.rank}."
+        problems.append(Problem("--rank", what, "Give a whole number from 1."))
+    energy = options.limits.energy
+    if energy is not None and not 0 < energy <= 1:
+        problems.append(Problem("--energy", f"{energy} is not a share.", "Give a number above 0, up to 1."))
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        problems.append(Problem("--device", "torch finds no GPU here.", "Take --device cpu."))
+    if problems:
+        raise OptionError(problems)
+    return torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
+
+
+class _Extractor:
+    """One extraction: what was written and found so far."""
+
+    def __init__(
+        self,
+        model: Checkpoint,
+        base: Checkpoint,
+        stores: tuple[LocalStore, LocalStore],
+        writer: AdapterWriter,
+        how: tuple[ExtractOptions, torch.device, OnModule | None],
+    ) -> None:
+        self._model, self._base = model, base
+        self._new, self._old = stores
+        self._writer = writer
+        self._options, self._device, self._on_module = how
+        self._transposed = is_transposed(base.config)
+        self._reports: dict[str, ModuleReport] = {}
+        self._saved: list[str] = []
+        self._biases: list[str] = []
+        self._left_out: list[LeftOut] = []
+        self._unchanged = 0
+        self._total = 0.0
+
+    def check_containers(self, modules: Sequence[Module]) -> None:
+        """Refuse changed parameters that belong to a module of modules: peft cannot save them."""
+        names = [name for module in modules if module.form == "whole" and module.is_container
+                 for name in module.tensors if self._difference(name) is not None]  # fmt: skip
+        if names:
+            listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+            what = (
+                f"{len(names)} changed tensors ({listed}) lie beside other modules, where peft saves nothing."
+            )
+            remedy = "--exclude them, and know that the adapter lacks their change; or merge whole models."
+            raise PlanError(Problem(self._model.name, what, remedy))
+
+    def carry_out(self, modules: Sequence[Module]) -> None:
+        """Take every module into the adapter, or note why not."""
+        num_factors = sum(module.form in ("linear", "embedding") for module in modules)
+        for module in modules:
+            match module.form:
+                case "linear" | "embedding":
+                    self._add_factors(module, num_factors)
+                case "whole" | "bias":
+                    self._add_whole(module)
+                case "out":
+                    self._leave_out(module)
+        self._drop_equal_experts(modules)
+        self._save_namesakes(modules)
+
+    def publish(self) -> Extraction:
+        """Write the adapter and say what is in it."""
+        if not self._reports:
+            raise PlanError(self._nothing())
+        ties = self._ties_weights()
+        adapter = self._writer.publish(
+            AdapterFacts(
+                base_model=self._base.name,
+                target_modules=short_targets(self._writer.ranks, _paths(self._base)),
+                modules_to_save=tuple(self._saved),
+                task_type=_task(self._base),
+                fan_in_fan_out=self._transposed,
+                replaces_biases=bool(self._biases),
+                ties_weights=ties,
+            )
+        )
+        missing = sum(each.total - each.kept for each in self._reports.values())
+        missing += sum(each.total for each in self._left_out)
+        return Extraction(
+            output=adapter.root,
+            nbytes=adapter.files[0].nbytes,
+            modules=tuple(self._reports.values()),
+            saved=tuple(self._saved),
+            biases=tuple(self._biases),
+            left_out=tuple(self._left_out),
+            num_unchanged=self._unchanged,
+            relative_error=relative_error(missing, self._total),
+            notes=tuple(self._notes(ties=ties)),
+        )
+
+    def _difference(self, name: str) -> float | None:
+        """Squared length of a tensor's change, or None for no change; 0 for another shape.
+
+        Raises:
+            NonFiniteError: the tensor has NaN or infinity in one model and not the same bytes in the other.
+        """
+        new, old = self._model.tensors.get(name), self._base.tensors[name]
+        if new is None:
+            return None
+        if new.shape != old.shape:
+            return 0.0
+        found = squared_difference(self._new, new, self._old, old)
+        if found is not None and not math.isfinite(found):
+            what = "has elements that are NaN or infinite, so its change cannot be measured."
+            where = f"{self._model.name}: {name}"
+            raise NonFiniteError(Problem(where, what, "Take checkpoints without such elements."))
+        return found
+
+    def _add_factors(self, module: Module, num_factors: int) -> None:
+        new, old = self._model.tensors[module.weight], self._base.tensors[module.weight]
+        delta = read_tensor(self._new, new).to(self._device, torch.float32)
+        delta -= read_tensor(self._old, old).to(self._device, torch.float32)
+        if self._transposed or module.form == "embedding":
+            delta = delta.T
+        if bool(delta.count_nonzero()):
+            limits = self._options.limits if not module.group else Limits(self._options.limits.rank)
+            factors = factorise(delta, limits, where=f"{self._model.name}: {module.weight}")
+        elif module.group:
+            factors = _no_change(delta, self._options.limits.rank)
+        else:
+            self._unchanged += 1
+            return
+        kind: FactorKind = "embedding" if module.form == "embedding" else "linear"
+        self._writer.add_factors(module.path, kind, factors)
+        report = ModuleReport(module.path, factors.rank, factors.kept, factors.total)
+        self._reports[module.path] = report
+        self._total += factors.total
+        if self._on_module is not None:
+            self._on_module(report, num_factors)
+
+    def _drop_equal_experts(self, modules: Sequence[Module]) -> None:
+        """Take back the zero factors of blocks in which no expert changed."""
+        groups: dict[str, list[str]] = {}
+        for module in modules:
+            if module.group and module.form == "linear":
+                groups.setdefault(module.group, []).append(module.path)
+        for paths in groups.values():
+            if not any(self._reports[path].total for path in paths):
+                for path in paths:
+                    self._writer.drop(path, "linear")
+                    del self._reports[path]
+                self._unchanged += len(paths)
+
+    def _save_namesakes(self, modules: Sequence[Module]) -> None:
+        """Save equal modules as well whose paths end like a saved one's: peft looks for all of them."""
+        endings = tuple(self._saved)
+        for module in modules:
+            is_equal = module.form == "whole" and module.path not in endings
+            if is_equal and module.path.endswith(endings):
+                for name in module.tensors:
+                    self._copy(name, PREFIX + name)
+                self._saved.append(module.path)
+                self._unchanged -= 1
+
+    def _add_whole(self, module: Module) -> None:
+        changes = {name: self._difference(name) for name in module.tensors}
+        if all(change is None for change in changes.values()):
+            self._unchanged += module.form == "whole"
+            return
+        self._total += sum(change or 0.0 for change in changes.values())
+        for name in module.tensors:
+            if module.form == "whole" or changes[name] is not None:
+                self._copy(name, self._name_in_file(module, name))
+        if module.form == "whole":
+            self._saved.append(module.path)
+        else:
+            self._biases.extend(name for name in module.tensors if changes[name] is not None)
+
+    def _name_in_file(self, module: Module, name: str) -> str:
+        """peft wraps a module that has factors, and what the model had is then one step deeper."""
+        if module.form == "bias" and module.path in self._reports:
+            return f"{PREFIX}{module.path}.base_layer.{name.rpartition('.')[2]}"
+        return PREFIX + name
+
+    def _copy(self, name: str, stored_name: str) -> None:
+        tensor = self._model.tensors[name]
+        spec = TensorSpec(stored_name, tensor.dtype, tensor.shape)
+        self._writer.add_bytes(spec, read_pieces(self._new, tensor))
+
+    def _leave_out(self, module: Module) -> None:
+        for name in module.tensors:
+            change = self._difference(name)
+            if change is not None:
+                self._left_out.append(LeftOut(name, module.reason, change))
+                self._total += change
+
+    def _ties_weights(self) -> bool:
+        """Whether the adapter changes an embedding that is the head as well."""
+        pair = tied_pair(self._base.tensors, self._base.config)
+        changed = {*self._saved, *self._reports}
+        return pair is not None and bool(pair.declared) and pair.embedding.rpartition(".")[0] in changed
+
+    def _nothing(self) -> Problem:
+        if not self._saved and not self._biases and not self._left_out:
+            return Problem(
+                self._model.name,
+                f"every tensor is equal to that of {self._base.name}: there is no change to extract.",
+                "Check that the two paths are not the same model.",
+            )
+        changed = ", ".join(
+            [*self._saved, *self._biases, *(each.name for each in self._left_out)][:_MAX_LISTED]
+        )
+        return Problem(
+            self._model.name,
+            f"no matrix of a layer differs from {self._base.name} but {changed}, and peft loads no adapter "
+            "without factors.",
+            "Merge the whole models, or widen --include.",
+        )
+
+    def _notes(self, *, ties: bool) -> Iterator[str]:
+        old, new = self._base.tensors, self._model.tensors
+        resized = [name for name in new if name in old and new[name].shape != old[name].shape]
+        if resized:
+            yield (
+                f"{', '.join(resized)} have other numbers of rows than in {self._base.name}: resize its "
+                "embeddings to those of the adapter before peft loads it."
+            )
+        if ties:
+            yield (
+                "The head is tied to the embedding, which the adapter changes; it needs peft 0.18 "
+                "(ensure_weight_tying) to change the head as well."
+            )
+
+
+def _no_change(delta: torch.Tensor, rank: int) -> Factors:
+    rank = min(rank, *delta.shape)
+    return Factors(torch.zeros(rank, delta.shape[1]), torch.zeros(delta.shape[0], rank), 0.0, 0.0)
+
+
+def _paths(checkpoint: Checkpoint) -> set[str]:
+    """Paths of all modules, those that hold others included."""
+    paths: set[str] = set()
+    for name in checkpoint.tensors:
+        words = name.split(".")[:-1]
+        paths.update(".".join(words[:end]) for end in range(1, len(words) + 1))
+    return paths
+
+
+def _task(base: Checkpoint) -> str | None:
+    names = class_names(base.config)
+    found = next((task for name in names for ending, task in _TASKS if name.endswith(ending)), None)
+    is_pair = bool(base.config.get("is_encoder_decoder"))
+    return "SEQ_2_SEQ_LM" if is_pair and found == "CAUSAL_LM" else found

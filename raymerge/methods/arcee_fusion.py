@@ -1,0 +1,144 @@
+"""Arcee fusion: take over from a source the elements that matter most, judged by how far they moved and by
+how much their row's softmax changed; keep the base elsewhere."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
+from raymerge.methods.reduce import HISTOGRAM_BYTES, PIECE, MagnitudeSelection, chunk_length
+from raymerge.methods.rows import row_batches
+
+_SMALLEST_PROBABILITY = 1e-8
+_WHISKER = 1.5
+# Elements; more than the widest vector instruction takes, in both directions of a loop's unrolling.
+_ALIGNMENT = 64
+
+_Quartiles: TypeAlias = tuple[MagnitudeSelection, MagnitudeSelection, MagnitudeSelection]
+
+
+class ArceeFusionKernel:
+    """Takes the source's elements of importance ``median + 1.5 (Q3 - Q1)`` and more.
+
+    The importance of an element is the size of its change times the Kullback-Leibler divergence between the
+    softmax of its row in the source and in the base. The quartiles are those of all the tensor's elements.
+    """
+
+    def passes(self, settings: Settings) -> int:
+        """Two, for the quartiles."""
+        return MagnitudeSelection.passes
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Quartiles:
+        """First quartile, median and third quartile."""
+
+        def quantile(share: float) -> MagnitudeSelection:
+            return MagnitudeSelection(num_elements - int(share * (num_elements - 1)), device)
+
+        return quantile(0.25), quantile(0.5), quantile(0.75)
+
+    def observe(self, state: _Quartiles, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Count the importances of the tile."""
+        importances = _importances(tile, settings.row_length)
+        for quartile in state:
+            quartile.observe(importances, pass_index)
+
+    def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> None:
+        """End the pass of every selection."""
+        for quartile in state:
+            quartile.conclude(pass_index)
+
+    def apply(self, tile: Tile, settings: Settings, state: _Quartiles) -> torch.Tensor:
+        """The base, moved to the source where that matters."""
+        first, median, third = (quartile.threshold for quartile in state)
+        taken = _importances(tile, settings.row_length).ge_(median + _WHISKER * (third - first))
+        (source,) = tile.sources
+        # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
+        return taken.mul_(source - tile.require_base()).add_(tile.require_base())
+
+
+def _importances(tile: Tile, row_length: int) -> torch.Tensor:
+    """Size of each element's change times its row's divergence, float32 ``[n]``, not negative."""
+    base, (source,) = tile.require_base(), tile.sources
+    importances = torch.sub(source, base).abs_()
+    rows = importances.view(-1, row_length)
+    bases, sources = base.view(-1, row_length), source.view(-1, row_length)
+    width = -(-row_length // _ALIGNMENT) * _ALIGNMENT
+    for batch in row_batches(rows.shape[0], width, base.numel(), base.device):
+        divergences = _divergences(bases[batch], sources[batch], width)
+        rows[batch].mul_(divergences.to(rows.dtype).unsqueeze(1))
+    return importances
+
+
+def _divergences(base: torch.Tensor, source: torch.Tensor, width: int) -> torch.Tensor:
+    """Kullback-Leibler divergence of each row of ``source`` from the same row of ``base``.
+
+    ``sum p log(p/q)``, with p and q of the same sum, is ``sum q ((1+u) log(1+u) - u)`` with u = (p-q)/q:
+    terms that are not negative, and of the size of their sum. The plain terms would cancel, and leave of a
+    small change only rounding.
+
+    Args:
+        base: float32 ``[rows, row_length]``.
+        source: the same.
+        width: elements of a row with the padding, which counts as equal in both.
+
+    Returns:
+        float64 ``[rows]``.
+    """
+    q = _probabilities(base, width)
+    u = _probabilities(source, width).sub_(q).div_(q)
+    for change, weight in zip(_runs(u), _runs(q), strict=True):
+        log = torch.log1p(change)
+        change.mul_(log - 1.0).add_(log).mul_(weight)
+    return _row_sums(u).clamp_min_(0.0)
+
+
+def _probabilities(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Softmax of each row plus 1e-8, in float64, padded to ``width``."""
+    rows, row_length = values.shape
+    padded = torch.full((rows, width), -torch.inf, dtype=torch.float64, device=values.device)
+    padded[:, :row_length].copy_(values).sub_(values.amax(dim=1, keepdim=True))
+    for run in _runs(padded):
+        run.exp_()
+    return padded.div_(_row_sums(padded).unsqueeze(1)).add_(_SMALLEST_PROBABILITY)
+
+
+def _runs(padded: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in runs that a library computes on one thread, each from an aligned place on.
+
+    Of exponentials and logarithms it is not said that a vector instruction and the plain function for the
+    rest of a run round alike. So that neither the tile nor the number of threads can decide between the two,
+    every row starts at a multiple of 64 elements and is filled up to one.
+    """
+    longest = PIECE if padded.device.type == "cpu" else chunk_length(padded.numel(), padded.device)
+    yield from torch.split(padded.view(-1), longest)
+
+
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    """Sum of each row of padded length, folded in halves, so that its order depends on that length alone."""
+    width = values.shape[1] // 2
+    sums = values[:, :width] + values[:, width:]
+    while width > 1:
+        half = (width + 1) // 2
+        sums[:, : width - half].add_(sums[:, half:width])
+        width = half
+    return sums[:, 0]
+
+
+ARCEE_FUSION = Method(
+    name="arcee_fusion",
+    summary="The base, with the elements of one source whose change matters most.",
+    paper="-",
+    access=Access.ROW,
+    base=BaseUse.REQUIRED,
+    takes=Takes.WEIGHTS,
+    kernel=ArceeFusionKernel(),
+    parameters=(),
+    max_sources=1,
+    scratch=7.0,
+    state_bytes=3 * HISTOGRAM_BYTES,
+)

@@ -1,0 +1,72 @@
+"""Consensus task arithmetic: only elements that several sources use are merged (arXiv 2405.07813)."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.sums import weighted_sum
+from raymerge.methods.task_arithmetic import on_base
+
+
+class ConsensusKernel(SinglePass):
+    """Keeps the elements of the merged delta ``D = sum w d`` that at least ``consensus`` sources use.
+
+    A source uses an element where its own term outweighs the rest: ``|w d| > mask_lambda * |D - w d|``. With
+    weights of 1 this is the paper's mask for the sum of the task vectors. Lambda scales what is left and has
+    no part in the masks, as in the paper, so that it can be tuned without changing them.
+    """
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """``B + lambda * D`` where the element is used often enough, B elsewhere."""
+        merged = weighted_sum(tile, settings)
+        kept = _uses(tile, settings, merged).ge_(settings.number("consensus"))
+        # A product with the mask, not a choice by it: what is not finite must stay.
+        return on_base(merged.mul_(kept).mul_(settings.number("lambda")), tile)
+
+
+def _uses(tile: Tile, settings: Settings, merged: torch.Tensor) -> torch.Tensor:
+    """How many sources use each element."""
+    count = torch.zeros_like(merged)
+    own, rest = torch.empty_like(merged), torch.empty_like(merged)
+    limits = zip(settings.per_source("weight"), settings.per_source("mask_lambda"), strict=True)
+    for delta, (weight, mask_lambda) in zip(tile.sources, limits, strict=True):
+        torch.mul(delta, weight, out=own)
+        torch.sub(merged, own, out=rest)
+        count.add_(own.abs_().gt_(rest.abs_().mul_(mask_lambda)))
+    return count
+
+
+def _check(settings: Settings) -> str | None:
+    wanted, sources = int(settings.number("consensus")), len(settings.sources)
+    if wanted <= sources:
+        return None
+    return f"consensus is {wanted}, but only {sources} of the sources merge here, so nothing would be kept"
+
+
+CONSENSUS_TA = Method(
+    name="consensus_ta",
+    summary="The base plus the sum of the deltas where several sources use the element.",
+    paper="2405.07813",
+    access=Access.ELEMENT,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=ConsensusKernel(),
+    parameters=(
+        Parameter("weight", "float", "source", "coefficient of the source's delta", default=1.0),
+        Parameter(
+            "mask_lambda",
+            "float",
+            "source",
+            "how far the source's own term must outweigh the others' sum to count as use",
+            default=0.4,
+            minimum=0.0,
+        ),
+        Parameter("consensus", "int", "global", "sources that must use an element", default=2, minimum=0),
+        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+    ),
+    scratch=3.0,
+    check=_check,
+)

@@ -1,0 +1,149 @@
+"""The point with the least sum of weighted distances to the sources, found by Weiszfeld's method.
+
+What to do where it hits a source is from Vardi, Zhang: The multivariate L1-median and associated data depth,
+PNAS 2000.
+"""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from raymerge.methods.gram import Coefficients, Combination, CombinationKernel, Gram, combine
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
+
+_COINCIDES = 1e-12
+_CLEARLY = 1.0 - 1e-9
+
+
+class GeometricMedianKernel(CombinationKernel):
+    """Weiszfeld's iterates are means of the sources, so that the search runs on their coefficients.
+
+    Inner products are those of differences to the first source: of the tensors themselves, which are nearly
+    alike, rounding would leave little of the distances.
+    """
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Combination:
+        """Inner products of nothing; the first source's difference to itself takes no part."""
+        return Combination(Gram(len(settings.sources) - 1))
+
+    def observe(self, state: Combination, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Add the inner products of the differences."""
+        state.gram.add(tile.sources[1:], tile.sources[0])
+
+    def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
+        """One source where that is the median, else the mean that the search ends with."""
+        points = _Points(gram, settings.per_source("weight"))
+        best = points.best()
+        if best is not None:
+            return points.source(best)
+        return points.median(int(settings.number("max_iter")), settings.number("tol"))
+
+    def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
+        """The mean with these coefficients."""
+        return combine(tile.sources, state.coefficients, None)
+
+
+class _Points:
+    """The sources as points, and means of them; a mean is given by its coefficients, which sum to 1."""
+
+    def __init__(self, gram: Gram, weights: Sequence[float]) -> None:
+        self._gram = gram
+        self._weights = weights
+        self._indices = range(len(weights))
+        self._spread = max(gram.norms(), default=0.0)
+
+    def source(self, index: int) -> Coefficients:
+        """One of the sources."""
+        return tuple(float(index == other) for other in self._indices)
+
+    def best(self) -> int | None:
+        """The source that is the median: the others' pull is less than its own weight."""
+        for index in self._indices:
+            pulls, own = self._pulls(self.source(index))
+            if own and self._force(pulls, self.source(index)) < own * _CLEARLY:
+                return index
+        return None
+
+    def median(self, max_iter: int, tol: float) -> Coefficients:
+        """Weiszfeld's method from the mean, to a step below ``tol`` of the sources' spread."""
+        total = math.fsum(self._weights)
+        here: Coefficients = tuple(weight / total for weight in self._weights)
+        for _ in range(max_iter):
+            there = self._step(here)
+            moved = self._distance(here, there)
+            here = there
+            if moved <= tol * self._spread:
+                break
+        return here
+
+    def _step(self, here: Coefficients) -> Coefficients:
+        """The mean by weights over distances; what lies here holds back by its own weight."""
+        pulls, own = self._pulls(here)
+        total = math.fsum(pulls)
+        there = tuple(pull / total for pull in pulls)
+        if not own:
+            return there
+        held = min(1.0, own / self._force(pulls, here))
+        return tuple((1.0 - held) * new + held * old for new, old in zip(there, here, strict=True))
+
+    def _pulls(self, here: Coefficients) -> tuple[list[float], float]:
+        """Weight over distance for each source, and the weight of those that lie here, which pull by 0."""
+        distances = [self._distance(here, self.source(index)) for index in self._indices]
+        apart = [distance > _COINCIDES * self._spread for distance in distances]
+        each = list(zip(self._weights, distances, apart, strict=True))
+        pulls = [weight / distance if away else 0.0 for weight, distance, away in each]
+        return pulls, math.fsum(weight for weight, _, away in each if not away)
+
+    def _force(self, pulls: Sequence[float], here: Coefficients) -> float:
+        """Norm of the sum of unit vectors towards the sources, each times its weight."""
+        total = math.fsum(pulls)
+        return self._norm([pull - total * part for pull, part in zip(pulls, here, strict=True)])
+
+    def _distance(self, left: Coefficients, right: Coefficients) -> float:
+        return self._norm([a - b for a, b in zip(left, right, strict=True)])
+
+    def _norm(self, difference: Sequence[float]) -> float:
+        """The norm of a combination whose coefficients sum to 0: the first source drops out."""
+        return self._gram.norm_of(difference[1:])
+
+
+def _check(settings: Settings) -> str | None:
+    if not any(settings.per_source("weight")):
+        return "all weights are 0, so there is nothing to be near to"
+    return None
+
+
+def _identity(settings: Settings) -> int | None:
+    """One source is its own median."""
+    return 0 if len(settings.sources) == 1 else None
+
+
+GEOMETRIC_MEDIAN = Method(
+    name="geometric_median",
+    summary="The point with the least sum of weighted distances to the sources.",
+    paper="-",
+    access=Access.TENSOR,
+    base=BaseUse.UNUSED,
+    takes=Takes.WEIGHTS,
+    kernel=GeometricMedianKernel(),
+    parameters=(
+        Parameter("weight", "float", "source", "factor on the source's distance", default=1.0, minimum=0.0),
+        Parameter("max_iter", "int", "global", "most steps of the search", default=100, minimum=0),
+        Parameter(
+            "tol",
+            "float",
+            "global",
+            "step, as a share of the sources' spread, at which the search ends",
+            default=1e-7,
+            minimum=0.0,
+        ),
+    ),
+    scratch=3.0,
+    check=_check,
+    identity=_identity,
+)

@@ -1,0 +1,58 @@
+"""LiNeS: deltas scaled up linearly with the depth of their layer, then added (arXiv 2410.17146)."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.sums import weighted_sum
+from raymerge.methods.task_arithmetic import on_base
+
+
+class LinesKernel(SinglePass):
+    """Shallow layers stay near the base, deep ones take their deltas: ``alpha + beta * t`` at position t."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """``B + (alpha + beta * t) * sum w d``."""
+        merged = weighted_sum(tile, settings)
+        return on_base(merged.mul_(_scale(settings)), tile)
+
+
+def _scale(settings: Settings) -> float:
+    """The factor at the tensor's position.
+
+    The paper starts a merge of K models at ``alpha = 1/K``, and lets a single one end at its full delta,
+    which is ``beta = 1 - alpha``; it tunes the beta of several. Both are the defaults here.
+    """
+    alpha, beta = settings.values["alpha"], settings.values["beta"]
+    first = 1.0 / len(settings.sources) if alpha is None else float(alpha)
+    return first + (1.0 - first if beta is None else float(beta)) * settings.position
+
+
+LINES = Method(
+    name="lines",
+    summary="The base plus the weighted sum of the deltas, scaled up with the depth of the layer.",
+    paper="2410.17146",
+    access=Access.ELEMENT,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=LinesKernel(),
+    parameters=(
+        Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
+        Parameter(
+            "alpha",
+            "float",
+            "global",
+            "factor on the merged delta in the first layer and outside layers; none: 1 / number of sources",
+        ),
+        Parameter(
+            "beta",
+            "float",
+            "global",
+            "by how much the last layer's factor exceeds the first's; none: 1 - alpha",
+        ),
+    ),
+    positional=True,
+)

@@ -1,0 +1,78 @@
+"""The direction of the weighted mean direction of any number of tensors, at their weighted mean norm."""
+
+from __future__ import annotations
+
+import math
+
+from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+
+_CANCELS = 1e-8
+
+
+class MultislerpKernel(CombinationKernel):
+    """``m / |m| * sum w_i |X_i|`` with ``m = sum w_i X_i / |X_i|``.
+
+    mergekit then moves along the mean of the tangents at m. Where m is that very mean the tangents' mean is
+    0, but for rounding, so there is nothing to move along.
+    """
+
+    def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
+        """Shares of the mean direction; the weights themselves where the directions cancel out."""
+        weights, norms, eps = _weights(settings), gram.norms(), settings.number("eps")
+        if len(weights) == 1:
+            return (1.0,)
+        floor = eps * max(norms)
+        shares = [w / norm if norm > floor else 0.0 for w, norm in zip(weights, norms, strict=True)]
+        length = gram.norm_of(shares)
+        if length <= eps * math.fsum(map(abs, weights)):
+            return weights
+        scale = math.fsum(w * norm for w, norm in zip(weights, norms, strict=True)) / length
+        return tuple(share * scale for share in shares)
+
+
+def _weights(settings: Settings) -> Coefficients:
+    weights = settings.per_source("weight")
+    if not settings.flag("normalize_weights"):
+        return weights
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def _check(settings: Settings) -> str | None:
+    weights = settings.per_source("weight")
+    cancels = abs(math.fsum(weights)) <= _CANCELS * math.fsum(map(abs, weights))
+    if len(weights) > 1 and settings.flag("normalize_weights") and cancels:
+        return "the weights sum to 0, so they cannot be normalised"
+    return None
+
+
+def _identity(settings: Settings) -> int | None:
+    """One source counts as itself, whatever its weight."""
+    return 0 if len(settings.sources) == 1 else None
+
+
+MULTISLERP = Method(
+    name="multislerp",
+    summary="The mean direction of the sources (or of their deltas), at their mean norm.",
+    paper="-",
+    access=Access.TENSOR,
+    base=BaseUse.OPTIONAL,
+    takes=Takes.WEIGHTS,
+    kernel=MultislerpKernel(),
+    parameters=(
+        Parameter("weight", "float", "source", "share of the source", required=True),
+        Parameter("normalize_weights", "bool", "global", "divide by the sum of the weights", default=True),
+        Parameter(
+            "eps",
+            "float",
+            "global",
+            "share of the largest norm, and of the weights, that counts as no direction",
+            default=1e-8,
+            minimum=0.0,
+        ),
+    ),
+    scratch=3.0,
+    check=_check,
+    identity=_identity,
+)

@@ -1,0 +1,259 @@
+"""Interpolation along the arc between two tensors or two deltas, each taken as one vector, or row by row, or
+column by column."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymerge.methods.arc import arc_coefficients
+from raymerge.methods.gram import NEGLIGIBLE, Coefficients, CombinationKernel, Gram
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Kernel,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Takes,
+    Tile,
+)
+from raymerge.methods.rows import column_products, row_batches, row_products
+
+_CANCELS = 1e-6
+
+
+class NuslerpKernel:
+    """The arc from the first to the second source, ``t = w_2 / (w_1 + w_2)`` of the way; from the first to
+    the second delta when there is a base.
+
+    The vectors are the whole tensor; without ``nuslerp_flatten`` the runs along its last dimension, and with
+    ``nuslerp_row_wise`` then those along its first one. Each of these is a kernel of its own.
+    """
+
+    def passes(self, settings: Settings) -> int:
+        """One for the angles of the tensor or of its columns; none for what a tile brings whole."""
+        return _kernel(settings).passes(settings)
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
+        """Inner products of nothing."""
+        return _kernel(settings).begin(settings, num_elements, device)
+
+    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Add the tile's inner products."""
+        _kernel(settings).observe(state, tile, settings, pass_index)
+
+    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
+        """Choose the coefficients."""
+        _kernel(settings).conclude(state, settings, pass_index)
+
+    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
+        """The point of the arc."""
+        return _kernel(settings).apply(tile, settings, state)
+
+
+class _Whole(CombinationKernel):
+    """One arc for the tensor."""
+
+    def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
+        """Both of the arc."""
+        return arc_coefficients(gram.product(0, 0), gram.product(0, 1), gram.product(1, 1), t=_turn(settings))
+
+
+class _Rows(SinglePass):
+    """An arc for each row."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """Some rows after the other, so that rows of few elements need no more memory."""
+        length, turn = settings.row_length, _turn(settings)
+        merged = torch.empty_like(tile.sources[0])
+        for rows in row_batches(merged.numel() // length, length, merged.numel(), merged.device):
+            run = slice(rows.start * length, rows.stop * length)
+            part = _cut(tile, run)
+            first, second = _vectors(part)
+            sums = [
+                row_products(*pair, length) for pair in ((first, first), (first, second), (second, second))
+            ]
+            factors = _factors(torch.stack(sums), turn)
+            merged[run] = _blended(part, factors.unsqueeze(2), turn, length)
+        return merged
+
+
+@dataclass(slots=True)
+class _ColumnStatistics:
+    """Statistics of a matrix's columns."""
+
+    sums: torch.Tensor
+    """As ``_column_sums`` gives them, of the tiles seen so far."""
+    factors: torch.Tensor | None = None
+    """As ``_factors`` gives them; there after the pass."""
+
+
+class _Columns:
+    """An arc for each column of a matrix."""
+
+    def passes(self, settings: Settings) -> int:
+        """One, for the angles."""
+        return 1
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _ColumnStatistics:
+        """Inner products of nothing."""
+        return _ColumnStatistics(torch.zeros(3, settings.row_length, dtype=torch.float64, device=device))
+
+    def observe(self, state: _ColumnStatistics, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Add the tile's inner products."""
+        _add_columns(state.sums, tile, settings.row_length)
+
+    def conclude(self, state: _ColumnStatistics, settings: Settings, pass_index: int) -> None:
+        """Choose the coefficients."""
+        state.factors = _factors(state.sums, _turn(settings))
+
+    def apply(self, tile: Tile, settings: Settings, state: _ColumnStatistics) -> torch.Tensor:
+        """Each column by its own coefficients."""
+        assert state.factors is not None
+        return _blended(tile, state.factors.unsqueeze(1), _turn(settings), settings.row_length)
+
+
+class _FirstDimension(SinglePass):
+    """An arc for each run along the first of three dimensions or more, which a tile holds whole: there are
+    too many such runs to keep statistics of."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """Some runs after the other, as columns of a matrix."""
+        merged, turn = torch.empty_like(tile.sources[0]), _turn(settings)
+        num_rows = max(1, settings.shape[0])
+        num_columns = merged.numel() // num_rows
+        for columns in row_batches(num_columns, num_rows, merged.numel(), merged.device):
+            part = _cut(tile, columns, num_rows)
+            width = columns.stop - columns.start
+            sums = torch.zeros(3, width, dtype=torch.float64, device=merged.device)
+            _add_columns(sums, part, width)
+            blended = _blended(part, _factors(sums, turn).unsqueeze(1), turn, width)
+            merged.view(num_rows, num_columns)[:, columns] = blended.view(num_rows, width)
+        return merged
+
+
+def _cut(tile: Tile, columns: slice, num_rows: int = 1) -> Tile:
+    """Columns of a tile seen as a matrix, as a tile."""
+
+    def cut(elements: torch.Tensor) -> torch.Tensor:
+        return elements.view(num_rows, -1)[:, columns].reshape(-1)
+
+    base = None if tile.base is None else cut(tile.base)
+    return Tile(base, tuple(cut(source) for source in tile.sources), 0)
+
+
+def _vectors(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two sources, or their deltas."""
+    first, second = tile.sources
+    return (first, second) if tile.base is None else (first - tile.base, second - tile.base)
+
+
+def _add_columns(sums: torch.Tensor, tile: Tile, row_length: int) -> None:
+    """Add to float64 ``[3, row_length]`` the products of the first with itself, of both, of the second with
+    itself."""
+    first, second = _vectors(tile)
+    for total, pair in zip(sums, ((first, first), (first, second), (second, second)), strict=True):
+        column_products(total, *pair, row_length)
+
+
+def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
+    """What ``_blended`` needs of each vector.
+
+    Angles one by one, in Python: a library's sine of many numbers may depend on where in memory each stands.
+
+    Args:
+        sums: float64 ``[3, vectors]``, inner products.
+        turn: part of the way.
+
+    Returns:
+        float32 ``[2, vectors]``: the sum of both coefficients less 1, and the farther source's coefficient.
+    """
+    pairs = [arc_coefficients(*products, t=turn) for products in zip(*sums.tolist(), strict=True)]
+    excess = [of_first + of_second - 1.0 for of_first, of_second in pairs]
+    settled = [0.0 if abs(each) < NEGLIGIBLE else each for each in excess]
+    farther = [pair[0 if turn >= 0.5 else 1] for pair in pairs]
+    return torch.tensor([settled, farther], dtype=torch.float32, device=sums.device)
+
+
+def _blended(tile: Tile, factors: torch.Tensor, turn: float, row_length: int) -> torch.Tensor:
+    """The points of many arcs, as in ``gram.combine`` counted from the nearer end; float32 ``[n]``.
+
+    ``factors`` is float32 ``[2, rows, 1]`` or ``[2, 1, row_length]``.
+    """
+    excess, of_other = factors
+    start, other = tile.sources[::-1] if turn >= 0.5 else tile.sources
+    change = start - other
+    change.view(-1, row_length).mul_(of_other)
+    merged = start - change
+    if tile.base is None:
+        torch.neg(start, out=change)
+    else:
+        torch.sub(tile.base, start, out=change)
+    change.view(-1, row_length).mul_(excess)
+    return merged.sub_(change)
+
+
+def _turn(settings: Settings) -> float:
+    """Part of the way from the first to the second; half of it when the weights cancel out."""
+    first, second = settings.per_source("weight")
+    if abs(first + second) <= _CANCELS * (abs(first) + abs(second)):
+        return 0.5
+    return second / (first + second)
+
+
+_WHOLE, _ROWS, _COLUMNS, _FIRST_DIMENSION = _Whole(), _Rows(), _Columns(), _FirstDimension()
+
+
+def _kernel(settings: Settings) -> Kernel:
+    """What the settings ask for; a vector is one run along its only dimension."""
+    if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
+        return _WHOLE
+    if not settings.flag("nuslerp_row_wise"):
+        return _ROWS
+    return _COLUMNS if len(settings.shape) == 2 else _FIRST_DIMENSION
+
+
+def _access(settings: Settings) -> Access:
+    kernel = _kernel(settings)
+    if kernel is _WHOLE:
+        return Access.TENSOR
+    return Access.MATRIX if kernel is _FIRST_DIMENSION else Access.ROW
+
+
+NUSLERP = Method(
+    name="nuslerp",
+    summary="Spherical interpolation between two sources, or between their deltas.",
+    paper="-",
+    access=Access.MATRIX,
+    base=BaseUse.OPTIONAL,
+    takes=Takes.WEIGHTS,
+    kernel=NuslerpKernel(),
+    parameters=(
+        Parameter("weight", "float", "source", "share of the way to the source", required=True),
+        Parameter(
+            "nuslerp_flatten",
+            "bool",
+            "global",
+            "one arc for the tensor, not one for each vector",
+            default=True,
+        ),
+        Parameter(
+            "nuslerp_row_wise",
+            "bool",
+            "global",
+            "vectors along the first dimension, not along the last one",
+            default=False,
+        ),
+    ),
+    min_sources=2,
+    max_sources=2,
+    scratch=4.0,
+    state_bytes_per_column=24,
+    access_of=_access,
+)

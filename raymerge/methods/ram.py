@@ -1,0 +1,130 @@
+"""RAM, reinforced agent merging: average what several deltas change, keep what only one changes whole (ram)
+or enlarge it (ramplus_tl) (arXiv 2601.13572)."""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.task_arithmetic import on_base, sum_of_terms
+
+
+class RamKernel(SinglePass):
+    """Averages each element over the deltas that change it by more than epsilon."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """Base plus the average."""
+        epsilon = settings.number("epsilon")
+        return _merge(tile, epsilon, _count_changes(tile, epsilon), (1.0,) * len(tile.sources))
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Of one delta, over the tiles seen so far."""
+
+    shared: int = 0
+    """Elements that another delta changes too."""
+    unique: int = 0
+    """Elements that only this one changes."""
+
+    def gain(self, settings: Settings) -> float:
+        """Factor on the elements that only this delta changes; 1 when there are none."""
+        if not self.unique:
+            return 1.0
+        ratio = self.shared / max(self.unique, settings.number("epsilon"))
+        return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
+
+
+class RamPlusKernel:
+    """As ram, with what one delta alone changes enlarged: the more, the more of its changes are shared, since
+    those lose by averaging."""
+
+    def passes(self, settings: Settings) -> int:
+        """One, to count shared and unique changes."""
+        return 1
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> tuple[_Changes, ...]:
+        """Nothing counted, for each source."""
+        return tuple(_Changes() for _ in settings.sources)
+
+    def observe(self, state: tuple[_Changes, ...], tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Count the tile's changes."""
+        epsilon = settings.number("epsilon")
+        unique = _count_changes(tile, epsilon).eq_(1.0)
+        changed = torch.empty_like(unique)
+        for counts, delta in zip(state, tile.sources, strict=True):
+            total = int(torch.count_nonzero(_write_changed(delta, epsilon, changed)))
+            alone = int(torch.count_nonzero(changed.mul_(unique)))
+            counts.unique += alone
+            counts.shared += total - alone
+
+    def conclude(self, state: tuple[_Changes, ...], settings: Settings, pass_index: int) -> None:
+        """The counts are ready as they are."""
+
+    def apply(self, tile: Tile, settings: Settings, state: tuple[_Changes, ...]) -> torch.Tensor:
+        """Base plus the average of what is shared and the enlarged rest."""
+        epsilon = settings.number("epsilon")
+        gains = tuple(counts.gain(settings) for counts in state)
+        return _merge(tile, epsilon, _count_changes(tile, epsilon), gains)
+
+
+def _merge(tile: Tile, epsilon: float, counts: torch.Tensor, gains: tuple[float, ...]) -> torch.Tensor:
+    """Base plus the changes, each divided by how many deltas change the element; alone, times its gain."""
+
+    def term(index: int, out: torch.Tensor) -> None:
+        # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
+        _write_changed(tile.sources[index], epsilon, out).mul_(tile.sources[index])
+        if gains[index] != 1.0:
+            out.mul_(counts.eq(1.0).to(out.dtype).mul_(gains[index] - 1.0).add_(1.0))
+
+    return on_base(sum_of_terms(tile, term).div_(counts.clamp_min_(1.0)), tile)
+
+
+def _count_changes(tile: Tile, epsilon: float) -> torch.Tensor:
+    """By how many deltas each element is changed, float32 ``[n]``."""
+    counts, changed = torch.zeros_like(tile.sources[0]), torch.empty_like(tile.sources[0])
+    for delta in tile.sources:
+        counts.add_(_write_changed(delta, epsilon, changed))
+    return counts
+
+
+def _write_changed(delta: torch.Tensor, epsilon: float, out: torch.Tensor) -> torch.Tensor:
+    """Write 1 into ``out`` where a delta changes an element and 0 elsewhere."""
+    return torch.abs(delta, out=out).gt_(epsilon)
+
+
+_EPSILON = Parameter(
+    "epsilon", "float", "global", "size of a change that counts as one", default=1e-5, minimum=0.0
+)
+
+RAM = Method(
+    name="ram",
+    summary="The base plus, for each element, the mean of the deltas that change it.",
+    paper="2601.13572",
+    access=Access.ELEMENT,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=RamKernel(),
+    parameters=(_EPSILON,),
+    scratch=2.5,
+)
+
+RAMPLUS_TL = Method(
+    name="ramplus_tl",
+    summary="The base plus the mean of the changes that deltas share, and those of one delta alone enlarged.",
+    paper="2601.13572",
+    access=Access.TENSOR,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=RamPlusKernel(),
+    parameters=(
+        Parameter("r", "float", "global", "how much of the shared share the enlargement takes", default=0.1),
+        Parameter("alpha", "float", "global", "largest share that counts", default=0.2, minimum=0.0),
+        _EPSILON,
+    ),
+    scratch=3.5,
+)

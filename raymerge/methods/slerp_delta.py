@@ -1,0 +1,36 @@
+"""Interpolation along the arc between two deltas, as WARP merges policies (arXiv 2406.16768)."""
+
+from __future__ import annotations
+
+from raymerge.methods.arc import arc_coefficients
+from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+
+
+class SlerpDeltaKernel(DeltaCombinationKernel):
+    """``B + lambda * slerp(d_1, d_2; t)``, each delta of the tensor taken as one long vector."""
+
+    def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
+        """Both of the arc, times lambda."""
+        factor = settings.number("lambda")
+        first, second = arc_coefficients(
+            gram.product(0, 0), gram.product(0, 1), gram.product(1, 1), t=settings.number("t")
+        )
+        return factor * first, factor * second
+
+
+SLERP_DELTA = Method(
+    name="slerp_delta",
+    summary="The base plus the spherical interpolation from one delta to another.",
+    paper="2406.16768",
+    access=Access.TENSOR,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=SlerpDeltaKernel(),
+    parameters=(
+        Parameter("t", "float", "global", "0 gives the first delta, 1 gives the second", required=True),
+        Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+    ),
+    min_sources=2,
+    max_sources=2,
+)

@@ -1,0 +1,177 @@
+"""Methods on the singular values of deltas: iso_c (arXiv 2502.04959) and tsv_m (arXiv 2412.00081).
+
+A tensor of two or more dimensions is the matrix of its first dimension by all others. Vectors have no
+singular values to speak of; both papers average their deltas instead, as is done here.
+"""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.sums import weighted_sum
+from raymerge.methods.task_arithmetic import on_base
+
+_ROUNDING = 2.0**-23
+# Rounding the elements of a matrix to float32 moves no singular value by more than half of this share of its
+# Frobenius norm. A direction whose singular value is smaller is made of that rounding, and is left out.
+
+
+class IsoCKernel(SinglePass):
+    """Gives all singular directions of the summed deltas the same singular value, their mean.
+
+    A direction that is not there (its singular value is 0 to rounding) is not invented: it stays 0, and the
+    mean is over the others. So the result depends neither on the signs nor on the basis that a
+    decomposition happens to choose, and the nuclear norm stays as it is.
+    """
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """``B + lambda * mean(S) * U V'`` with ``U S V'`` the decomposition of ``sum w d``."""
+        shape = _matrix_shape(settings.shape)
+        merged = weighted_sum(tile, settings)
+        if shape is None or not _is_finite(merged):
+            return _average(tile, settings)
+        level = _levelled(merged.view(shape), settings.number("lambda"))
+        return on_base(merged.copy_(level.flatten()), tile)
+
+
+def _levelled(matrix: torch.Tensor, factor: float) -> torch.Tensor:
+    """``matrix`` with its singular values replaced by ``factor`` times their mean; float64."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    rank = int((values > _ROUNDING * torch.linalg.vector_norm(values)).sum())
+    mean = math.fsum(values[:rank].tolist()) / max(1, rank)
+    levelled: torch.Tensor = (left[:, :rank] * (factor * mean)) @ right[:rank]
+    return levelled
+
+
+class TsvMKernel(SinglePass):
+    """Adds the leading singular directions of every delta, after making them orthogonal to each other.
+
+    Of each of K deltas the ``floor(r / K)`` leading triplets are kept, r the smaller side; a direction
+    whose singular value is 0 to rounding is none. The left vectors of all sources, side by side, are replaced
+    by the nearest orthonormal set, and so are the right ones. Directions that sources share to rounding
+    count once in that set.
+    """
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        """``B + lambda * U S V'`` with U and V whitened, S the singular values of all sources."""
+        shape = _matrix_shape(settings.shape)
+        has_room = shape is not None and min(shape) >= len(tile.sources)
+        if shape is None or not has_room or not all(map(_is_finite, tile.sources)):
+            return _average(tile, settings)
+        merged = _Triplets.of(tile, settings, shape).recomposed().mul_(settings.number("lambda"))
+        if shape[0] < shape[1]:
+            merged = merged.T
+        return on_base(merged.reshape(-1).float(), tile)
+
+
+class _Triplets:
+    """Leading singular triplets of all sources, in order; one row each, float64.
+
+    They come from the Gram matrix of the smaller side, which costs a fraction of a full decomposition. It
+    squares the condition number; but in float64 the error of a direction stays below that of the float32
+    elements down to singular values of about 1e-8 of the largest, and smaller ones are left out.
+    """
+
+    def __init__(self, left: torch.Tensor, values: torch.Tensor, right: torch.Tensor) -> None:
+        self._left, self._values, self._right = left, values, right
+        self._size = 0
+
+    @classmethod
+    def of(cls, tile: Tile, settings: Settings, shape: tuple[int, int]) -> _Triplets:
+        """The triplets of the weighted deltas, as matrices that are at least as high as wide."""
+        height, width = max(shape), min(shape)
+        each = width // len(tile.sources)
+        most = each * len(tile.sources)
+        empty = tile.sources[0].new_empty
+        found = cls(
+            empty((most, height), dtype=torch.float64),
+            empty(most, dtype=torch.float64),
+            empty((most, width), dtype=torch.float64),
+        )
+        for delta, weight in zip(tile.sources, settings.per_source("weight"), strict=True):
+            matrix = delta.view(shape).double().mul_(weight)
+            found._add(matrix if shape[0] >= shape[1] else matrix.T, each)
+        return found
+
+    def _add(self, matrix: torch.Tensor, count: int) -> None:
+        """Add the ``count`` leading triplets of one matrix, but for those of singular value 0."""
+        right = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -count:].T
+        left = right @ matrix.T
+        values = torch.linalg.vector_norm(left, dim=1)
+        kept = (values > _ROUNDING * torch.linalg.vector_norm(matrix)).nonzero().flatten()
+        rows = slice(self._size, self._size + kept.numel())
+        self._values[rows] = values[kept]
+        self._right[rows] = right[kept]
+        torch.div(left[kept], values[kept, None], out=self._left[rows])
+        self._size = rows.stop
+
+    def recomposed(self) -> torch.Tensor:
+        """``U S V'`` with whitened U and V: the height by the width."""
+        left, values, right = (each[: self._size] for each in (self._left, self._values, self._right))
+        middle = (_whitener(left) * values) @ _whitener(right)
+        return left.T @ (middle @ right)
+
+
+def _whitener(rows: torch.Tensor) -> torch.Tensor:
+    """The matrix that takes ``rows`` to the orthonormal rows nearest to them.
+
+    It is the inverse square root of their Gram matrix, on the space that the rows span.
+    """
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    spans = values > _ROUNDING**2 * values.sum()
+    whitener: torch.Tensor = (vectors * values.rsqrt().where(spans, 0.0)) @ vectors.T
+    return whitener
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Height and width of a tensor as a matrix; None for a vector or a scalar."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else None
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _average(tile: Tile, settings: Settings) -> torch.Tensor:
+    """``B + lambda * sum w d / K``: for vectors, and for what is not finite, which so reaches the result."""
+    merged = weighted_sum(tile, settings)
+    return on_base(merged.mul_(settings.number("lambda") / len(tile.sources)), tile)
+
+
+# Of a square matrix, the costliest shape. About half of it is the libraries' own workspace, which only the
+# resident size of the process shows: 16.1 was measured for both methods.
+_SCRATCH = 18.0
+
+_PARAMETERS = (
+    Parameter("weight", "float", "source", "coefficient of the source's delta", default=1.0),
+    Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),
+)
+
+ISO_C = Method(
+    name="iso_c",
+    summary="The base plus the sum of the deltas, all its singular values made equal.",
+    paper="2502.04959",
+    access=Access.MATRIX,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=IsoCKernel(),
+    parameters=_PARAMETERS,
+    scratch=_SCRATCH,
+)
+
+TSV_M = Method(
+    name="tsv_m",
+    summary="The base plus the leading singular directions of each delta, made orthogonal between sources.",
+    paper="2412.00081",
+    access=Access.MATRIX,
+    base=BaseUse.REQUIRED,
+    takes=Takes.DELTAS,
+    kernel=TsvMKernel(),
+    parameters=_PARAMETERS,
+    scratch=_SCRATCH,
+)

@@ -1,0 +1,103 @@
+"""Assemblies as rows of the plan's tables, each distinct one once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.planner.columns import Ints, ints, sums
+from raymerge.planner.expressions import Assembly, Product, Read, Term
+from raymerge.planner.plan import Plan
+
+
+class AssemblyNumbers:
+    """Numbers assemblies in the order in which inputs name them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Assembly, int] = {}
+        # The pieces of a cut tensor share one object: its runs, maybe 100,000, are then not hashed again.
+        self._known: dict[int, int] = {}
+
+    def number(self, assembly: Assembly | None) -> int:
+        """Number of an assembly, which must live on; -1 for none."""
+        if assembly is None:
+            return -1
+        known = self._known.get(id(assembly))
+        if known is None:
+            known = self._numbers.setdefault(assembly, len(self._numbers))
+            self._known[id(assembly)] = known
+        return known
+
+    def rows(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Rows of the tables ``assemblies``, ``terms``, ``factors`` and ``runs``."""
+        tables: dict[str, list[tuple[Any, ...]]] = {
+            "assemblies": [],
+            "terms": [],
+            "factors": [],
+            "runs": [],
+        }
+        for assembly in self._numbers:
+            places = (len(tables["terms"]), len(assembly.terms), len(tables["runs"]), len(assembly.runs))
+            sizes = (assembly.num_rows, assembly.num_columns, assembly.real_rows)
+            tables["assemblies"].append((*sizes, *places))
+            for term in assembly.terms:
+                factors = term.product.factors if term.product is not None else ()
+                tables["terms"].append(_term_row(term, len(tables["factors"]), len(factors)))
+                tables["factors"] += [_place(factor) for factor in factors]
+            tables["runs"] += assembly.runs
+        return tables
+
+
+def _term_row(term: Term, first_factor: int, num_factors: int) -> tuple[Any, ...]:
+    view, product = term.read.view, term.product
+    viewed = (view.offset, list(view.shape), list(view.strides)) if view else (0, [], [])
+    added = (product.rank, product.scale, product.transposed) if product else (0, 0.0, False)
+    return (*_place(term.read), *viewed, term.num_rows, *added, first_factor, num_factors)
+
+
+def _place(read: Read) -> tuple[Any, ...]:
+    return (read.source, read.key, read.offset, read.nbytes, read.dtype.value)
+
+
+def read_term(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> Term:
+    """A term from its row of ``terms`` and its rows of ``factors``."""
+    found = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
+    if not factors:
+        return Term(found, row["num_rows"])
+    up, down, *magnitude = (_read(each, None) for each in factors)
+    product = Product(
+        up, down, row["rank"], row["scale"], row["transposed"], magnitude[0] if magnitude else None
+    )
+    return Term(found, row["num_rows"], product)
+
+
+def _read(row: Mapping[str, Any], view: View | None) -> Read:
+    return Read(0, row["source"], row["key"], row["offset"], row["nbytes"], DType(row["dtype"]), view)
+
+
+def read_view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
+    """A view from its columns in a table, where there is one."""
+    return View(offset, tuple(shape), tuple(strides)) if strides else None
+
+
+def input_bytes(plan: Plan) -> Ints:
+    """Bytes that each input is read from for its row ``[inputs]``; as ``Read.bytes_for`` counts them."""
+    rows = plan["rows"]
+    num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
+    number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
+    which = number >= 0
+    own = number[which]
+    height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
+    per_row = _assembly_bytes(plan)[own] // np.maximum(1, height)
+    found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
+    return found
+
+
+def _assembly_bytes(plan: Plan) -> Ints:
+    """Bytes of everything that an assembly is made of ``[assemblies]``."""
+    factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
+    return sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)

@@ -1,0 +1,73 @@
+"""An output tensor with the treatment that was chosen for it, and how selectors see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raymerge.methods import Method
+from raymerge.planner.align import Aligned
+from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.spans import Member
+from raymerge.planner.treatments import Treatment
+from raymerge.recipes import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An aligned tensor with the treatment that was chosen for it."""
+
+    aligned: Aligned
+    """The output tensor."""
+    treatment: Treatment
+    """By which method it is made, and from whom."""
+    names: tuple[str, ...]
+    """Its name in each of ``treatment.everyone()``."""
+
+    @property
+    def method(self) -> Method:
+        """What is computed."""
+        return self.treatment.method
+
+    def members(self) -> Iterator[tuple[Member, str]]:
+        """Who takes part, the base first, with the tensor's name there."""
+        return zip(self.treatment.everyone(), self.names, strict=True)
+
+
+def choose(aligned: Aligned, treatment: Treatment) -> Chosen:
+    """The treatment's members with their names, of those that the span has."""
+    names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
+    return Chosen(aligned, treatment, tuple(names[member.path] for member in treatment.everyone()))
+
+
+def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
+    """The output tensor as selectors see it; a head that is the embedding goes by that."""
+    info = logical[aligned.span.lead.source].infos[aligned.lead]
+    roles = frozenset((info.role.value, info.part.value))
+    return Subject(aligned.alias or aligned.output, roles, aligned.layer)
+
+
+def member_subject(member: Member, name: str, logical: Sequence[LogicalTensors]) -> Subject:
+    """The tensor of one member as selectors see it."""
+    info = logical[member.source].infos.get(name)
+    if info is None:
+        return Subject(name, frozenset(), None)
+    return Subject(name, frozenset((info.role.value, info.part.value)), info.layer)
+
+
+def moved(aligned: Aligned, logical: str, name: str) -> str:
+    """A logical name of the lead, moved to the layer that ``name`` is in."""
+    return logical.replace(_layer_text(aligned.lead), _layer_text(name), 1)
+
+
+def output_logical(aligned: Aligned, logical: str) -> str:
+    """Name by which chance is drawn: the output's, so that a layer used twice draws twice."""
+    if aligned.alias:
+        return aligned.alias
+    return logical if aligned.lead == aligned.output else moved(aligned, logical, aligned.output)
+
+
+def _layer_text(name: str) -> str:
+    """The ``.12.`` of a layered name, by which a canonical name is moved to another layer."""
+    number = next((piece for piece in name.split(".") if piece.isdigit()), None)
+    return f".{number}." if number is not None else ""

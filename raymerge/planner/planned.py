@@ -1,0 +1,267 @@
+"""Merges that use each other's results, planned together before the first of them is made.
+
+What a merge will write is known from its plan, but for the numbers in the tensors. So a plan stands for its
+checkpoint where the next merge is planned, whose plan comes out as it would over the finished checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, PlanError, Problem, UserError
+from raymerge.planner.build import build_plan
+from raymerge.planner.plan import Plan, make_plan
+from raymerge.planner.sources import Opener, Source, open_sources, opener_of
+from raymerge.recipes import ModelReference, Recipe, did_you_mean, references
+
+_LENGTH_NBYTES = 8
+"""Bytes of a file before the JSON of its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMerge:
+    """One of several merges, decided."""
+
+    recipe: Recipe
+    """What is asked."""
+    plan: Plan
+    """What will be done."""
+    sources: tuple[Source, ...]
+    """What is read; results of other merges as they will be."""
+
+    @property
+    def uses(self) -> Mapping[int, str]:
+        """Names of the merges whose results are read, by the index of the source."""
+        return {
+            source.index: source.reference.path
+            for source in self.sources
+            if source.checkpoint.unwritten is not None
+        }
+
+
+def plan_merges(
+    recipes: Sequence[Recipe], root: Path, *, version: str, opener: Opener | None = None
+) -> tuple[PlannedMerge, ...]:
+    """Plan recipes of which later ones may use the results of earlier ones by their names.
+
+    The last plan is returned with its problems, so that it can be shown; the others have none.
+
+    Args:
+        recipes: in the order of ``merge_order``.
+        root: directory that the results which others use will be in, each by its name.
+        version: raymerge's version, kept in the manifests.
+        opener: how models are opened that are no results; None for each recipe's own way.
+
+    Raises:
+        PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
+            the problems of all merges that could be looked at.
+    """
+    planner = _Planner(recipes, root, version, opener)
+    merges: list[PlannedMerge] = []
+    problems: list[Problem] = []
+    for recipe in recipes:
+        if not planner.can_plan(recipe):
+            problems += planner.absences(recipe)
+            continue
+        try:
+            merge = planner.planned(recipe)
+        except UserError as error:
+            problems += planner.placed(recipe, error.problems)
+            continue
+        merges.append(merge)
+        if recipe is not recipes[-1]:
+            problems += merge.plan.problems
+    if problems:
+        raise PlanError(problems)
+    return tuple(merges)
+
+
+def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> Checkpoint:
+    """The checkpoint that a plan makes, as it will be when it is opened.
+
+    Only the versions of its files are not known yet, and are empty.
+
+    Args:
+        plan: what is made; it has no problems.
+        root: directory that it will be in.
+        name: what messages call it.
+        donor: the source of the plan that gives companion files.
+    """
+    given = donor.checkpoint
+    written = {row["name"]: row["content"] for row in plan["files"].to_pylist()}
+    copied = {*given.companions} - {*written, *plan.manifest["left_out"]}
+    before = given.unwritten
+    if before is not None:
+        written = {key: text for key, text in before.written.items() if key in copied} | written
+    return Checkpoint(
+        name=name,
+        root=str(root),
+        config=plan.manifest["config"],
+        tensors=_tensors(plan),
+        files=_files(plan),
+        companions=tuple(sorted({*copied, *written})),
+        notes=(),
+        unwritten=Unwritten(
+            companions_root=given.root if before is None else before.companions_root,
+            written=written,
+            twins=frozenset(_twins(plan, donor)),
+        ),
+    )
+
+
+class _Planner:
+    """Plans one recipe after the other and knows what they make."""
+
+    def __init__(self, recipes: Sequence[Recipe], root: Path, version: str, opener: Opener | None) -> None:
+        self._root = root
+        self._version = version
+        self._opener = opener
+        self._names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
+        self._is_alone = len(recipes) == 1
+        self._made: dict[str, PlannedMerge] = {}
+
+    def can_plan(self, recipe: Recipe) -> bool:
+        """Whether every merge that a recipe uses is planned without problems."""
+        wanted = {reference.path for _, reference in references(recipe)} & {*self._names}
+        return all(name in self._made for name in wanted)
+
+    def absences(self, recipe: Recipe) -> Iterator[Problem]:
+        """What is wrong with the models of a recipe, as far as they are no results."""
+        opener = self._opener_for(recipe)
+        models: dict[ModelReference, str] = {}
+        for path, reference in references(recipe):
+            models.setdefault(reference, recipe.where(*path))
+        for reference, place in models.items():
+            try:
+                if reference.path not in self._names:
+                    opener(reference)
+            except UserError as error:
+                yield from (replace(each, where=f"{place}: {each.where}") for each in error.problems)
+
+    def planned(self, recipe: Recipe) -> PlannedMerge:
+        """The plan of a recipe and its sources; the problems have their places in the file.
+
+        Raises:
+            PlanError: there is no plan to show.
+        """
+        refused = [] if self._is_alone else list(_foreign(recipe, self._names))
+        if refused:
+            raise PlanError(refused)
+        sources = open_sources(recipe, opener=self._opener_for(recipe))
+        plan = build_plan(recipe, sources, version=self._version)
+        plan = replace(plan, problems=self.placed(recipe, plan.problems))
+        merge = PlannedMerge(recipe, plan, sources)
+        merge = replace(merge, plan=self._signed(merge))
+        if recipe.name is not None and not plan.problems:
+            self._made[recipe.name] = merge
+        return merge
+
+    def placed(self, recipe: Recipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        """Problems that say which of several merges they are about."""
+        place = recipe.where()
+        file = place.split(":")[0]
+        if self._is_alone:
+            return tuple(problems)
+        return tuple(
+            each if each.where.startswith(file) else replace(each, where=f"{place}: {each.where}")
+            for each in problems
+        )
+
+    def _opener_for(self, recipe: Recipe) -> Opener:
+        """How a recipe's models are opened: results as they will be, others as they are."""
+        opener = self._opener or opener_of(recipe)
+
+        def open_one(reference: ModelReference) -> Checkpoint:
+            merge = self._made.get(reference.path)
+            if merge is not None:
+                return self._result(merge, reference)
+            try:
+                return opener(reference)
+            except CheckpointError as error:
+                raise CheckpointError([self._hinted(reference, each) for each in error.problems]) from error
+
+        return open_one
+
+    def _result(self, merge: PlannedMerge, reference: ModelReference) -> Checkpoint:
+        donor = merge.sources[int(merge.plan.manifest["donor"])]
+        return planned_checkpoint(merge.plan, self._root / reference.path, name=str(reference), donor=donor)
+
+    def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
+        """What a name that is no directory's may have been meant to be."""
+        if self._is_alone or "/" in reference.path or Path(reference.path).exists():
+            return problem
+        listed = ", ".join(f"'{name}'" for name in self._names)
+        guess = did_you_mean(reference.path, self._names)
+        hint = f"{guess} The merges of this file are {listed}.".strip()
+        return replace(problem, remedy=f"{problem.remedy} {hint}".strip())
+
+    def _signed(self, merge: PlannedMerge) -> Plan:
+        """The plan with the digests of those that its sources are made by.
+
+        The headers of a result do not tell its numbers, which another plan changes and they stay the same.
+        """
+        if not merge.uses:
+            return merge.plan
+        sources = [dict(each) for each in merge.plan.manifest["sources"]]
+        for index, name in merge.uses.items():
+            sources[index]["made_by"] = self._made[name].plan.digest
+        manifest = {**merge.plan.manifest, "sources": sources}
+        return make_plan(manifest, merge.plan.tables, merge.plan.problems)
+
+
+def _foreign(recipe: Recipe, names: Sequence[str]) -> Iterator[Problem]:
+    """What cannot stand among several merges."""
+    if recipe.adapter is not None:
+        what = "this merge makes an adapter, and merges of adapters are carried out one by one."
+        yield Problem(recipe.where("adapter"), what, "Put it into a file of its own.")
+    for path, reference in references(recipe):
+        if reference.lora_path in names:
+            what = f"'{reference.lora_path}' is a merge of this file: its result is a model, and no adapter."
+            yield Problem(recipe.where(*path), what, "Name the directory of an adapter behind the '+'.")
+
+
+def _tensors(plan: Plan) -> dict[str, StoredTensor]:
+    shards = plan["shards"].column("name").to_pylist()
+    found = [
+        StoredTensor(
+            row["name"],
+            DType(row["dtype"]),
+            tuple(row["shape"]),
+            shards[row["shard"]],
+            row["offset"],
+            row["nbytes"],
+        )
+        for row in plan["tensors"].to_pylist()
+    ]
+    return {tensor.name: tensor for tensor in sorted(found, key=lambda tensor: natural_key(tensor.name))}
+
+
+def _files(plan: Plan) -> tuple[WeightFile, ...]:
+    """The shards as files whose headers were read; a header's digest leaves out the length before it."""
+    found = [
+        WeightFile(
+            shard["name"], shard["nbytes"], xxhash.xxh3_128_hexdigest(shard["header"][_LENGTH_NBYTES:]), ""
+        )
+        for shard in plan["shards"].to_pylist()
+    ]
+    return tuple(sorted(found, key=lambda file: file.key))
+
+
+def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:
+    """Head and embedding, where both are written and the config goes on to say that they are one.
+
+    Where the plan makes them differ, it has the config say so. A text model that is copied has what the donor
+    has.
+    """
+    tie = plan.manifest["tie"]
+    if tie["head"]:
+        yield tie["head"], tie["embedding"]
+    elif donor.pair is not None and donor.stored_head_is_embedding:
+        yield donor.pair.head, donor.pair.embedding

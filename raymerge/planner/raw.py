@@ -1,0 +1,70 @@
+"""Raw merges: files of tensors without a config, merged by the names of their tensors alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from raymerge.checkpoints.index import PICKLE_ENDINGS
+from raymerge.checkpoints.source import Checkpoint, open_tensor_file
+from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.pickled import conversion_command, read_pickled
+from raymerge.recipes import ModelReference, Recipe, references
+
+_ENDING = ".safetensors"
+_NEEDS_CONFIG = {
+    "slices": "has no config that counts its layers, so none of them can be taken.",
+    "modules": "has no config that tells the parts of a model.",
+    "tokenizer": "has no tokenizer.",
+    "tokenizer_source": "has no tokenizer.",
+    "chat_template": "has no tokenizer, so a chat template has no place.",
+}
+# Keys of a recipe that mean nothing where there are tensors only, and why.
+
+
+def names_file(reference: ModelReference) -> bool:
+    """Whether a reference names a file on this machine and no directory."""
+    return os.path.isfile(os.path.expanduser(reference.path))
+
+
+def open_raw(reference: ModelReference, *, pickled: bool) -> Checkpoint:
+    """Open the file of tensors that a reference names.
+
+    Args:
+        reference: names a file.
+        pickled: whether it may be a pickled one.
+
+    Raises:
+        CheckpointError: it is broken, or of a kind that is not read.
+    """
+    path = os.path.expanduser(reference.path)
+    is_pickle = path.endswith(PICKLE_ENDINGS)
+    if reference.revision is not None:
+        what = f"revision {reference.revision!r} is asked for, but this is a local file, which has none."
+        raise CheckpointError(Problem(path, what, "Take the revision out."))
+    if not is_pickle and not path.endswith(_ENDING):
+        what = "is a file, and its name does not end in .safetensors."
+        raise CheckpointError(Problem(path, what, "Give the directory of a model, or a file of tensors."))
+    if is_pickle and not pickled:
+        what = "is a pickled file; raymerge reads safetensors only, for a pickle can run code."
+        remedy = "If you trust it, write 'pickled_weights: read' in the recipe, or convert it: "
+        raise CheckpointError(Problem(path, what, remedy + conversion_command(path)))
+    return open_tensor_file(path, str(reference), read_pickle=read_pickled if is_pickle else None)
+
+
+def raw_problems(recipe: Recipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
+    """What cannot be asked of files of tensors: models beside them, and whatever needs a config."""
+    raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
+    model = next((each for each in opened.values() if not each.is_raw), None)
+    if not raw:
+        return
+    for path, reference in references(recipe) if model is not None else ():
+        checkpoint = opened.get(reference)
+        if model is not None and checkpoint is not None and checkpoint.is_raw:
+            what = f"{checkpoint.name} has tensors only, while {model.name} is a model with a config."
+            remedy = "Merge files of tensors with each other, or give the directory that the model is in."
+            yield Problem(recipe.where(*path), what, remedy)
+    for key, reason in _NEEDS_CONFIG.items():
+        if getattr(recipe, key):
+            what = f"'{key}' is given, but {raw[0].name} {reason}"
+            yield Problem(recipe.where(key), what, "Remove it, or give models with their configs.")

@@ -1,0 +1,172 @@
+"""Makes the rows of an output: what is read for each logical tensor of it, from every member."""
+
+from __future__ import annotations
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.dtypes import DType
+from raymerge.methods import Access, Settings
+from raymerge.methods.passthrough import PASSTHROUGH
+from raymerge.planner.align import Aligned
+from raymerge.planner.chosen import Chosen, moved, output_logical
+from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.expressions import Expression, Part, Read, Row, make_expression
+from raymerge.planner.findings import Findings
+from raymerge.planner.logical import Block, Place
+from raymerge.planner.plain import PlainNumbers
+from raymerge.planner.spans import Member
+from raymerge.planner.supplies import Supplies, Supply
+from raymerge.planner.treatments import OWN, Treatment
+
+
+class RowMaker:
+    """Makes rows; what is missing or does not fit becomes a finding, what is used a fate."""
+
+    def __init__(self, supplies: Supplies, plain: PlainNumbers, findings: Findings, fates: Fates) -> None:
+        self._supplies = supplies
+        self._sources = supplies.sources
+        self._logical = supplies.logical
+        self._plain = plain
+        self._findings = findings
+        self._fates = fates
+        self._latest: tuple[Settings, bool, DType, Expression] | None = None
+
+    def rows(
+        self, chosen: Chosen, lead: StoredTensor, settings: Settings | None, dtype: DType
+    ) -> tuple[Row, ...] | None:
+        """The rows of a tensor with the layout of the lead's, or None with findings.
+
+        Args:
+            chosen: the tensor.
+            lead: the lead's stored tensor.
+            settings: what the method is told; None where that is not known, so that all else is checked.
+            dtype: what the output is stored in.
+        """
+        aligned = chosen.aligned
+        blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead)
+        if blocks is None:
+            blocks = self._unknown_layout(chosen, lead, settings)
+        if blocks is None:
+            return None
+        fate = fate_of(chosen, settings)
+        runs = [self._run(chosen, block, fate) for block in blocks]
+        found = [run for run in runs if run is not None]
+        if settings is None or len(found) < len(runs):
+            return None
+        expression = self.expression(settings, chosen, dtype)
+        return tuple(
+            Row(block.num_elements, expression, *run) for block, run in zip(blocks, found, strict=True)
+        )
+
+    def expression(self, settings: Settings, chosen: Chosen, dtype: DType) -> Expression:
+        """The method applied with these settings; the same object for the same ones."""
+        has_base = chosen.treatment.base is not None
+        latest = self._latest
+        if latest is not None and latest[0] is settings and latest[1:3] == (has_base, dtype):
+            return latest[3]
+        made = make_expression(chosen.method, settings, has_base=has_base, cast=dtype)
+        self._latest = (settings, has_base, dtype, made)
+        return made
+
+    def alone(self, aligned: Aligned, dtype: DType) -> tuple[Row, ...] | None:
+        """The rows of the lead's tensor with what its adapter adds; None with a finding."""
+        lead = aligned.span.lead
+        treatment = Treatment(PASSTHROUGH, (lead,), None, (), OWN, aligned.span.path)
+        chosen = Chosen(aligned, treatment, (aligned.lead,))
+        stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
+        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), dtype)
+
+    def settle(self, supply: Supply, source: int, fate: Fate) -> None:
+        """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
+        for store, name in supply.holders():
+            self._fates.settle(store, name, fate)
+        for store, name in self._supplies.holders(source, supply):
+            self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
+
+    def _unknown_layout(
+        self, chosen: Chosen, lead: StoredTensor, settings: Settings | None
+    ) -> tuple[Block, ...] | None:
+        """An expert stack of unknown orientation is one tensor for element-wise methods only."""
+        aligned, method, count = chosen.aligned, chosen.method, lead.num_elements
+        if settings is None or method.access_with(settings) is Access.ELEMENT:
+            return (Block(0, count, ((aligned.lead, Place(lead, 0, count, lead.shape, None)),)),)
+        source = self._sources[aligned.span.lead.source]
+        self._findings.tensor(
+            ("layout", source.name),
+            where=source.name,
+            what=f"{{count}} tensors hold several experts in an order that model_type '{source.model_type}' "
+            f"does not tell, and {method.name} needs each expert's matrix by itself",
+            remedy="Use an element-wise method (linear, task_arithmetic, dare_linear), or report the "
+            "model type.",
+            example=f"{aligned.lead} {list(lead.shape)}",
+        )
+        return None
+
+    def _run(
+        self, chosen: Chosen, block: Block, fate: Fate
+    ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
+        """What is read for one block of the lead's tensor, or None with a finding."""
+        parts: list[Part] = []
+        reads: list[Read] = []
+        complete = True
+        for logical, place in block.members:
+            for member, name in chosen.members():
+                found = self._supplies.find(member.source, name, moved(chosen.aligned, logical, name))
+                if found is None:
+                    self.missing(chosen, member, name)
+                if found is None or not self._fits(chosen, member, place, found.place):
+                    complete = False
+                    continue
+                self.settle(found, member.source, _with_factor(fate, found))
+                reads.append(found.read(len(parts)))
+            parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
+        return (tuple(parts), tuple(reads)) if complete else None
+
+    def missing(self, chosen: Chosen, member: Member, name: str) -> None:
+        """Report a tensor that a member lacks."""
+        source = self._sources[member.source]
+        lead = self._sources[chosen.aligned.span.lead.source]
+        self._findings.tensor(
+            ("missing", source.name),
+            where=source.name,
+            what=f"it lacks {{count}} tensors that {lead.name} has and that the recipe merges",
+            remedy="Use a complete checkpoint, or name a base_model and say 'missing_tensors: copy_base' in "
+            "the recipe to keep the base's.",
+            example=name,
+        )
+
+    def _fits(self, chosen: Chosen, member: Member, place: Place, found: Place) -> bool:
+        """Whether what was found are plain numbers of the lead's shape; else a finding says what they are."""
+        if place.shape == found.shape:
+            return self._plain.check(member.source, found.tensor)
+        self.other_shape(chosen, member, found, place.shape)
+        return False
+
+    def is_plain(self, source: int, tensor: StoredTensor) -> bool:
+        """Whether a tensor holds plain numbers; else a finding says what it holds."""
+        return self._plain.check(source, tensor)
+
+    def other_shape(self, chosen: Chosen, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
+        """Report a tensor whose shape is not the lead's."""
+        source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
+        self._findings.tensor(
+            ("shape", source.name),
+            where=source.name,
+            what=f"{{count}} tensors have other shapes than in {lead.name}",
+            remedy="Only models of one size can be merged.",
+            example=f"{found.tensor.name} is {list(found.shape)} here and {list(wanted)} there",
+        )
+
+
+def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
+    """What becomes of the tensors that an output is computed from."""
+    output = chosen.aligned.output
+    if settings is not None and chosen.method.identity(settings) is not None:
+        return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
+    return Fate(Disposition.MERGED, Rule.METHOD, output)
+
+
+def _with_factor(fate: Fate, supply: Supply) -> Fate:
+    """A fate, but for what would keep its values, had an adapter not added to them."""
+    if supply.factor is None or fate.disposition is Disposition.MERGED:
+        return fate
+    return Fate(Disposition.MERGED, Rule.ADAPTED, fate.output)

@@ -1,0 +1,213 @@
+"""Several merges in one file: which of them uses which, and in what order they are carried out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import TypeVar
+
+from raymerge.errors import Problem, RecipeError
+from raymerge.recipes.faults import Path
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.reference import Exists, ModelReference
+from raymerge.recipes.schema import ModelEntry, ModuleEntry, Recipe, SliceSource
+from raymerge.recipes.tokenizer import Tokenizer, TokenRow
+
+Merge = TypeVar("Merge", bound=Recipe | MoeRecipe)
+
+
+def references(recipe: Recipe | MoeRecipe) -> Iterator[tuple[Path, ModelReference]]:
+    """Every model that a recipe names, with its place in the recipe; in written order but for the base."""
+    if recipe.base_model is not None:
+        yield ("base_model",), recipe.base_model
+    if isinstance(recipe, MoeRecipe):
+        for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
+            for index, expert in enumerate(experts):
+                yield (key, index, "source_model"), expert.source_model
+        return
+    yield from _of_body((), recipe)
+    for name, module in recipe.modules.items():
+        yield from _of_body(("modules", name), module)
+    for index, rule in enumerate(recipe.methods):
+        for position, source in enumerate(rule.sources):
+            yield ("methods", index, "sources", position), source
+    if isinstance(recipe.tokenizer_source, ModelReference):
+        yield ("tokenizer_source",), recipe.tokenizer_source
+    if recipe.tokenizer is not None:
+        yield from _of_tokenizer(recipe.tokenizer)
+
+
+def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
+    """The recipes, each behind those that it uses and in their own order otherwise; the last is the result.
+
+    A model whose path is the name of one of the recipes stands for what that recipe makes.
+
+    Args:
+        recipes: at least one.
+        exists: whether a text is a local directory.
+
+    Raises:
+        RecipeError: names that are repeated, missing or also directories; merges that need each other; more
+            than one result.
+    """
+    problems = order_problems(recipes, exists=exists, are_all=True)
+    if problems:
+        raise RecipeError(problems)
+    needed = _Uses(recipes).needed
+    order: list[int] = []
+    while len(order) < len(recipes):
+        order.append(next(i for i in range(len(recipes)) if i not in order and needed[i].issubset(order)))
+    return tuple(recipes[index] for index in order)
+
+
+def order_problems(recipes: Sequence[Recipe | MoeRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
+    """What is wrong between the recipes of one file.
+
+    Args:
+        recipes: those that could be read.
+        exists: whether a text is a local directory.
+        are_all: whether that is all of them; what nobody uses cannot be told otherwise.
+    """
+    uses = _Uses(recipes)
+    naming = [*_repeated(recipes), *_unnamed(recipes)]
+    problems = [*naming, *_ambiguous(uses, exists), *_circles(uses)]
+    if are_all and not naming:
+        problems += _results(uses)
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    user: int
+    """Number of the recipe that names a model."""
+    used: int
+    """Number of the recipe that makes it."""
+    place: str
+    """Where it is named."""
+    revision: str | None
+    """The revision that is asked of it there."""
+
+
+class _Uses:
+    """Which recipe uses which."""
+
+    def __init__(self, recipes: Sequence[Recipe | MoeRecipe]) -> None:
+        self.recipes = recipes
+        self.all = tuple(_uses(recipes))
+        self.needed: Mapping[int, set[int]] = {
+            index: {use.used for use in self.all if use.user == index} for index in range(len(recipes))
+        }
+
+
+def _uses(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[_Use]:
+    by_name: dict[str, int] = {}
+    for index, recipe in enumerate(recipes):
+        if recipe.name is not None:
+            by_name.setdefault(recipe.name, index)
+    for index, recipe in enumerate(recipes):
+        for path, reference in references(recipe):
+            parts = ((reference.path, reference.revision), (reference.lora_path, reference.lora_revision))
+            for named, revision in parts:
+                if named in by_name:
+                    yield _Use(index, by_name[named], recipe.where(*path), revision)
+
+
+def _of_body(path: Path, body: Recipe | ModuleEntry) -> Iterator[tuple[Path, ModelReference]]:
+    yield from _of_entries((*path, "models"), body.models)
+    for position, piece in enumerate(body.slices):
+        place = (*path, "slices", position)
+        yield from _of_entries((*place, "sources"), piece.sources)
+        if piece.base_model is not None:
+            yield (*place, "base_model"), piece.base_model
+
+
+def _of_entries(
+    path: Path, entries: Sequence[ModelEntry | SliceSource]
+) -> Iterator[tuple[Path, ModelReference]]:
+    for index, entry in enumerate(entries):
+        yield (*path, index, "model"), entry.model
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> Iterator[tuple[Path, ModelReference]]:
+    if isinstance(tokenizer.source, ModelReference):
+        yield ("tokenizer", "source"), tokenizer.source
+    for token, entry in tokenizer.tokens.items():
+        row = entry.source.model if isinstance(entry.source, TokenRow) else entry.source
+        if isinstance(row, ModelReference):
+            yield ("tokenizer", "tokens", token, "source"), row
+
+
+def _repeated(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for recipe in recipes:
+        if recipe.name is None:
+            continue
+        place = recipe.where("name")
+        if recipe.name in first:
+            what = f"the name '{recipe.name}' was given before, at {first[recipe.name]}."
+            yield Problem(place, what, "Give each merge a name of its own.")
+        first.setdefault(recipe.name, place)
+
+
+def _unnamed(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[Problem]:
+    unnamed = [recipe for recipe in recipes if recipe.name is None]
+    for recipe in unnamed[1:]:
+        what = f"this merge has no name, and neither has the one at {unnamed[0].where()}."
+        yield Problem(
+            recipe.where(), what, "Only one may go without, the result: add 'name: ...' to the others."
+        )
+
+
+def _ambiguous(uses: _Uses, exists: Exists) -> Iterator[Problem]:
+    for use in uses.all:
+        name = uses.recipes[use.used].name or ""
+        if exists(name):
+            what = f"'{name}' is a merge of this file, and a directory too."
+            yield Problem(use.place, what, f"Rename the merge, or write './{name}' for the directory.")
+        if use.revision is not None:
+            what = f"'{name}' is a merge of this file and has no revision '{use.revision}'."
+            yield Problem(use.place, what, f"Write '{name}' alone.")
+
+
+def _circles(uses: _Uses) -> Iterator[Problem]:
+    """Circles that have no recipe in common; the rest is told once these are broken."""
+    graph = {index: sorted(needed) for index, needed in uses.needed.items()}
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            return
+        except CycleError as error:
+            # graphlib names the one that is needed first, and the first one again at the end.
+            circle: list[int] = error.args[1][::-1]
+        yield _circle(uses, circle)
+        graph = {
+            index: [i for i in needed if i not in circle]
+            for index, needed in graph.items()
+            if index not in circle
+        }
+
+
+def _circle(uses: _Uses, circle: Sequence[int]) -> Problem:
+    use = next(use for use in uses.all if (use.user, use.used) == (circle[0], circle[1]))
+    names = [f"'{uses.recipes[index].name}'" for index in circle]
+    chain = ", ".join(f"{user} uses {used}" for user, used in pairwise(names))
+    what = f"{names[0]} uses itself." if len(circle) == 2 else f"the merges need each other: {chain}."
+    return Problem(use.place, what, "Name a model that is there before, or rename one of the merges.")
+
+
+def _results(uses: _Uses) -> Iterator[Problem]:
+    """Of several merges that nobody uses, the result is the one without a name, or the last."""
+    used = {use.used for use in uses.all}
+    unused = [recipe for index, recipe in enumerate(uses.recipes) if index not in used]
+    if len(unused) < 2:
+        return
+    result = next((recipe for recipe in unused if recipe.name is None), unused[-1])
+    called = "the one without a name" if result.name is None else f"'{result.name}'"
+    for recipe in unused:
+        if recipe is not result:
+            what = f"no other merge uses '{recipe.name}', but a file has one result, here {called}."
+            remedy = "Use it as a model of another merge, or put it into a file of its own."
+            yield Problem(recipe.where("name"), what, remedy)

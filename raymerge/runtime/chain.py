@@ -1,0 +1,211 @@
+"""Several merges that use each other's results, carried out one after the other towards one output.
+
+The results between lie in a directory beside the output, as checkpoints that ordinary runs made. The same
+command keeps those that are still what their plans say; they are removed when the output is in place.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from raymerge.assemble.finish import kept_companions
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.planner.planned import PlannedMerge
+from raymerge.planner.sources import Source
+from raymerge.runtime.events import OnEvent, StepKept, StepStarted
+from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.pool import Pool
+from raymerge.runtime.run import Run, RunResult, file_versions
+from raymerge.runtime.staging import RECORD, Staging
+from raymerge.verifier.structure import RECORD_PLAN, verify_structure
+
+
+class Chain:
+    """One submission: merges in the order in which they need each other, of which the last is the output."""
+
+    def __init__(
+        self,
+        merges: Sequence[PlannedMerge],
+        output: Path,
+        options: RunOptions,
+        *,
+        on_event: OnEvent,
+        began: float | None = None,
+    ) -> None:
+        """
+        Args:
+            merges: at least one, planned with ``steps_directory(output)`` as the place of results.
+            output: directory of the new checkpoint.
+            options: how to run.
+            on_event: receives progress, as in ``Run``.
+            began: ``time.monotonic()`` when the user's command began; None for now.
+
+        Raises:
+            PlanError: something stands in the last plan's way.
+            OptionError: the memory limit is too small for one of the plans, or more than is free.
+            TargetError: the output would lie over, in or around a source.
+        """
+        self._merges = tuple(merges)
+        self._output = output
+        self._root = steps_directory(output)
+        self._options = options
+        self._on_event = on_event
+        self._began = began
+        self._runs = self._possible_runs()
+
+    @property
+    def most_segments(self) -> int:
+        """Segments of the merge that has most of them: more workers would have nothing to do."""
+        return max(len(merge.plan["segments"]) for merge in self._merges)
+
+    def check(self) -> None:
+        """Find what is wrong with the output place before any worker is started.
+
+        Raises:
+            TargetError: it is taken, or holds another plan's unfinished run.
+        """
+        for run in reversed(self._runs):
+            run.check()
+
+    def carry_out(self, pool: Pool) -> RunResult:
+        """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
+
+        Whatever is raised, the results between stay, and the same command goes on from there.
+        """
+        *before, last = self._merges
+        if not before:
+            return _carried_out(self._runs[-1], pool)
+        with Staging(self._root, last.plan).lock():
+            for merge in before:
+                self._have(merge, pool)
+            self._on_event(StepStarted(*self._step(last)))
+            result = _carried_out(self._run(last, sources_of(last, self._root)), pool)
+            if not self._options.keep_intermediates:
+                shutil.rmtree(self._root, ignore_errors=True)
+        return result
+
+    def _have(self, merge: PlannedMerge, pool: Pool) -> None:
+        """Have the result of a merge that others need: the one that is there, or a new one."""
+        sources = sources_of(merge, self._root)
+        if _is_made(self._place(merge), merge, sources, pool.numerics):
+            self._on_event(StepKept(*self._step(merge)))
+            return
+        self._on_event(StepStarted(*self._step(merge)))
+        _carried_out(self._run(merge, sources), pool)
+
+    def _possible_runs(self) -> tuple[Run, ...]:
+        """A run of each merge, which proves that the options suit all of them."""
+        runs: list[Run] = []
+        problems: dict[Problem, None] = {}
+        for merge in self._merges:
+            try:
+                runs.append(self._run(merge, merge.sources))
+            except OptionError as error:
+                problems |= dict.fromkeys(error.problems)
+        if problems:
+            raise OptionError(problems)
+        return tuple(runs)
+
+    def _run(self, merge: PlannedMerge, sources: Sequence[Source]) -> Run:
+        is_last = merge is self._merges[-1]
+        # What is at the place of a result between is ours, and no longer what is wanted.
+        options = self._options if is_last else replace(self._options, replace=True)
+        began = self._began if is_last else None
+        return Run(merge.plan, sources, self._place(merge), options, on_event=self._on_event, began=began)
+
+    def _place(self, merge: PlannedMerge) -> Path:
+        return self._output if merge is self._merges[-1] else self._root / str(merge.recipe.name)
+
+    def _step(self, merge: PlannedMerge) -> tuple[str, int, int]:
+        number = next(number for number, each in enumerate(self._merges, start=1) if each is merge)
+        return merge.recipe.name or "", number, len(self._merges)
+
+
+def steps_directory(output: Path) -> Path:
+    """Where the results between are, each by its name: beside the output, out of sight."""
+    real = Path(os.path.realpath(output))
+    return real.parent / f".{real.name}.raymerge.steps"
+
+
+def kept_steps(merges: Sequence[PlannedMerge], output: Path) -> frozenset[str]:
+    """Names of the merges that are made already, as far as can be told before workers are there.
+
+    A worker with another device or another version of torch makes them again.
+    """
+    root = steps_directory(output)
+    found: set[str] = set()
+    for merge in merges[:-1]:
+        name = str(merge.recipe.name)
+        if found.issuperset(merge.uses.values()) and _is_made(root / name, merge, sources_of(merge, root)):
+            found.add(name)
+    return frozenset(found)
+
+
+def sources_of(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
+    """The sources of a merge, with the results that it uses as they are under ``root`` now.
+
+    Raises:
+        CheckpointError: one is not there, or is not what its plan made.
+    """
+    wanted = merge.plan.manifest["sources"]
+    return tuple(
+        _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
+        if source.index in merge.uses
+        else source
+        for source in merge.sources
+    )
+
+
+def _found(source: Source, place: Path, digest: str) -> Source:
+    """A source as it lies on disk, if it was made by the plan of that digest."""
+    checkpoint = open_checkpoint(place, source.name)
+    if _digest_at(place) != digest:
+        what = "it is no longer the result that was planned with; something else changed it meanwhile."
+        raise CheckpointError(Problem(str(place), what, "Give the command again."))
+    return replace(source, checkpoint=checkpoint)
+
+
+def _carried_out(run: Run, pool: Pool) -> RunResult:
+    run.announce()
+    return run.carry_out(pool)
+
+
+def _is_made(
+    place: Path,
+    merge: PlannedMerge,
+    sources: Sequence[Source],
+    numerics: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether a directory holds what a merge would make of these sources; None for any numerics."""
+    if _digest_at(place) != merge.plan.digest:
+        return False
+    before = Ledger.conditions(place / RECORD / NAME) or {}
+    if before.get("versions") != file_versions(sources):
+        return False
+    if numerics is not None and before.get("numerics") != numerics:
+        return False
+    return _has_companions(place, merge, sources) and not verify_structure(place).problems
+
+
+def _digest_at(place: Path) -> str | None:
+    """Digest of the plan that a checkpoint was made by, as its record says."""
+    try:
+        found = json.loads((place / RECORD_PLAN / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("digest") if isinstance(found, dict) else None
+
+
+def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
+    """Whether the files that are copied are still those of the donor: no plan speaks of what is in them."""
+    donor = sources[int(merge.plan.manifest["donor"])].checkpoint
+    pairs = ((place / key, Path(donor.root) / key) for key in kept_companions(merge.plan, donor.companions))
+    return all(ours.is_file() and filecmp.cmp(ours, theirs, shallow=False) for ours, theirs in pairs)

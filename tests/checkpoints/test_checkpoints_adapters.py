@@ -1,0 +1,410 @@
+"""Adapters as peft saves them: every tensor has a meaning, or the adapter is refused with all reasons."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
+
+from raymerge.checkpoints.adapter_config import Patterns, parse_adapter_config, pattern_of
+from raymerge.checkpoints.adapters import Adapter, Factor, is_adapter, open_adapter
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.errors import CheckpointError
+
+Q = "model.layers.0.self_attn.q_proj"
+EMBEDDING = "model.embed_tokens"
+
+
+def linear(
+    module: str = Q, rows: int = 6, columns: int = 5, rank: int = 4, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    return factor_tensors(module, (rows, columns), rank, torch.Generator().manual_seed(seed))
+
+
+def embedding(module: str = EMBEDDING, rows: int = 9, columns: int = 5) -> dict[str, torch.Tensor]:
+    return {
+        f"{PREFIX}{module}.lora_embedding_A": torch.randn(4, rows),
+        f"{PREFIX}{module}.lora_embedding_B": torch.randn(columns, 4),
+    }
+
+
+def opened(root: Path, tensors: dict[str, torch.Tensor], **changes: Any) -> Adapter:
+    return open_adapter(write_adapter(root, tensors, lora_config(**changes)), "mine")
+
+
+def refusal(root: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> str:
+    if tensors is not None:
+        write_adapter(root, tensors, lora_config(**changes))
+    with pytest.raises(CheckpointError) as caught:
+        open_adapter(root, "mine")
+    assert all(problem.remedy for problem in caught.value.problems)
+    return str(caught.value)
+
+
+def applied(adapter: Adapter, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the reader's facts say of the merged model, float64."""
+    data = (Path(adapter.root) / "adapter_model.safetensors").read_bytes()
+
+    def read(tensor: Any) -> torch.Tensor:
+        dtype = getattr(torch, tensor.dtype.torch_name)
+        raw = bytearray(data[tensor.offset : tensor.offset + tensor.nbytes])
+        return torch.frombuffer(raw, dtype=dtype).view(tensor.shape).double()
+
+    merged = {name: tensor.double() for name, tensor in base.items()}
+    merged |= {name: read(tensor) for name, tensor in adapter.replaced.items()}
+    for factor in adapter.factors.values():
+        name = f"{factor.module}.weight"
+        assert merged[name].shape == factor.weight_shape
+        flipped = factor.transposed or factor.kind == "embedding"
+        weight = merged[name].T if flipped else merged[name]
+        weight = weight + factor.scale * (read(factor.up) @ read(factor.down))
+        if factor.magnitude is not None:
+            weight = weight * (read(factor.magnitude) / weight.norm(dim=1))[:, None]
+        merged[name] = weight.T if flipped else weight
+        if factor.up_bias is not None:
+            merged[f"{factor.module}.bias"] += factor.scale * read(factor.up_bias)
+    return merged
+
+
+class TestOpening:
+    def test_says_what_it_is(self, tmp_path: Path) -> None:
+        root = write_adapter(tmp_path, linear())
+        (root / "tokenizer.json").write_text("{}")
+        (root / "README.md").write_text("")
+        adapter = open_adapter(str(root), "mine")
+        assert (adapter.name, adapter.root) == ("mine", str(root))
+        assert (adapter.config.base_model, adapter.config.task_type) == ("base", "CAUSAL_LM")
+        assert adapter.companions == ("tokenizer.json",)
+        assert [file.key for file in adapter.files] == ["adapter_model.safetensors"]
+        assert set(adapter.tensors) == set(linear())
+        assert adapter.num_changes == 1
+
+    def test_a_factor(self, tmp_path: Path) -> None:
+        factor = opened(tmp_path, linear()).factors[Q]
+        assert (factor.module, factor.kind, factor.rank, factor.scale) == (Q, "linear", 4, 2.0)
+        assert (factor.down.shape, factor.up.shape) == ((4, 5), (6, 4))
+        assert (factor.weight_shape, factor.transposed) == ((6, 5), False)
+        assert (factor.magnitude, factor.up_bias) == (None, None)
+
+    def test_conv1d_weights_lie_the_other_way(self, tmp_path: Path) -> None:
+        factor = opened(tmp_path, linear(), fan_in_fan_out=True).factors[Q]
+        assert (factor.weight_shape, factor.transposed) == ((5, 6), True)
+
+    def test_an_embedding(self, tmp_path: Path) -> None:
+        factor = opened(tmp_path, embedding(), fan_in_fan_out=True).factors[EMBEDDING]
+        assert (factor.kind, factor.weight_shape, factor.transposed) == ("embedding", (9, 5), False)
+
+    def test_layer_2_comes_before_layer_10(self, tmp_path: Path) -> None:
+        modules = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in (2, 10) for e in (3, 11)]
+        tensors = {name: t for module in reversed(modules) for name, t in linear(module).items()}
+        assert list(opened(tmp_path, tensors).factors) == modules
+
+    @pytest.mark.parametrize("suffix", ["", ".weight"])
+    def test_dora_has_magnitudes(self, tmp_path: Path, suffix: str) -> None:
+        tensors = linear() | {f"{PREFIX}{Q}.lora_magnitude_vector{suffix}": torch.ones(6)}
+        magnitude = opened(tmp_path, tensors, use_dora=True).factors[Q].magnitude
+        assert magnitude is not None
+        assert magnitude.shape == (6,)
+
+    @pytest.mark.parametrize("declared", [True, None])
+    def test_a_bias_of_the_up_factor(self, tmp_path: Path, declared: bool | None) -> None:
+        tensors = linear() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(6)}
+        adapter = opened(tmp_path, tensors, lora_bias=declared)
+        assert adapter.factors[Q].up_bias is not None
+        assert adapter.num_changes == 2
+
+    @pytest.mark.parametrize(
+        ("stored", "name"),
+        [
+            ("lm_head.weight", "lm_head.weight"),
+            ("lm_head.modules_to_save.weight", "lm_head.weight"),
+            (f"{EMBEDDING}.base_layer.weight", f"{EMBEDDING}.weight"),
+            (f"{Q}.base_layer.bias", f"{Q}.bias"),
+            ("model.layers.0.mlp.gate.correction_bias", "model.layers.0.mlp.gate.correction_bias"),
+        ],
+    )  # fmt: skip
+    def test_what_is_saved_whole_has_the_models_name(self, tmp_path: Path, stored: str, name: str) -> None:
+        adapter = opened(tmp_path, linear() | {PREFIX + stored: torch.zeros(9, 5)})
+        assert list(adapter.replaced) == [name]
+        assert adapter.num_changes == 2
+
+    def test_a_resized_embedding_with_factors_is_one_change(self, tmp_path: Path) -> None:
+        tensors = embedding() | {f"{PREFIX}{EMBEDDING}.base_layer.weight": torch.zeros(9, 5)}
+        adapter = opened(tmp_path, tensors)
+        assert (len(adapter.factors), len(adapter.replaced), adapter.num_changes) == (1, 1, 1)
+
+    def test_models_and_adapters_are_told_apart(self, tmp_path: Path) -> None:
+        model, adapter = tiny_llama(tmp_path / "model", 0), write_adapter(tmp_path / "adapter", linear())
+        assert (is_adapter(model), is_adapter(str(adapter)), is_adapter(tmp_path)) == (False, True, False)
+        write_json(model / "adapter_config.json", lora_config())
+        assert not is_adapter(model)
+
+
+class TestScales:
+    def scale(self, module: str = Q, **changes: Any) -> float:
+        raw = json.dumps(lora_config(**changes)).encode()
+        return parse_adapter_config(raw, "here").scale(module)
+
+    def test_alpha_over_rank(self) -> None:
+        assert self.scale() == 2.0
+        assert self.scale(lora_alpha=3, r=8) == 0.375
+        assert self.scale(lora_alpha=0.5) == 0.125
+
+    def test_rslora_takes_the_root(self) -> None:
+        assert self.scale(use_rslora=True, r=16, lora_alpha=8) == 2.0
+        assert self.scale(use_rslora=True, r=8) == 8 / math.sqrt(8)
+
+    def test_patterns_change_rank_and_alpha(self) -> None:
+        assert self.scale(rank_pattern={"q_proj": 2}) == 4.0
+        assert self.scale(alpha_pattern={"q_proj": 2.5}) == 0.625
+        assert self.scale(rank_pattern={"v_proj": 2}, alpha_pattern={"_proj": 99}) == 2.0
+
+    @pytest.mark.parametrize(
+        ("pattern", "matches"),
+        [
+            ("q_proj", True),
+            (Q, True),
+            ("self_attn.q_proj", True),
+            (r"layers\.[0-3]\.self_attn\.q_proj", True),
+            ("model.layers.*q_proj", True),
+            ("(q|v)_proj", True),
+            ("proj", False),
+            ("layers.0", False),
+            ("model", False),
+            ("layers.1.self_attn.q_proj", False),
+            ("v_proj|k_proj", False),
+        ],
+    )
+    def test_a_pattern_speaks_of_the_end_of_a_path_from_a_dot(self, pattern: str, matches: bool) -> None:
+        assert (pattern_of(pattern).match(Q) is not None) == matches
+
+    def test_the_first_pattern_that_matches_holds(self) -> None:
+        assert self.scale(rank_pattern={"q_proj": 1, Q: 2}) == 8.0
+        assert self.scale(rank_pattern={Q: 2, "q_proj": 1}) == 4.0
+
+    def test_layer_1_is_not_layer_11(self) -> None:
+        found = Patterns(4, ((pattern_of("model.layers.1.up"), 8),))
+        assert [found.of(f"model.layers.{layer}.up") for layer in (1, 11)] == [8, 4]
+
+
+class TestRefusals:
+    def test_a_model_in_the_place_of_an_adapter(self, tmp_path: Path) -> None:
+        text = refusal(tiny_llama(tmp_path, 0))
+        assert "is a model, not an adapter" in text
+
+    def test_an_adapter_in_the_place_of_a_model(self, tmp_path: Path) -> None:
+        root = write_adapter(tmp_path, linear())
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(root, "m")
+        assert f"is a LoRA adapter (adapter_config.json), not a model. Name it behind the model that it was trained on: MODEL+{root}." in str(caught.value)  # fmt: skip  # noqa: E501
+
+    def test_an_empty_directory(self, tmp_path: Path) -> None:
+        assert "is no adapter" in refusal(tmp_path)
+
+    def test_no_directory(self, tmp_path: Path) -> None:
+        assert "there is no such directory" in refusal(tmp_path / "nowhere")
+
+    def test_no_weights(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "adapter_config.json", lora_config())
+        assert "adapter_model.safetensors is not there" in refusal(tmp_path)
+
+    def test_pickled_weights(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "adapter_config.json", lora_config())
+        (tmp_path / "adapter_model.bin").write_bytes(b"")
+        text = refusal(tmp_path)
+        assert "a pickle can run code" in text
+        assert f"torch.load('{tmp_path}/adapter_model.bin', weights_only=True)" in text
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"peft_type": "LOHA"}, "is an adapter of type LOHA"),
+            ({"peft_type": "IA3", "r": None}, "is an adapter of type IA3"),
+            ({"peft_type": "PREFIX_TUNING"}, "LoRA only"),
+            ({"layer_replication": [[0, 2], [1, 3]]}, "'layer_replication'"),
+            ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "'target_parameters'"),
+            ({"trainable_token_indices": [1]}, "'trainable_token_indices'"),
+            ({"alora_invocation_tokens": [1]}, "'alora_invocation_tokens'"),
+            ({"arrow_config": {"top_k": 1}}, "'arrow_config'"),
+            ({"use_qalora": True}, "'use_qalora'"),
+            ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights 'pissa_niter_16'"),
+            ({"init_lora_weights": "olora"}, "changes the weights of the model as well"),
+            ({"r": 0}, "r is 0, not a whole number from 1"),
+            ({"r": True}, "r is True"),
+            ({"r": None}, "r is None"),
+            ({"lora_alpha": "8"}, "lora_alpha is '8', not a number"),
+            ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+            ({"rank_pattern": [4]}, "rank_pattern is [4], not a map"),
+            ({"rank_pattern": {"q": 1.5}}, "rank_pattern['q'] is 1.5"),
+            ({"alpha_pattern": {"q(": 1}}, "'q(' is no regular expression"),
+            ({"use_rslora": "yes"}, "use_rslora is 'yes', not true or false"),
+            ({"task_type": 3}, "task_type is 3, not a text"),
+        ],
+    )  # fmt: skip
+    def test_configs(self, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+        assert said in refusal(tmp_path, linear(), **changes)
+
+    @pytest.mark.parametrize("beginning", [True, False, None, "gaussian", "eva", "orthogonal"])
+    def test_beginnings_that_leave_the_model_alone(self, tmp_path: Path, beginning: object) -> None:
+        assert opened(tmp_path, linear(), init_lora_weights=beginning).factors
+
+    @pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b'{"peft_type": 1}', b"\xff", b"[" * 100_000])
+    def test_configs_that_are_none(self, tmp_path: Path, content: bytes) -> None:
+        root = write_adapter(tmp_path, linear())
+        (root / "adapter_config.json").write_bytes(content)
+        assert "adapter_config.json" in refusal(root)
+
+    def test_a_cut_file_and_a_bad_config_are_told_at_once(self, tmp_path: Path) -> None:
+        root = write_adapter(tmp_path, linear(), lora_config(r=0))
+        path = root / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        text = refusal(root)
+        assert "1 too few" in text
+        assert "r is 0" in text
+
+    def test_no_tensors(self, tmp_path: Path) -> None:
+        assert "holds no tensors" in refusal(tmp_path, {})
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "model.layers.0.self_attn.q_proj.lora_A.weight",
+            f"{PREFIX}{Q}.lora_A.default.weight",
+            f"{PREFIX}{Q}.lora_diag.weight",
+            f"{PREFIX}model.layers.0.mlp.experts.base_layer.lora_A.weight",
+            f"{PREFIX}{EMBEDDING}.token_adapter.trainable_tokens_delta",
+            f"{PREFIX}{EMBEDDING}.original_module.weight",
+            f"{PREFIX}{Q}.modules_to_save.default.weight",
+        ],
+    )
+    def test_a_tensor_without_a_meaning(self, tmp_path: Path, name: str) -> None:
+        text = refusal(tmp_path, linear() | {name: torch.zeros(4, 5)})
+        assert f"1 tensor ({name}) can be neither factors" in text
+
+    def test_two_tensors_of_one_name(self, tmp_path: Path) -> None:
+        names = (f"{PREFIX}lm_head.weight", f"{PREFIX}lm_head.modules_to_save.weight")
+        assert "1 tensor" in refusal(tmp_path, linear() | dict.fromkeys(names, torch.zeros(2)))
+
+    @pytest.mark.parametrize("lost", ["lora_A", "lora_B"])
+    def test_a_factor_alone(self, tmp_path: Path, lost: str) -> None:
+        tensors = {name: tensor for name, tensor in linear().items() if lost not in name}
+        assert f"but no {lost}.weight" in refusal(tmp_path, tensors)
+
+    def test_factors_of_both_kinds(self, tmp_path: Path) -> None:
+        tensors = embedding() | linear(EMBEDDING)
+        assert "has factors of an embedding, and lora_A.weight, lora_B.weight" in refusal(tmp_path, tensors)
+
+    def test_factors_that_cannot_be_multiplied(self, tmp_path: Path) -> None:
+        tensors = linear()
+        tensors[f"{PREFIX}{Q}.lora_B.weight"] = torch.zeros(6, 3)
+        assert "[4, 5] and [6, 3], which cannot be multiplied" in refusal(tmp_path, tensors)
+
+    def test_another_rank_than_the_config_says(self, tmp_path: Path) -> None:
+        text = refusal(tmp_path, linear(), r=8, rank_pattern={"v_proj": 4})
+        assert f"the factors of {Q} have rank 4, but by adapter_config.json it is 8" in text
+
+    def test_a_convolution(self, tmp_path: Path) -> None:
+        tensors = {f"{PREFIX}c.lora_A.weight": torch.zeros(4, 3, 3, 3)}
+        tensors[f"{PREFIX}c.lora_B.weight"] = torch.zeros(8, 4, 1, 1)
+        assert "is a convolution" in refusal(tmp_path, tensors)
+
+    def test_integers(self, tmp_path: Path) -> None:
+        tensors = {name: tensor.to(torch.int8) for name, tensor in linear().items()}
+        assert "is of I8, not a plain float" in refusal(tmp_path, tensors)
+
+    def test_magnitudes_must_be_declared_and_declared_ones_there(self, tmp_path: Path) -> None:
+        name = f"{PREFIX}{Q}.lora_magnitude_vector"
+        assert "but use_dora is false" in refusal(tmp_path, linear() | {name: torch.ones(6)})
+        assert "but use_dora is true" in refusal(tmp_path, linear(), use_dora=True)
+        text = refusal(tmp_path, linear() | {name: torch.ones(5)}, use_dora=True)
+        assert "has the shape [5]; [6] is expected" in text
+
+    def test_a_bias_that_the_config_denies(self, tmp_path: Path) -> None:
+        tensors = linear() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(6)}
+        assert "lora_bias is false" in refusal(tmp_path, tensors)
+
+    def test_everything_at_once(self, tmp_path: Path) -> None:
+        tensors = linear() | linear("v", rank=2) | {"stray": torch.zeros(1)}
+        del tensors[f"{PREFIX}{Q}.lora_A.weight"]
+        assert len(refusal(tmp_path, tensors).splitlines()) == 3
+
+
+class TestAgainstPeftsRule:
+    """The facts that are read say the same merged model as peft's own arithmetic."""
+
+    def same(self, root: Path, base: dict[str, torch.Tensor]) -> None:
+        expected, found = peft_merge(base, root), applied(open_adapter(root, "m"), base)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor)
+
+    @settings(deadline=None, max_examples=25)
+    @given(
+        rank=st.integers(1, 6),
+        alpha=st.integers(1, 64),
+        rslora=st.booleans(),
+        dora=st.booleans(),
+        flipped=st.booleans(),
+        patterns=st.dictionaries(
+            st.sampled_from(["q_proj", "v_proj", Q, "layers.1.mlp.down_proj"]), st.integers(1, 6)
+        ),
+    )
+    def test_any_scale(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        rank: int,
+        alpha: int,
+        rslora: bool,
+        dora: bool,
+        flipped: bool,
+        patterns: dict[str, int],
+    ) -> None:
+        root = tmp_path_factory.mktemp("adapter")
+        generator = torch.Generator().manual_seed(rank)
+        modules = (Q, "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj")
+        config = lora_config(
+            r=rank, lora_alpha=alpha, use_rslora=rslora, use_dora=dora, fan_in_fan_out=flipped,
+            rank_pattern=patterns, alpha_pattern={"v_proj": alpha + 1},
+        )  # fmt: skip
+        facts = parse_adapter_config(json.dumps(config).encode(), "here")
+        base: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for module in modules:
+            base[f"{module}.weight"] = torch.randn((5, 6) if flipped else (6, 5), generator=generator)
+            tensors |= factor_tensors(module, (6, 5), facts.ranks.of(module), generator)
+            if dora:
+                tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = torch.rand(6, generator=generator)
+        self.same(write_adapter(root, tensors, config), base)
+
+    def test_a_whole_model(self, tmp_path: Path) -> None:
+        base = read_tensors(tiny_llama(tmp_path / "base", 0))
+        self.same(tiny_lora(tmp_path / "adapter", base, 1, dtype=torch.bfloat16), base)
+
+    def test_embeddings_biases_and_saved_modules(self, tmp_path: Path) -> None:
+        base = {f"{Q}.weight": torch.randn(6, 5), f"{Q}.bias": torch.randn(6)}
+        base |= {f"{EMBEDDING}.weight": torch.randn(9, 5), "model.norm.weight": torch.randn(5)}
+        tensors = linear() | embedding() | {f"{PREFIX}model.norm.weight": torch.randn(5)}
+        tensors[f"{PREFIX}{Q}.lora_B.bias"] = torch.randn(6)
+        config = lora_config(
+            target_modules=["q_proj", "embed_tokens"], modules_to_save=["norm"], lora_bias=True
+        )
+        self.same(write_adapter(tmp_path, tensors, config), base)
+
+    def test_replaced_biases(self, tmp_path: Path) -> None:
+        base = {f"{Q}.weight": torch.randn(6, 5), f"{Q}.bias": torch.randn(6)}
+        tensors = linear() | {f"{PREFIX}{Q}.base_layer.bias": torch.randn(6)}
+        self.same(write_adapter(tmp_path, tensors, lora_config(bias="all")), base)
+
+
+def test_a_factor_is_plain_data(tmp_path: Path) -> None:
+    factor = opened(tmp_path, linear()).factors[Q]
+    assert isinstance(factor, Factor)
+    assert hash(factor) == hash(opened(tmp_path, linear()).factors[Q])

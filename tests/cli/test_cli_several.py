@@ -1,0 +1,229 @@
+"""Recipes of several merges on the command line: plans in order, progress, and what is kept between."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.chains import CHAIN
+from kits.command_line import Outcome, run_command
+from kits.golden import check_golden
+from kits.merges import make_models, write_recipe
+from rich.console import Console
+
+from raymerge.cli.progress import LiveProgress, PlainProgress
+from raymerge.cli.tally import Tally
+from raymerge.runtime.events import (
+    Event,
+    Planned,
+    Published,
+    SegmentDone,
+    Started,
+    StepKept,
+    StepStarted,
+    Verified,
+)
+
+STEPS = ".recipe-merged.raymerge.steps"
+ONE_STEP: tuple[Event, ...] = (
+    StepStarted("left", 1, 2),
+    Planned("a" * 40, 10, 4000, 2000, 2, 5_000_000),
+    Started(("worker-0",), "cpu", 0, 0),
+    SegmentDone(0, "worker-0", 900, 100, 1000, 0.5),
+    SegmentDone(1, "worker-0", 900, 100, 1000, 0.5),
+    Verified(10, 4000),
+    Published("/somewhere/.out.raymerge.steps/left", 3.0),
+)
+LAST_STEP: tuple[Event, ...] = (
+    StepStarted("", 2, 2),
+    Planned("b" * 40, 10, 4000, 1000, 1, 5_000_000),
+    Started(("worker-0",), "cpu", 0, 0),
+    SegmentDone(0, "worker-0", 900, 100, 1000, 0.5),
+    Verified(10, 4000),
+    Published("/somewhere/out", 61.0),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two models and the recipes of a chain over them."""
+    write_recipe(make_models(tmp_path), CHAIN)
+    return tmp_path
+
+
+def _submit(folder: Path, *args: str) -> Outcome:
+    return run_command("submit", "recipe.yml", "--inline", *args, cwd=folder)
+
+
+def _plan(folder: Path, *args: str, columns: str = "1000") -> Outcome:
+    return run_command("plan", "recipe.yml", "--memory", "1GiB", *args, cwd=folder, env={"COLUMNS": columns})
+
+
+# Plans
+
+
+def test_plans_come_in_the_order_of_the_merges(folder: Path) -> None:
+    outcome = _plan(folder, columns="80")
+    assert outcome.code == 0
+    check_golden("plan-several", outcome.text)
+
+
+def test_the_json_is_a_list_with_names(folder: Path) -> None:
+    found = json.loads(_plan(folder, "--json").text)
+    assert [(each["recipe"], each["name"], each["is_made"]) for each in found] == [
+        ("recipe.yml", "left", False),
+        ("recipe.yml", "right", False),
+        ("recipe.yml", None, False),
+    ]
+    assert [each["method"] for each in found] == ["linear", "task_arithmetic", "slerp"]
+    assert all("tensors" not in each for each in found)
+
+
+def test_the_tensors_of_every_merge_are_listed(folder: Path) -> None:
+    found = json.loads(_plan(folder, "--json", "--tensors").text)
+    assert [len(each["tensors"]) for each in found] == [30, 30, 30]
+    assert _plan(folder, "--tensors").text.count("model.norm.weight  BF16") == 3
+
+
+def test_a_file_of_one_merge_is_shown_as_ever(folder: Path) -> None:
+    write_recipe(folder, CHAIN.split("---")[0])
+    assert _plan(folder).text.startswith("Plan of recipe.yml  ")
+    found = json.loads(_plan(folder, "--json").text)
+    assert "is_made" not in found
+    assert "name" not in found
+
+
+def test_what_is_made_already_is_said(folder: Path) -> None:
+    assert _submit(folder, "--keep-intermediates").code == 0
+    assert [each["is_made"] for each in json.loads(_plan(folder, "--json").text)] == [True, True, False]
+    assert _plan(folder).text.count("made already: 'submit' takes the result that is there") == 2
+    elsewhere = json.loads(_plan(folder, "--json", "-o", "elsewhere").text)
+    assert [each["is_made"] for each in elsewhere] == [False, False, False]
+
+
+def test_planning_several_merges_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    _plan(folder)
+    _submit(folder, "--dry-run")
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["plan", "submit"])
+def test_problems_of_all_merges_have_their_lines(verb: str, folder: Path) -> None:
+    wrong = CHAIN.replace("{weight: 0.25}", "{wieght: 0.25}").replace("base_model: one", "base_model: absent")
+    write_recipe(folder, wrong)
+    outcome = run_command(verb, "recipe.yml", cwd=folder)
+    assert outcome.code == 2
+    places = [line.split(" ")[0] for line in outcome.text.splitlines() if line.startswith("recipe.yml")]
+    assert [place.split(":")[1] for place in places] == ["3", "3", "7"]
+    assert "The merges of this file are 'left', 'right'" in outcome.text
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_too_little_memory_is_told_once_for_each_cause(folder: Path) -> None:
+    outcome = run_command("plan", "recipe.yml", "--memory", "1MiB", cwd=folder)
+    assert outcome.code == 2
+    causes = [line for line in outcome.text.splitlines() if line.startswith("--memory: ")]
+    assert len(causes) == len(set(causes)) == 3
+
+
+# Runs
+
+
+def test_a_chain_is_submitted_as_any_recipe(folder: Path) -> None:
+    outcome = _submit(folder)
+    assert outcome.code == 0, outcome.text
+    lines = outcome.text.splitlines()
+    assert [line for line in lines if line.startswith("merge ")] == [
+        "merge 1 of 3: left",
+        "merge 2 of 3: right",
+        "merge 3 of 3",
+    ]
+    assert [line.split(" in ")[0] for line in lines if line.startswith("made in ")] == ["made", "made"]
+    assert [line for line in lines if line.startswith("done: ")] == ["done: recipe-merged"]
+    assert not (folder / STEPS).exists()
+
+
+def test_intermediates_are_kept_on_demand_and_used_again(folder: Path) -> None:
+    _submit(folder, "--keep-intermediates")
+    assert sorted(path.name for path in (folder / STEPS).iterdir()) == ["left", "right"]
+    outcome = _submit(folder, "--replace")
+    assert (
+        "merge 1 of 3: left, made already\nmerge 2 of 3: right, made already\nmerge 3 of 3\n" in outcome.text
+    )
+    assert not (folder / STEPS).exists()
+
+
+def test_events_as_json_name_the_steps(folder: Path) -> None:
+    outcome = _submit(folder, "--json", "--keep-intermediates")
+    events = [json.loads(line) for line in outcome.text.splitlines()]
+    steps = [event for event in events if event["event"] == "step_started"]
+    assert [step["name"] for step in steps] == ["left", "right", ""]
+    again = [json.loads(line) for line in _submit(folder, "--json", "--replace").text.splitlines()]
+    assert again[0] == {"event": "step_kept", "name": "left", "number": 1, "total": 3}
+
+
+def test_a_dry_run_shows_every_merge(folder: Path) -> None:
+    text = _submit(folder, "--dry-run").text
+    assert all(f"merge {number} of 3" in text for number in (1, 2, 3))
+    assert text.rstrip().endswith("dry run: nothing was written; recipe-merged can be made")
+    event: dict[str, Any] = json.loads(_submit(folder, "--dry-run", "--json").text)
+    assert (event["event"], event["place"]) == ("dry_run", "recipe-merged")
+    assert [merge["name"] for merge in event["merges"]] == ["left", "right", None]
+
+
+# Progress
+
+
+def _plain(events: tuple[Event, ...]) -> list[str]:
+    stream = io.StringIO()
+    with PlainProgress(Console(file=stream, width=80), "out", clock=lambda: 0.0) as progress:
+        for event in events:
+            progress(event)
+    return stream.getvalue().splitlines()
+
+
+def test_only_the_last_merge_is_done() -> None:
+    lines = _plain((*ONE_STEP, *LAST_STEP))
+    assert lines[0] == "merge 1 of 2: left"
+    assert lines[6] == "made in 3.0 s with 1 worker on cpu"
+    assert lines[7] == "merge 2 of 2"
+    assert lines[-3:] == ["done: out", "  in 1:01 with 1 worker on cpu", f"  digest {'b' * 40}"]
+
+
+def test_every_merge_is_counted_by_itself() -> None:
+    tally = Tally(lambda: 0.0)
+    for event in ONE_STEP:
+        tally.take(event)
+    assert (tally.fraction, tally.done_segments, tally.is_last) == (1.0, 2, False)
+    tally.take(LAST_STEP[0])
+    assert (tally.fraction, tally.done_segments, tally.is_last) == (0.0, 0, True)
+    assert (tally.workers, tally.started, tally.plan) == ({}, None, None)
+    tally.take(StepKept("left", 1, 2))
+    assert not tally.is_last
+
+
+def test_the_live_view_names_the_merge_and_stays_until_the_last() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveProgress(console, "out") as progress:
+        progress.refresh()
+        for event in ONE_STEP[:4]:
+            progress(event)
+        progress.refresh()
+        for event in (*ONE_STEP[4:], LAST_STEP[0]):
+            progress(event)
+        progress.refresh()
+        for event in LAST_STEP[1:4]:
+            progress(event)
+        progress.refresh()
+        for event in LAST_STEP[4:]:
+            progress(event)
+    drawn = stream.getvalue()
+    ordered = ["Planning and starting the workers", "1.00 kB of 2.00 kB", "made in", "Starting", "done: out"]
+    places = [drawn.index(each) for each in ordered]
+    assert places == sorted(places)
+    assert drawn.count("merge 1 of 2: left") >= 2

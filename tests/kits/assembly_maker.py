@@ -1,0 +1,130 @@
+"""Plans whose inputs are assembled of rows, made by hand over small checkpoints, and carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from kits.checkpoint_maker import write_checkpoint
+from kits.segment_bench import Bench
+
+from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.execute.segment import UNFINISHED, SegmentRunner
+from raymerge.methods import Method, Settings, find_method
+from raymerge.planner.dispositions import Disposition, Fate, Rule
+from raymerge.planner.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
+from raymerge.planner.memory import project
+from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
+from raymerge.planner.segments import cut_segments, place_rows, place_shards
+from raymerge.planner.tables import make_tables
+from raymerge.storage.local import LocalStore
+
+Runs = Sequence[tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Checkpoints to take rows from."""
+
+    sources: tuple[Checkpoint, ...]
+
+    def read(self, name: str, source: int = 0, *, part: int = 0, view: View | None = None) -> Read:
+        """All bytes of a tensor."""
+        stored = self.sources[source].tensors[name]
+        return Read(part, source, stored.key, stored.offset, stored.nbytes, stored.dtype, view)
+
+    def term(
+        self, name: str, source: int = 0, *, view: View | None = None, product: Product | None = None
+    ) -> Term:
+        """A tensor as a matrix that rows are taken from; of a vector each element is a row."""
+        shape = view.shape if view is not None else self.sources[source].tensors[name].shape
+        return Term(self.read(name, source, view=view), shape[0], product)
+
+    def product(
+        self, prefix: str, rank: int, *, scale: float = 1.0, transposed: bool = False, magnitude: bool = False
+    ) -> Product:
+        """The product of the tensors ``PREFIX.up`` and ``PREFIX.down`` of the first source."""
+        length = self.read(f"{prefix}.magnitude") if magnitude else None
+        return Product(
+            self.read(f"{prefix}.up"), self.read(f"{prefix}.down"), rank, scale, transposed, length
+        )
+
+
+def make_stock(root: Path, *tensors: Mapping[str, torch.Tensor]) -> Stock:
+    """Checkpoints of these tensors below ``root``."""
+    config = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
+    paths = [write_checkpoint(root / str(index), each, config) for index, each in enumerate(tensors)]
+    return Stock(tuple(open_checkpoint(path, str(path)) for path in paths))
+
+
+def whole(term: Term, columns: int) -> Assembly:
+    """A term as it is."""
+    return Assembly(term.num_rows, columns, (term,), ((0, 0, term.num_rows, 0),), term.num_rows)
+
+
+def expression(
+    method: str | Method, *, sources: int, has_base: bool = False, cast: DType = DType.F32, **values: float
+) -> Expression:
+    """An expression of a method with the same weight for each source."""
+    found = find_method(method) if isinstance(method, str) else method
+    assert found is not None
+    known = {parameter.name: parameter for parameter in found.parameters}
+    numbers = {name: values.get(name, each.default) for name, each in known.items()}
+    shared = {name: value for name, value in numbers.items() if known[name].scope == "global"}
+    own = {name: value for name, value in numbers.items() if known[name].scope == "source"}
+    return make_expression(found, Settings(shared, (own,) * sources), has_base=has_base, cast=cast)
+
+
+def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
+    """The plan that makes these outputs; every tensor of the sources is dropped from the account."""
+    shards = place_shards(outputs, 0)
+    rows = place_rows(outputs, shards)
+    dropped = Fate(Disposition.DROPPED, Rule.CONFIG_ONLY)
+    fates = [(index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors]
+    tables, expressions = make_tables(outputs, shards, rows, cut_segments(rows), fates, {})
+    manifest = {
+        "format": FORMAT,
+        "recipe": {},
+        "seed": seed,
+        "sources": [
+            {
+                "name": each.name,
+                "num_tensors": len(each.tensors),
+                "files": [[file.key, file.nbytes, file.header_digest] for file in each.files],
+            }
+            for each in stock.sources
+        ],
+        "donor": 0,
+        "left_out": [],
+        "expressions": [expression_to_json(each) for each in expressions],
+        "config": {"model_type": "odd"},
+        "tie": {"head": "", "embedding": "", "tied": None, "reason": ""},
+    }
+    return make_plan(manifest, tables, ())
+
+
+def bench_of(stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20) -> Bench:
+    """What makes the plan's segments, with shards below ``root``."""
+    root.mkdir(parents=True, exist_ok=True)
+    staging = LocalStore(root)
+    for shard in plan["shards"].to_pylist():
+        staging.create(shard["name"] + UNFINISHED, shard["nbytes"])
+        staging.write_at(shard["name"] + UNFINISHED, 0, shard["header"])
+    stores = [LocalStore(Path(each.root)) for each in stock.sources]
+    projection = project(plan, budget)
+    runner = SegmentRunner(
+        plan, stores, staging, device=torch.device("cpu"), projection=projection, name="bench"
+    )
+    return Bench(plan, projection, staging, runner)
+
+
+def made(stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20) -> dict[str, bytes]:
+    """The bytes of every output."""
+    bench = bench_of(stock, plan, root, budget=budget)
+    for segment in bench.segments:
+        bench.runner.run(segment)
+    return dict(bench.written())

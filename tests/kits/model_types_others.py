@@ -1,0 +1,392 @@
+"""Encoders, encoder-decoders, and models of text and images or sound, cut down: one entry a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from kits.model_types import (
+    IMAGE,
+    LAYERS,
+    VOCAB,
+    Inputs,
+    ModelType,
+    groups,
+    image,
+    image_in_text,
+    patches_in_text,
+    seq2seq,
+    sound,
+    spectrogram,
+    text,
+    text_beside_image,
+)
+from kits.model_types_decoders import DECODER, EXPERTS, TOKENS
+
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **TOKENS,
+}
+_SIDES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+    **TOKENS,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": LAYERS,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 3,
+}
+_WAVE: dict[str, Any] = {
+    "conv_dim": [8, 8],
+    "conv_kernel": [10, 4],
+    "conv_stride": [5, 4],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+_PATCHES: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8} | {
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": 62} | {
+    "vision_start_token_id": 60,
+    "vision_end_token_id": 61,
+}
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_EMBEDDING: dict[str, Any] = {"embedding_size": 16}
+
+
+def _encoder(name: str, architecture: str, kinds: str = "tied biased", **config: Any) -> ModelType:
+    return ModelType(name, architecture, {**_ENCODER, **config}, groups(f"encoder {kinds}"))
+
+
+def _other(
+    name: str, architecture: str, kinds: str, inputs: Callable[[], Inputs] = text, **config: Any
+) -> ModelType:
+    return ModelType(name, architecture, config, groups(kinds), inputs)
+
+
+def _two_sided(name: str, architecture: str, kinds: str = "tied", **config: Any) -> ModelType:
+    return ModelType(name, architecture, config, groups(f"encoder-decoder {kinds}"), seq2seq)
+
+
+def _seeing(
+    name: str,
+    architecture: str,
+    inputs: Callable[[], Inputs],
+    text_part: Mapping[str, Any],
+    vision_part: Mapping[str, Any],
+    *,
+    kinds: str = "",
+    **config: Any,
+) -> ModelType:
+    """A text decoder that is shown pictures."""
+    parts = {"text_config": text_part, "vision_config": vision_part}
+    return ModelType(name, architecture, {**config, **parts}, groups(f"vision-language {kinds}"), inputs)
+
+
+def _text_part(name: str, **config: Any) -> dict[str, Any]:
+    return {**DECODER, "model_type": name, **config}
+
+
+def _vision_part(name: str, **config: Any) -> dict[str, Any]:
+    return {**_VISION, "model_type": name, **config}
+
+
+def _tall_image() -> Inputs:
+    return image_in_text(2, {**image(32), "image_sizes": torch.tensor([[32, 16]])})
+
+
+def _images() -> Inputs:
+    """A list of one picture for each text."""
+    return image_in_text(1, {"pixel_values": image()["pixel_values"][None]})
+
+
+_SIGLIP = _vision_part("siglip_vision_model", projection_dim=32)
+_CLIP = _vision_part("clip_vision_model", projection_dim=16)
+_ROPE: dict[str, Any] = {"rope_parameters": _MROPE}
+
+ENCODERS = (
+    _encoder("bert", "BertForMaskedLM"),
+    _encoder("roberta", "RobertaForMaskedLM"),
+    _encoder("xlm-roberta", "XLMRobertaForMaskedLM"),
+    _encoder("electra", "ElectraForMaskedLM", **_EMBEDDING),
+    _encoder("convbert", "ConvBertForMaskedLM", **_EMBEDDING),
+    _encoder("albert", "AlbertForMaskedLM", **_EMBEDDING),
+    _encoder("mpnet", "MPNetForMaskedLM"),
+    _encoder("roformer", "RoFormerForMaskedLM"),
+    _encoder("rembert", "RemBertForMaskedLM", "biased", input_embedding_size=16, output_embedding_size=16),
+    _encoder(
+        "deberta",
+        "DebertaForMaskedLM",
+        "tied fused-qkv",
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    ),
+    _encoder(
+        "deberta-v2",
+        "DebertaV2ForMaskedLM",
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    ),
+    _encoder(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "tied fused-qkv sliding-window",
+        local_attention=4,
+        global_attn_every_n_layers=3,
+    ),
+    _other(
+        "distilbert",
+        "DistilBertForMaskedLM",
+        "encoder tied biased",
+        vocab_size=VOCAB,
+        dim=32,
+        hidden_dim=48,
+        n_layers=LAYERS,
+        n_heads=4,
+        max_position_embeddings=64,
+    ),
+    _other("vit", "ViTForImageClassification", "encoder biased vision", image, **_VISION),
+    _other("beit", "BeitForImageClassification", "encoder vision", image, out_indices=[1], **_VISION),
+    _other("dinov2", "Dinov2ForImageClassification", "encoder biased vision", image, **_VISION),
+    _other("wav2vec2", "Wav2Vec2ForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
+    _other("hubert", "HubertForCTC", "encoder audio", sound, **(_ENCODER | _WAVE)),
+)
+"""One stack of layers that sees the whole input."""
+
+TWO_SIDED = (
+    _two_sided("t5", "T5ForConditionalGeneration", **_T5),
+    _two_sided("mt5", "MT5ForConditionalGeneration", "", **_T5),
+    _two_sided("longt5", "LongT5ForConditionalGeneration", **_T5),
+    _two_sided(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        num_decoder_layers=LAYERS,
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        **_T5,
+    ),
+    _two_sided("bart", "BartForConditionalGeneration", "tied biased", **_SIDES),
+    _two_sided("mbart", "MBartForConditionalGeneration", "tied biased", **_SIDES),
+    _two_sided("pegasus", "PegasusForConditionalGeneration", "tied biased", **_SIDES),
+    _two_sided("m2m_100", "M2M100ForConditionalGeneration", "tied biased", **_SIDES),
+    _two_sided(
+        "led",
+        "LEDForConditionalGeneration",
+        "tied biased",
+        attention_window=4,
+        max_encoder_position_embeddings=64,
+        max_decoder_position_embeddings=64,
+        **{key: value for key, value in _SIDES.items() if key != "max_position_embeddings"},
+    ),
+    _two_sided(
+        "t5gemma",
+        "T5GemmaForConditionalGeneration",
+        encoder=dict(DECODER),
+        decoder=dict(DECODER),
+        vocab_size=VOCAB,
+    ),
+    _other(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        "encoder-decoder tied audio",
+        spectrogram,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=64,
+        **_SIDES,
+    ),
+)
+"""An encoder, and a decoder that looks at what it found."""
+
+SIDE_BY_SIDE = (
+    _seeing("clip", "CLIPModel", text_beside_image, _ENCODER, _VISION, projection_dim=16),
+    _seeing("siglip", "SiglipModel", text_beside_image, _ENCODER, _VISION),
+)
+"""A text encoder and an image encoder that meet at the end."""
+
+SEEING = (
+    _seeing(
+        "llava",
+        "LlavaForConditionalGeneration",
+        partial(image_in_text, 4),
+        _text_part("llama"),
+        _CLIP,
+        image_token_index=IMAGE,
+        image_seq_length=4,
+    ),
+    _seeing(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        text,
+        _text_part("mistral"),
+        _CLIP,
+        image_token_index=IMAGE,
+    ),
+    _seeing(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        patches_in_text,
+        _text_part("qwen2_vl_text", **_ROPE),
+        {**_PATCHES, "embed_dim": 32, "mlp_ratio": 2},
+        kinds="biased",
+        **_QWEN_TOKENS,
+    ),
+    _seeing(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        patches_in_text,
+        _text_part("qwen2_5_vl_text", **_ROPE),
+        {
+            **_PATCHES,
+            "out_hidden_size": 32,
+            "intermediate_size": 48,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        kinds="biased",
+        **_QWEN_TOKENS,
+    ),
+    _seeing(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        patches_in_text,
+        _text_part("qwen3_vl_text", **_ROPE),
+        _PATCHES
+        | {"out_hidden_size": 32, "intermediate_size": 48}
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **_QWEN_TOKENS,
+    ),
+    _seeing(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        patches_in_text,
+        _text_part("qwen3_vl_moe_text", num_experts=4, **_ROPE, **EXPERTS),
+        _PATCHES
+        | {"out_hidden_size": 32, "intermediate_size": 48}
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **_QWEN_TOKENS,
+    ),
+    _seeing(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        partial(image_in_text, 4),
+        _text_part("gemma3_text", sliding_window=4),
+        _SIGLIP,
+        kinds="tied sliding-window",
+        image_token_index=IMAGE,
+        mm_tokens_per_image=4,
+        boi_token_index=61,
+        eoi_token_index=62,
+    ),
+    _seeing(
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        partial(image_in_text, 4),
+        _text_part("gemma"),
+        _SIGLIP,
+        kinds="tied",
+        image_token_index=IMAGE,
+        projection_dim=32,
+    ),
+    _seeing(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        _tall_image,
+        _text_part("mistral"),
+        _vision_part("pixtral", head_dim=8, image_size=32),
+        image_token_index=IMAGE,
+    ),
+    _seeing(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        _images,
+        _text_part("llama"),
+        _vision_part("idefics3_vision"),
+        image_token_id=IMAGE,
+        scale_factor=2,
+    ),
+    _seeing(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        partial(image_in_text, 1),
+        _text_part("qwen2"),
+        _vision_part("internvl_vision", image_size=[16, 16], patch_size=[8, 8]),
+        kinds="biased",
+        image_token_id=IMAGE,
+        image_seq_length=1,
+    ),
+    _seeing(
+        "mllama",
+        "MllamaForConditionalGeneration",
+        text,
+        _text_part(
+            "mllama_text_model",
+            cross_attention_layers=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        _vision_part(
+            "mllama_vision_model",
+            attention_heads=4,
+            vision_output_dim=96,
+            intermediate_layers_indices=[0, 1],
+            num_global_layers=1,
+            max_num_tiles=1,
+            supported_aspect_ratios=[[1, 1]],
+        ),
+    ),
+    _other(
+        "qwen2_audio",
+        "Qwen2AudioForConditionalGeneration",
+        "audio biased",
+        text_config=_text_part("qwen2"),
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "num_mel_bins": 8,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "max_source_positions": 10,
+        },
+        audio_token_index=IMAGE,
+    ),
+)
+"""Text decoders that are shown pictures or played sounds."""
+
+OTHERS = (*ENCODERS, *TWO_SIDED, *SIDE_BY_SIDE, *SEEING)
+"""All of them."""

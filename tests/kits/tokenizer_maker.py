@@ -1,0 +1,186 @@
+"""Tiny tokenizers of every kind as files, and the vocabularies that a plan reads from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raymerge.checkpoints.source import is_companion
+from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
+from raymerge.planner.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, build_vocabulary
+from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping
+
+CHATML_CONFIG: Mapping[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<s>",
+}
+"""A ``tokenizer_config.json`` for a tokenizer that has ``<s>`` and ``</s>``."""
+
+
+def no_conversion(root: Path) -> str:
+    """A converter for tests in which nothing is to be converted."""
+    raise AssertionError(f"{root} was to be converted")
+
+
+def bpe(
+    vocab: Sequence[str] | Mapping[str, int],
+    *,
+    merges: Sequence[str] = (),
+    added: Sequence[str | Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """A byte pair encoding; texts among ``added`` become special tokens behind the vocabulary."""
+    model = {"type": "BPE", "unk_token": None, "vocab": _ids(vocab), "merges": list(merges)}
+    return tokenizer_json(model, added)
+
+
+def unigram(pieces: Sequence[str], *, added: Sequence[str | Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Scored pieces; the first is the unknown one."""
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -1.0 - at] for at, piece in enumerate(pieces)]}
+    return tokenizer_json(model, added)
+
+
+def word_piece(tokens: Sequence[str], *, added: Sequence[str | Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Longest pieces first."""
+    options = {"unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return tokenizer_json({"type": "WordPiece", **options, "vocab": _ids(tokens)}, added)
+
+
+def word_level(
+    tokens: Sequence[str] | Mapping[str, int], *, added: Sequence[str | Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Whole words."""
+    return tokenizer_json({"type": "WordLevel", "unk_token": "<unk>", "vocab": _ids(tokens)}, added)
+
+
+def tokenizer_json(model: Mapping[str, Any], added: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
+    """``tokenizer.json`` around a model."""
+    size = len(model["vocab"])
+    known = {entry[0]: at for at, entry in enumerate(model["vocab"])} if _is_list(model) else model["vocab"]
+    entries = [_added(each, known.get(_text(each), size + at)) for at, each in enumerate(added)]
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    return {"version": "1.0", **parts, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": entries} | {
+        "model": dict(model)
+    }
+
+
+def write_tokenizer(
+    root: Path,
+    tokenizer: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] | None = None,
+) -> Path:
+    """A directory with a tokenizer's files (texts, or values for JSON) and nothing else; returns it."""
+    contents: dict[str, Any] = dict(files or {})
+    contents |= {"tokenizer.json": tokenizer} if tokenizer is not None else {}
+    contents |= {"tokenizer_config.json": config} if config is not None else {}
+    root.mkdir(parents=True, exist_ok=True)
+    for key, content in contents.items():
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        (root / key).write_text(text, encoding="utf-8")
+    return root
+
+
+def companions(root: Path) -> tuple[str, ...]:
+    """The files of a directory that belong to the model, by key."""
+    keys = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return tuple(sorted(key for key in keys if is_companion(key)))
+
+
+def read(root: Path) -> TokenizerFiles:
+    """The tokenizer in a directory, which must have one."""
+    found = read_tokenizer(root, companions(root), convert=no_conversion)
+    assert found is not None
+    return found
+
+
+def vocabulary(
+    root: Path,
+    tokenizer: Mapping[str, Any] | None,
+    *,
+    index: int = 0,
+    num_rows: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] | None = None,
+) -> ModelVocabulary:
+    """A model named by its directory's name; as many rows as tokens unless said otherwise."""
+    write_tokenizer(root, tokenizer, files=files)
+    found = None if tokenizer is None else read(root)
+    rows = num_rows if num_rows is not None else len(found.tokens) if found else 0
+    reference = parse_reference(root.name)
+    return ModelVocabulary(index, reference, found, rows, {"vocab_size": rows} if config is None else config)
+
+
+def recipe_of(models: Sequence[ModelVocabulary], **more: Any) -> Recipe:
+    """A linear merge of the models, the first of them the base."""
+    names = [model.name for model in models]
+    entries = [{"model": name, "parameters": {"weight": 1.0}} for name in names]
+    data = {"merge_method": "linear", "base_model": names[0], "models": entries, **more}
+    recipe = recipe_from_mapping(data, exists=lambda _: False)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def planned(models: Sequence[ModelVocabulary], **more: Any) -> VocabularyPlan:
+    """The vocabulary of a merge in which nothing is wrong."""
+    plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
+    assert not problems, [str(problem) for problem in problems]
+    assert plan is not None
+    return plan
+
+
+def refused(models: Sequence[ModelVocabulary], **more: Any) -> list[str]:
+    """What is wrong with the vocabulary of a merge."""
+    plan, problems = build_vocabulary(recipe_of(models, **more), models, 0)
+    assert plan is None
+    return [str(problem) for problem in problems]
+
+
+def write_plan(root: Path, donor: Path, files: Mapping[str, bytes], removed: Sequence[str]) -> Path:
+    """The donor's companions as a plan changes them, in a directory of their own; returns it."""
+    root.mkdir(parents=True, exist_ok=True)
+    kept = {key: (donor / key).read_bytes() for key in companions(donor) if key not in removed}
+    for key, raw in {**kept, **files}.items():
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(raw)
+    return root
+
+
+def gathered(
+    runs: Sequence[RowRun], matrices: Mapping[int, npt.NDArray[np.float64]]
+) -> npt.NDArray[np.float64]:
+    """The matrix that runs make of the sources' matrices; shape [num_tokens, hidden]."""
+    hidden = next(iter(matrices.values())).shape[1]
+    rows: list[npt.NDArray[np.float64]] = [np.zeros((0, hidden))]
+    for run in runs:
+        assert run.count > 0
+        assert run.to_row == sum(map(len, rows))
+        terms = [matrices[source][first : first + run.count] for source, first in run.terms]
+        assert all(len(term) == run.count for term in terms)
+        rows.append(np.mean(terms, axis=0) if terms else np.zeros((run.count, hidden)))
+    return np.concatenate(rows)
+
+
+def _ids(vocab: Sequence[str] | Mapping[str, int]) -> dict[str, int]:
+    return dict(vocab) if isinstance(vocab, Mapping) else {text: at for at, text in enumerate(vocab)}
+
+
+def _is_list(model: Mapping[str, Any]) -> bool:
+    return isinstance(model["vocab"], list)
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _added(token: str | Mapping[str, Any], number: int) -> dict[str, Any]:
+    settings = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    own = {} if isinstance(token, str) else dict(token)
+    return {"id": number, "content": _text(token), **settings, **own}

@@ -1,0 +1,462 @@
+"""Methods that work with directions: nuslerp, multislerp, karcher, slerp_delta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits, threads
+from numpy.typing import NDArray
+
+from raymerge.methods import Access, BaseUse, Method, Settings, Value, find_method
+
+Array = NDArray[np.float64]
+SHAPE = (37, 101)
+FLAT: dict[str, Value] = {}
+ROWS: dict[str, Value] = {"nuslerp_flatten": False}
+COLUMNS: dict[str, Value] = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
+MODES = [FLAT, ROWS, COLUMNS]
+
+
+def method_named(name: str) -> Method:
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings:
+    return make_settings(method_named(name), case, shape)
+
+
+def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
+    return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
+
+
+def check(
+    name: str, case: Case, reference: Array, base: torch.Tensor | None, sources: list[torch.Tensor]
+) -> None:
+    result = run(name, case, base, sources).double().numpy()
+    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=4e-7)
+
+
+def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
+    return tuple({"weight": weight} for weight in weights)
+
+
+def arrays(*tensors: torch.Tensor) -> list[Array]:
+    return [tensor.double().numpy() for tensor in tensors]
+
+
+def slerp_of(first: Array, second: Array, t: float) -> Array:
+    """By rotation in the plane of both: from the first's direction towards what is at a right angle to it."""
+    n0, n1 = np.linalg.norm(first), np.linalg.norm(second)
+    start = first / n0
+    side = second / n1 - np.dot(start, second / n1) * start
+    angle = math.atan2(float(np.linalg.norm(side)), float(np.dot(start, second / n1)))
+    c1 = math.sin(t * angle) / math.sin(angle)
+    c0 = math.cos(t * angle) - c1 * math.cos(angle)
+    return np.asarray(c0 * first + c1 * second)
+
+
+# nuslerp ----------------------------------------------------------------------------------------------
+
+
+def _nuslerp_cases(values: dict[str, Value]) -> tuple[Case, ...]:
+    return (
+        Case(values, weights_of(0.7, 0.3)),
+        Case(values, weights_of(1.0, -1.0)),
+        Case(values, weights_of(0.0, 2.0)),
+        Case(values, weights_of(-0.5, 2.0)),
+    )
+
+
+class TestNuslerp(MethodKit):
+    name = "nuslerp"
+    cases = (*_nuslerp_cases(FLAT)[:3], Case(ROWS, weights_of(0.7, 0.3)))
+
+
+class TestNuslerpWithoutABase(MethodKit):
+    name = "nuslerp"
+    cases = tuple(Case(values, weights_of(0.7, 0.3)) for values in (FLAT, ROWS))
+
+    def method(self) -> Method:
+        return replace(method_named("nuslerp"), base=BaseUse.UNUSED, access=Access.TENSOR)
+
+
+class TestNuslerpOfRowsAndColumns(MethodKit):
+    """Shapes and tilings of a method that takes rows."""
+
+    name = "nuslerp"
+    cases = (*_nuslerp_cases(ROWS)[:2], *_nuslerp_cases(COLUMNS))
+
+    def method(self) -> Method:
+        return replace(method_named("nuslerp"), access=Access.ROW)
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("values", MODES)
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1.0, 3.0), (1.0, 0.0), (0.3, -1.0), (2.0, -0.5)])
+@pytest.mark.parametrize("distance", [20.0, 0.2])
+def test_nuslerp(
+    with_base: bool, values: dict[str, Value], weights: tuple[float, float], distance: float
+) -> None:
+    base, [first, noise] = random_inputs(2, SHAPE)
+    second = first + distance * (noise - base)
+    start = base if with_base else None
+    origin, v0, v1 = arrays(base if with_base else torch.zeros(SHAPE), first, second)
+    t = weights[1] / sum(weights)
+    d0, d1 = v0 - origin, v1 - origin
+    merged = np.empty(SHAPE)
+    if values is FLAT:
+        merged = slerp_of(d0.ravel(), d1.ravel(), t).reshape(SHAPE)
+    elif values is ROWS:
+        merged[:] = [slerp_of(a, b, t) for a, b in zip(d0, d1, strict=True)]
+    else:
+        merged.T[:] = [slerp_of(a, b, t) for a, b in zip(d0.T, d1.T, strict=True)]
+    check("nuslerp", Case(values, weights_of(*weights)), origin + merged, start, [first, second])
+
+
+def test_nuslerp_by_hand() -> None:
+    first, second = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([[0.0, 4.0], [0.0, 3.0]])
+    rows = run("nuslerp", Case(ROWS, weights_of(1.0, 1.0)), None, [first, second])
+    torch.testing.assert_close(rows, torch.tensor([[math.sqrt(2), 2 * math.sqrt(2)], [0.0, 3.0]]))
+    columns = run("nuslerp", Case(COLUMNS, weights_of(1.0, 1.0)), None, [first.T, second.T])
+    torch.testing.assert_close(columns, rows.T)
+
+
+@pytest.mark.parametrize("shape", [(40,), (1,), ()])
+def test_nuslerp_of_a_vector_is_the_same_in_every_mode(shape: tuple[int, ...]) -> None:
+    base, sources = random_inputs(2, shape)
+    results = [run("nuslerp", Case(values, weights_of(0.6, 0.4)), base, sources) for values in MODES]
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 5), (1, 4, 70_000), (4, 3, 2, 2), (0, 3, 4)])
+def test_nuslerp_along_the_first_of_many_dimensions(shape: tuple[int, ...]) -> None:
+    base, sources = random_inputs(2, shape)
+    result = run("nuslerp", Case(COLUMNS, weights_of(0.6, 0.4)), base, sources)
+    as_matrix = [tensor.reshape(shape[0], math.prod(shape[1:])) for tensor in (base, *sources)]
+    expected = run("nuslerp", Case(COLUMNS, weights_of(0.6, 0.4)), as_matrix[0], as_matrix[1:])
+    assert same_bits(result, expected.reshape(shape))
+
+
+def test_nuslerp_takes_what_its_vectors_need() -> None:
+    method = method_named("nuslerp")
+    found = {
+        (index, len(shape)): (
+            method.access_with(settings_for("nuslerp", Case(values, weights_of(1, 1)), shape)),
+            method.kernel.passes(settings_for("nuslerp", Case(values, weights_of(1, 1)), shape)),
+        )
+        for index, values in enumerate(MODES)
+        for shape in ((5,), (5, 6), (5, 6, 7))
+    }
+    one, row = (Access.TENSOR, 1), (Access.ROW, 0)
+    assert [found[0, dims] for dims in (1, 2, 3)] == [one, one, one]
+    assert [found[1, dims] for dims in (1, 2, 3)] == [one, row, row]
+    assert [found[2, dims] for dims in (1, 2, 3)] == [one, (Access.ROW, 1), (Access.MATRIX, 0)]
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_nuslerp_of_equal_tensors_is_that_tensor_to_the_last_bit(values: dict[str, Value]) -> None:
+    """mergekit's float16 gives NaN here."""
+    base, [source] = random_inputs(1, SHAPE, torch.float16)
+    source[3] = 0.0
+    source[4, 5] = -0.0
+    for start in (None, base):
+        assert same_bits(run("nuslerp", Case(values, weights_of(0.3, 0.6)), start, [source, source]), source)
+    assert same_bits(run("nuslerp", Case(values, weights_of(0.3, 0.6)), base, [base, base]), base)
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_nuslerp_ends_at_either_source_to_the_last_bit(values: dict[str, Value]) -> None:
+    base, sources = random_inputs(2, SHAPE)
+    for start in (None, base):
+        assert same_bits(run("nuslerp", Case(values, weights_of(1.0, 0.0)), start, sources), sources[0])
+        assert same_bits(run("nuslerp", Case(values, weights_of(0.0, 0.4)), start, sources), sources[1])
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_nuslerp_of_opposite_tensors_is_the_straight_line(values: dict[str, Value]) -> None:
+    """mergekit divides by the sine of nearly pi: what it writes is rounding."""
+    _, [source] = random_inputs(1, SHAPE)
+    result = run("nuslerp", Case(values, weights_of(0.75, 0.25)), None, [source, -3 * source])
+    assert bool(result.abs().max() < 1e-6)
+    result = run("nuslerp", Case(values, weights_of(0.75, 0.25)), None, [source, -source])
+    torch.testing.assert_close(result, 0.5 * source)
+
+
+def test_nuslerp_of_vectors_of_zeros() -> None:
+    _, [source] = random_inputs(1, SHAPE)
+    zero = torch.zeros(SHAPE)
+    case = Case(ROWS, weights_of(0.5, 0.5))
+    torch.testing.assert_close(run("nuslerp", case, None, [zero, source]), source * math.sqrt(0.5))
+    assert same_bits(run("nuslerp", case, None, [zero, zero]), zero)
+
+
+@pytest.mark.parametrize(("weights", "t"), [((1e-9, 3e-9), 0.75), ((1.0, -1.0), 0.5), ((0.0, 0.0), 0.5)])
+def test_nuslerp_weights_count_by_their_ratio(weights: tuple[float, float], t: float) -> None:
+    _, sources = random_inputs(2, SHAPE)
+    expected = run("nuslerp", Case(sources=weights_of(1 - t, t)), None, sources)
+    torch.testing.assert_close(run("nuslerp", Case(sources=weights_of(*weights)), None, sources), expected)
+
+
+def test_threads_do_not_change_a_bit_of_nuslerps_modes() -> None:
+    base, sources = random_inputs(2, (77, 1501))
+    for values in MODES:
+        results = []
+        for count in (1, 2):
+            with threads(count):
+                results.append(run("nuslerp", Case(values, weights_of(0.6, 0.4)), base, sources))
+        assert same_bits(*results)
+
+
+# multislerp -------------------------------------------------------------------------------------------
+
+
+class TestMultislerp(MethodKit):
+    name = "multislerp"
+    cases = (
+        Case(sources=weights_of(0.5, 0.3, 0.4)),
+        Case({"normalize_weights": False}, weights_of(0.5, 0.9), fixes_equal_inputs=True),
+        Case({"eps": 1e-5}, weights_of(0.7, 0.4, -0.2, 0.1)),
+        Case(sources=weights_of(0.3)),
+        Case({"normalize_weights": False}, weights_of(0.3)),
+    )
+
+
+class TestMultislerpWithoutABase(MethodKit):
+    name = "multislerp"
+    cases = (
+        Case(sources=weights_of(0.5, 0.3, 0.4)),
+        Case({"normalize_weights": False}, weights_of(0.5, 0.9), fixes_equal_inputs=False),
+        Case(sources=weights_of(0.3)),
+    )
+
+    def method(self) -> Method:
+        return replace(method_named("multislerp"), base=BaseUse.UNUSED)
+
+
+def multislerp_of(vectors: list[Array], weights: tuple[float, ...]) -> Array:
+    """As mergekit writes it, tangents included."""
+    units = [vector / np.linalg.norm(vector) for vector in vectors]
+    total = np.asarray(sum(w * u for w, u in zip(weights, units, strict=True)))
+    mean = total / np.linalg.norm(total)
+    tangent = sum(w * (u - np.sum(u * mean) * mean) for w, u in zip(weights, units, strict=True))
+    angle = float(np.linalg.norm(tangent)) + 1e-12
+    scale = sum(w * float(np.linalg.norm(v)) for w, v in zip(weights, vectors, strict=True))
+    return np.asarray((mean * math.cos(angle) + tangent * math.sin(angle) / angle) * scale)
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (1.0, 0.3, 0.4), (0.6, -0.2, 0.3, 0.3)])
+def test_multislerp(with_base: bool, normalize: bool, weights: tuple[float, ...]) -> None:
+    base, sources = random_inputs(len(weights), SHAPE)
+    origin, *values = arrays(base if with_base else torch.zeros(SHAPE), *sources)
+    shares = tuple(w / sum(weights) for w in weights) if normalize else weights
+    reference = origin + multislerp_of([value - origin for value in values], shares)
+    case = Case({"normalize_weights": normalize}, weights_of(*weights))
+    check("multislerp", case, reference, base if with_base else None, sources)
+
+
+def test_multislerp_by_hand() -> None:
+    """Directions (1, 0) and (0, 1) have the mean direction (1, 1); norms 2 and 4 have the mean 3."""
+    sources = [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])]
+    result = run("multislerp", Case(sources=weights_of(1.0, 1.0)), None, sources)
+    torch.testing.assert_close(result, torch.full((2,), 3 / math.sqrt(2)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_multislerp_leaves_an_unchanged_tensor_alone(count: int) -> None:
+    """mergekit fails here with three models or more."""
+    base, _ = random_inputs(1, SHAPE)
+    result = run("multislerp", Case(sources=weights_of(*[0.4] * count)), base, [base] * count)
+    assert same_bits(result, base)
+
+
+def test_multislerp_of_one_changed_among_unchanged() -> None:
+    base, [source] = random_inputs(1, SHAPE)
+    result = run("multislerp", Case(sources=weights_of(1.0, 1.0, 2.0)), base, [base, base, source])
+    torch.testing.assert_close(result, base + 0.5 * (source - base))
+
+
+def test_multislerp_of_directions_that_cancel_is_the_weighted_sum() -> None:
+    square = [torch.tensor(v) for v in ([1.0, 0.0], [-2.0, 0.0], [0.0, 3.0], [0.0, -4.0])]
+    result = run("multislerp", Case({"normalize_weights": False}, weights_of(1, 1, 1, 1)), None, square)
+    assert result.tolist() == [-1.0, -1.0]
+
+
+def test_multislerp_of_equal_tensors_is_that_tensor_to_the_last_bit() -> None:
+    base, [source] = random_inputs(1, SHAPE)
+    source[4, 5] = -0.0
+    for start in (None, base):
+        result = run("multislerp", Case(sources=weights_of(0.2, 0.3, 0.9)), start, [source] * 3)
+        assert same_bits(result, source)
+
+
+def test_multislerp_weights_that_cancel_cannot_be_normalised() -> None:
+    method = method_named("multislerp")
+    cancelling = weights_of(1.0, -1.0)
+    assert method.check(settings_for("multislerp", Case(sources=cancelling))) == (
+        "the weights sum to 0, so they cannot be normalised"
+    )
+    assert method.check(settings_for("multislerp", Case({"normalize_weights": False}, cancelling))) is None
+    assert method.check(settings_for("multislerp", Case(sources=weights_of(0.0)))) is None
+
+
+def test_multislerp_of_one_source_is_a_copy() -> None:
+    base, [source] = random_inputs(1, SHAPE)
+    method = method_named("multislerp")
+    assert method.identity(settings_for("multislerp", Case(sources=weights_of(0.3)))) == 0
+    assert method.identity(settings_for("multislerp", Case(sources=weights_of(0.3, 0.2)))) is None
+    assert same_bits(run("multislerp", Case(sources=weights_of(0.3)), base, [source]), source)
+
+
+# karcher ----------------------------------------------------------------------------------------------
+
+
+class TestKarcher(MethodKit):
+    name = "karcher"
+    cases = (
+        Case(sources=({}, {}, {})),
+        Case({"max_iter": 100, "tol": 1e-9}, ({}, {})),
+        Case({"max_iter": 0}, ({}, {})),
+        Case(sources=({},)),
+    )
+
+
+def karcher_of(vectors: list[Array]) -> Array:
+    """Steps over the vectors themselves, until nothing moves."""
+    norms = [float(np.linalg.norm(v)) for v in vectors]
+    units = [v / n for v, n in zip(vectors, norms, strict=True)]
+    here = np.mean(units, axis=0)
+    here = here / np.linalg.norm(here)
+    for _ in range(500):
+        tangent = np.zeros_like(here)
+        for unit in units:
+            side = unit - np.sum(unit * here) * here
+            angle = math.atan2(float(np.linalg.norm(side)), float(np.sum(unit * here)))
+            tangent += side / max(np.linalg.norm(side), 1e-300) * angle / len(units)
+        length = float(np.linalg.norm(tangent))
+        if length < 1e-12:
+            break
+        here = math.cos(length) * here + math.sin(length) * tangent / length
+    return np.asarray(here * np.mean(norms))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("distance", [1.0, 0.3, 0.01])
+def test_karcher(count: int, distance: float) -> None:
+    base, sources = random_inputs(count, SHAPE)
+    spread = [base * (1 + 0.5 * i) + 20 * distance * (s - base) for i, s in enumerate(sources)]
+    case = Case({"max_iter": 200, "tol": 1e-9}, ({},) * count)
+    check("karcher", case, karcher_of(arrays(*spread)), None, spread)
+
+
+def test_karcher_of_the_default_ends_near_the_mean() -> None:
+    base, sources = random_inputs(4, SHAPE)
+    spread = [s + 10 * (s - base) for s in sources]
+    result = run("karcher", Case(sources=({},) * 4), None, spread).double().numpy()
+    np.testing.assert_allclose(result, karcher_of(arrays(*spread)), atol=1e-4)
+
+
+def test_karcher_by_hand() -> None:
+    """Of two directions the middle one; of three on a circle at 0, 30 and 90 degrees the one at 40."""
+    sources = [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])]
+    torch.testing.assert_close(
+        run("karcher", Case(sources=({}, {})), None, sources), torch.full((2,), 3 / math.sqrt(2))
+    )
+    degrees = [torch.tensor([math.cos(math.radians(a)), math.sin(math.radians(a))]) for a in (0, 30, 90)]
+    expected = torch.tensor([math.cos(math.radians(40)), math.sin(math.radians(40))])
+    torch.testing.assert_close(run("karcher", Case(sources=({},) * 3), None, degrees), expected)
+
+
+def test_karcher_of_equal_tensors_is_that_tensor_to_the_last_bit() -> None:
+    _, [source] = random_inputs(1, SHAPE)
+    source[4, 5] = -0.0
+    for count in (1, 2, 3, 7):
+        assert same_bits(run("karcher", Case(sources=({},) * count), None, [source] * count), source)
+
+
+def test_karcher_of_a_tensor_and_zeros_is_half_the_tensor() -> None:
+    _, [source] = random_inputs(1, SHAPE)
+    result = run("karcher", Case(sources=({}, {})), None, [source, torch.zeros(SHAPE)])
+    torch.testing.assert_close(result, 0.5 * source)
+
+
+def test_karcher_of_zeros_is_zeros() -> None:
+    zeros = torch.zeros(SHAPE)
+    assert same_bits(run("karcher", Case(sources=({}, {}, {})), None, [zeros] * 3), zeros)
+
+
+def test_karcher_of_opposite_tensors_takes_the_first() -> None:
+    _, [source] = random_inputs(1, SHAPE)
+    result = run("karcher", Case(sources=({}, {})), None, [source, -3 * source])
+    torch.testing.assert_close(result, 2 * source)
+
+
+# slerp_delta ------------------------------------------------------------------------------------------
+
+
+class TestSlerpDelta(MethodKit):
+    name = "slerp_delta"
+    is_symmetric = False
+    cases = (
+        Case({"t": 0.4}, ({}, {})),
+        Case({"t": 1.3, "lambda": 0.5}, ({}, {})),
+        Case({"t": 0.0}, ({}, {})),
+    )
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 0.5, 1.0, -0.2, 1.4])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_slerp_delta(t: float, factor: float) -> None:
+    base, sources = random_inputs(2, SHAPE)
+    start, first, second = arrays(base, *[source - base for source in sources])
+    reference = start + factor * slerp_of(first.ravel(), second.ravel(), t).reshape(SHAPE)
+    check("slerp_delta", Case({"t": t, "lambda": factor}, ({}, {})), reference, base, sources)
+
+
+def test_slerp_delta_by_hand() -> None:
+    base = torch.tensor([1.0, 1.0])
+    sources = [base + torch.tensor([2.0, 0.0]), base + torch.tensor([0.0, 4.0])]
+    result = run("slerp_delta", Case({"t": 1 / 3, "lambda": 2.0}, ({}, {})), base, sources)
+    torch.testing.assert_close(result, base + 2 * torch.tensor([math.sqrt(3), 2.0]))
+
+
+def test_slerp_delta_of_deltas_on_one_line() -> None:
+    base, [source] = random_inputs(1, SHAPE)
+    delta = source - base
+    same = run("slerp_delta", Case({"t": 0.3}, ({}, {})), base, [source, source])
+    torch.testing.assert_close(same, source)
+    opposite = run("slerp_delta", Case({"t": 0.25}, ({}, {})), torch.zeros(SHAPE), [delta, -delta])
+    torch.testing.assert_close(opposite, 0.5 * delta)
+
+
+def test_slerp_delta_is_nuslerp_with_a_base() -> None:
+    base, sources = random_inputs(2, SHAPE)
+    arc = run("nuslerp", Case(sources=weights_of(0.7, 0.3)), base, sources)
+    torch.testing.assert_close(run("slerp_delta", Case({"t": 0.3}, ({}, {})), base, sources), arc)
+
+
+# All of them ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [-20, -60, 40])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("nuslerp", Case(values, weights_of(0.7, 0.3))) for values in MODES),
+        ("multislerp", Case(sources=weights_of(0.7, 0.3))),
+        ("karcher", Case(sources=({}, {}))),
+        ("slerp_delta", Case({"t": 0.3}, ({}, {}))),
+    ],
+)
+def test_no_threshold_depends_on_the_size_of_the_deltas(name: str, case: Case, exponent: int) -> None:
+    _, sources = random_inputs(2, SHAPE)
+    zero, scale = torch.zeros(SHAPE), 2.0**exponent
+    plain = run(name, case, zero, sources)
+    assert same_bits(run(name, case, zero, [source * scale for source in sources]), plain * scale)

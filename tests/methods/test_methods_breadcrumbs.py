@@ -1,0 +1,225 @@
+"""breadcrumbs and breadcrumbs_ties, and the choice of the largest that they share with ties."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from numpy.typing import NDArray
+
+from raymerge.methods import BLOCK, Method, Value, find_method
+from raymerge.methods.reduce import MagnitudeSelection
+from raymerge.methods.trim import mark_largest_, tie_key
+
+Array = NDArray[np.float64]
+CPU = torch.device("cpu")
+SHAPE = (37, 101)
+NAMES = ["breadcrumbs", "breadcrumbs_ties"]
+WEIGHTS = [(0.6, 0.3, 0.5), (1.0, -0.4), (0.5, -0.5), (0.7,)]
+
+
+def method_named(name: str) -> Method:
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def run(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+    method = method_named(name)
+    return merge(method, make_settings(method, case, base.shape), base, sources)
+
+
+def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
+    return tuple({"weight": weight, **others} for weight in weights)
+
+
+class TestBreadcrumbs(MethodKit):
+    name = "breadcrumbs"
+    cases = (
+        Case(sources=sources_of(0.5, 0.3, -0.2, density=0.6, gamma=0.1)),
+        Case({"rescale": True, "normalize": True}, sources_of(0.5, 0.3, density=0.9, gamma=0.3)),
+        Case({"lambda": 1.5}, (*sources_of(0.5, density=0.5, gamma=0.0), *sources_of(0.3))),
+        Case(sources=sources_of(1.0, density=0.0)),
+    )
+
+
+class TestBreadcrumbsTies(MethodKit):
+    name = "breadcrumbs_ties"
+    cases = (
+        Case(sources=sources_of(0.5, 0.3, 0.4, density=0.6, gamma=0.1)),
+        Case({"rescale": True, "normalize": True}, sources_of(1.0, -0.5, density=0.2, gamma=0.05)),
+        Case(sources=(*sources_of(0.5, density=0.5), *sources_of(0.3))),
+    )
+
+
+# Against the definition -------------------------------------------------------------------------------
+
+
+def kept_by_sorting(delta: Array, density: float, gamma: float) -> Array:
+    """Sort ascending by magnitude, cut ``bottom`` off below and ``top`` off above."""
+    if density >= 1:
+        return delta
+    keep, top = math.floor(density * delta.size), math.floor(gamma * delta.size)
+    bottom = delta.size - keep - top
+    if bottom < 0:
+        top, bottom = top + bottom, 0
+    order = np.argsort(np.abs(delta), axis=None)
+    mask = np.zeros(delta.size)
+    mask[order[bottom : delta.size - top]] = 1.0
+    return delta * mask.reshape(delta.shape)
+
+
+def rescaled(delta: Array, kept: Array) -> Array:
+    total = np.abs(kept).sum()
+    return kept * (np.abs(delta).sum() / total) if total else kept
+
+
+def merged_reference(terms: list[Array], weights: tuple[float, ...], *, elect: bool, mean: bool) -> Array:
+    if not elect:
+        total = sum(weights)
+        return np.asarray(sum(terms)) / (total if mean and abs(total) > 1e-8 else 1.0)
+    sign = np.where(np.asarray(sum(terms)) >= 0, 1.0, -1.0)
+    agrees = [np.sign(term) == sign for term in terms]
+    merged = np.asarray(sum(term * mask for term, mask in zip(terms, agrees, strict=True)))
+    if not mean:
+        return merged
+    divisor = np.asarray(sum(w * mask for w, mask in zip(weights, agrees, strict=True)))
+    return merged / np.where(divisor == 0, 1.0, divisor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("density", "gamma"), [(0.0, 0.1), (0.3, 0.0), (0.6, 0.1), (0.9, 0.01), (0.9, 0.4), (0.5, 1.0), (1, 0.2)]
+)
+@pytest.mark.parametrize("values", [{}, {"normalize": True, "lambda": -0.5}, {"rescale": True}])
+def test_against_sorting(
+    name: str, weights: tuple[float, ...], density: float, gamma: float, values: dict[str, Value]
+) -> None:
+    base, sources = random_inputs(len(weights), SHAPE)
+    deltas = [(source - base).double().numpy() for source in sources]
+    kept = [kept_by_sorting(delta, density, gamma) for delta in deltas]
+    if values.get("rescale"):
+        kept = [rescaled(*pair) for pair in zip(deltas, kept, strict=True)]
+    terms = [weight * delta for weight, delta in zip(weights, kept, strict=True)]
+    elect, mean = name == "breadcrumbs_ties", bool(values.get("normalize"))
+    merged = merged_reference(terms, weights, elect=elect, mean=mean)
+    reference = base.double().numpy() + merged * float(values.get("lambda") or 1.0)
+    case = Case(values, sources_of(*weights, density=density, gamma=gamma))
+    result = run(name, case, base, sources).double().numpy()
+    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=4e-7)
+
+
+def test_by_hand() -> None:
+    """Of eight elements density 0.5 keeps four, after the two that gamma 0.25 drops."""
+    base = torch.full((8,), 10.0)
+    delta = torch.tensor([8.0, -1.0, 5.0, -7.0, 2.0, -3.0, 4.0, 6.0])
+    case = Case(sources=sources_of(1.0, density=0.5, gamma=0.25))
+    assert run("breadcrumbs", case, base, [base + delta]).tolist() == [10, 10, 15, 10, 10, 7, 14, 16]
+    whole = Case({"rescale": True}, sources_of(1.0, density=0.5, gamma=0.25))
+    result = run("breadcrumbs", whole, torch.zeros(8), [delta])
+    assert result.tolist() == [0, 0, 10, 0, 0, -6, 8, 12]
+
+
+def test_ties_by_hand() -> None:
+    """The second delta's outlier does not vote."""
+    base = torch.zeros(4)
+    first, second = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([-9.0, -3.0, 2.0, 1.0])
+    case = Case(sources=sources_of(1.0, 1.0, density=0.75, gamma=0.25))
+    assert run("breadcrumbs_ties", case, base, [first, second]).tolist() == [1.0, -3.0, 5.0, 1.0]
+
+
+# What mergekit gets wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("count", "gamma"), [(32, 0.01), (99, 0.01), (4000, 0.0), (1, 0.5)])
+def test_without_an_outlier_to_drop_the_largest_stay(name: str, count: int, gamma: float) -> None:
+    """Among them every norm of a model narrower than 100."""
+    base, [source] = random_inputs(1, (count,))
+    case = Case(sources=sources_of(1.0, density=0.9, gamma=gamma))
+    kept = run(name, case, base, [source]) != base
+    assert int(kept.sum()) == math.floor(0.9 * count)
+    if count > 1:
+        assert bool(kept[(source - base).abs().argmax()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("values", [{}, {"rescale": True}, {"rescale": True, "normalize": True}])
+def test_the_merged_delta_is_as_small_as_the_deltas(name: str, values: dict[str, Value]) -> None:
+    base, (first, second) = random_inputs(2, SHAPE)
+    deltas = [first - base, second - base]
+    case = Case(values, sources_of(0.6, 0.5, density=0.7, gamma=0.05))
+    large = run(name, case, torch.zeros(SHAPE), deltas)
+    small = run(name, case, torch.zeros(SHAPE), [delta * 2.0**-40 for delta in deltas])
+    torch.testing.assert_close(small * 2.0**40, large, rtol=1e-6, atol=0)
+
+
+def test_nothing_to_rescale_stays_nothing() -> None:
+    case = Case({"rescale": True}, sources_of(1.0, density=0.5, gamma=0.25))
+    base = torch.ones(16)
+    outlier = torch.zeros(16)
+    outlier[3] = 5.0
+    assert torch.equal(run("breadcrumbs", case, base, [base + outlier]), base)
+
+
+# Ties -------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_elements_the_right_share_stays() -> None:
+    """All elements tie at both thresholds: a tenth goes at the top, half stays, all over the tensor."""
+    count = 4 * BLOCK
+    case = Case(sources=sources_of(1.0, density=0.5, gamma=0.1))
+    result = run("breadcrumbs", case, torch.zeros(count), [torch.ones(count)])
+    assert float(result.double().mean()) == pytest.approx(0.5, abs=0.005)
+    assert float((result.view(4, -1).mean(dim=1) - 0.5).abs().max()) < 0.01
+
+
+def test_streams_once_when_nothing_is_dropped() -> None:
+    for name in NAMES:
+        method = method_named(name)
+        whole = make_settings(method, Case(sources=sources_of(0.5, 0.5)))
+        mixed = make_settings(method, Case(sources=(*sources_of(0.5), *sources_of(0.5, density=0.9))))
+        assert (method.kernel.passes(whole), method.kernel.passes(mixed)) == (0, 2)
+
+
+def select(values: torch.Tensor, rank: int) -> MagnitudeSelection:
+    selection = MagnitudeSelection(rank, CPU)
+    for pass_index in range(selection.passes):
+        selection.observe(values, pass_index)
+        selection.conclude(pass_index)
+    return selection
+
+
+def marks(values: torch.Tensor, rank: int, start: int = 0) -> torch.Tensor:
+    magnitudes = values.abs()
+    mark_largest_(magnitudes, select(values, rank), key=tie_key("ties", 0), start=start)
+    return magnitudes
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40))
+def test_marks_are_the_largest_and_smaller_ranks_mark_fewer(data: st.DataObject, values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32)
+    rank = data.draw(st.integers(0, len(values)))
+    marked = marks(tensor, rank)
+    assert set(marked.tolist()) <= {0.0, 1.0}
+    threshold = select(tensor, rank).threshold
+    assert bool((marked[tensor.abs() > threshold] == 1).all())
+    assert bool((marked[tensor.abs() < threshold] == 0).all())
+    if rank:
+        assert bool((marks(tensor, rank - 1) <= marked).all() or threshold == math.inf)
+
+
+def test_marks_are_exact_without_ties_and_go_by_index_with_them() -> None:
+    tensor = torch.randperm(5000, generator=torch.Generator().manual_seed(1)).float()
+    assert int(marks(tensor, 1234).sum()) == 1234
+    equal = torch.ones(4096)
+    assert not torch.equal(marks(equal, 2048), marks(equal, 2048, start=4096))
+    assert tie_key("ties", 0) != tie_key("ties", 1)
+    assert tie_key("ties", 0) != tie_key("sce", 0)

@@ -1,0 +1,199 @@
+"""consensus_ta and lines, against float64 formulas written from the papers and cases worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from numpy.typing import NDArray
+
+from raymerge.methods import Method, Settings, Value, find_method
+
+Array = NDArray[np.float64]
+SHAPE = (23, 41)
+WEIGHTS = [(1.0, 1.0, 1.0), (0.6, 0.3, 0.5), (1.0, -0.4), (0.5, 0.0, 0.7), (0.7,)]
+
+
+def method_named(name: str) -> Method:
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def run(
+    name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor], position: float = 0.0
+) -> torch.Tensor:
+    method = method_named(name)
+    settings = replace(make_settings(method, case, base.shape), position=position)
+    return merge(method, settings, base, sources)
+
+
+def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
+    return tuple({"weight": weight, **others} for weight in weights)
+
+
+def weighted_deltas(base: torch.Tensor, sources: list[torch.Tensor], weights: tuple[float, ...]) -> Array:
+    """``w d`` of each source, stacked; deltas as the executor takes them, subtracted in float32."""
+    return np.stack(
+        [w * (source - base).double().numpy() for w, source in zip(weights, sources, strict=True)]
+    )
+
+
+class TestConsensus(MethodKit):
+    name = "consensus_ta"
+    cases = (
+        Case(sources=sources_of(1.0, 1.0, 1.0)),
+        Case({"lambda": 0.7}, sources_of(0.5, 0.3, -0.2, mask_lambda=0.2)),
+        Case({"consensus": 1}, sources_of(0.5)),
+        Case({"consensus": 0}, sources_of(0.5, 0.0)),
+    )
+
+
+class TestLines(MethodKit):
+    name = "lines"
+    cases = (
+        Case(sources=sources_of(1.0, 1.0, 1.0)),
+        Case({"alpha": 0.2, "beta": 0.5}, sources_of(0.5, -0.3)),
+        Case(sources=sources_of(0.5)),
+    )
+
+
+# consensus_ta -----------------------------------------------------------------------------------------
+
+
+def consensus_reference(terms: Array, limits: Array, wanted: int) -> Array:
+    """The paper's masks: theta_t is nearer to the merged model than to the base, by the factor."""
+    merged = terms.sum(axis=0)
+    from_base = np.abs(terms)
+    from_merged = np.abs(merged[None] - terms)
+    votes = (from_base > limits[:, None, None] * from_merged).sum(axis=0)
+    return np.where(votes >= wanted, merged, 0.0)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("mask_lambda", [0.0, 0.2, 0.4, 0.6, 1.7])
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+def test_consensus(weights: tuple[float, ...], mask_lambda: float, wanted: int) -> None:
+    if wanted > len(weights):
+        return
+    base, sources = random_inputs(len(weights), SHAPE)
+    limits = np.linspace(mask_lambda, mask_lambda + 0.1, len(weights))
+    entries = tuple(
+        {"weight": w, "mask_lambda": float(limit)} for w, limit in zip(weights, limits, strict=True)
+    )
+    result = run("consensus_ta", Case({"consensus": wanted, "lambda": 0.8}, entries), base, sources)
+    kept = consensus_reference(weighted_deltas(base, sources, weights), limits, wanted)
+    np.testing.assert_allclose(result.numpy(), base.double().numpy() + 0.8 * kept, rtol=2e-6, atol=2e-7)
+
+
+def test_consensus_by_hand() -> None:
+    """Terms (1, 1, 1) are used by all; (4, 0, 0) by one; (3, 1, 0) by the first alone; (2, 2, 0) by two."""
+    base = torch.tensor([10.0, 10.0, 10.0, 10.0])
+    deltas = [[1.0, 4.0, 3.0, 2.0], [1.0, 0.0, 1.0, 2.0], [1.0, 0.0, 0.0, 0.0]]
+    sources = [base + torch.tensor(delta) for delta in deltas]
+    entries = sources_of(1.0, 1.0, 1.0, mask_lambda=0.4)
+    two = run("consensus_ta", Case(sources=entries), base, sources)
+    assert two.tolist() == [13.0, 10.0, 10.0, 14.0]
+    one = run("consensus_ta", Case({"consensus": 1, "lambda": 0.5}, entries), base, sources)
+    assert one.tolist() == [11.5, 12.0, 12.0, 12.0]
+    three = run("consensus_ta", Case({"consensus": 3}, entries), base, sources)
+    assert three.tolist() == [13.0, 10.0, 10.0, 10.0]
+
+
+def test_no_consensus_asked_for_is_task_arithmetic() -> None:
+    base, sources = random_inputs(3, SHAPE)
+    entries = sources_of(0.6, 0.3, -0.5)
+    plain = run("task_arithmetic", Case({"lambda": 0.7}, entries), base, sources)
+    free = run("consensus_ta", Case({"lambda": 0.7, "consensus": 0}, entries), base, sources)
+    assert torch.equal(free, plain)
+
+
+def test_lambda_has_no_part_in_the_masks() -> None:
+    base, sources = torch.zeros(SHAPE), [delta - 0.5 for delta in random_inputs(3, SHAPE)[1]]
+    full = run("consensus_ta", Case(sources=sources_of(1.0, 1.0, 1.0)), base, sources)
+    half = run("consensus_ta", Case({"lambda": 0.5}, sources_of(1.0, 1.0, 1.0)), base, sources)
+    assert torch.equal(half, full * 0.5)
+
+
+def test_a_source_of_weight_0_uses_nothing() -> None:
+    base, sources = random_inputs(2, SHAPE)
+    result = run("consensus_ta", Case(sources=sources_of(1.0, 0.0)), base, sources)
+    assert torch.equal(result, base)
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(0, True), (2, True), (3, False)])
+def test_a_consensus_of_more_than_there_are_is_refused(wanted: int, fits: bool) -> None:
+    method = method_named("consensus_ta")
+    sentence = method.check(make_settings(method, Case({"consensus": wanted}, sources_of(1.0, 1.0))))
+    expected = "consensus is 3, but only 2 of the sources merge here, so nothing would be kept"
+    assert sentence == (None if fits else expected)
+
+
+# lines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("alpha", [None, 0.0, 0.3])
+@pytest.mark.parametrize("beta", [None, 0.0, 0.9])
+@pytest.mark.parametrize("position", [0.0, 0.25, 1.0])
+def test_lines(weights: tuple[float, ...], alpha: float | None, beta: float | None, position: float) -> None:
+    base, sources = random_inputs(len(weights), SHAPE)
+    first = 1 / len(weights) if alpha is None else alpha
+    last = 1.0 if beta is None else first + beta
+    factor = (1 - position) * first + position * last
+    merged = base.double().numpy() + factor * weighted_deltas(base, sources, weights).sum(axis=0)
+    case = Case({"alpha": alpha, "beta": beta}, sources_of(*weights))
+    result = run("lines", case, base, sources, position)
+    np.testing.assert_allclose(result.numpy(), merged, rtol=2e-6, atol=2e-7)
+
+
+def test_lines_by_hand() -> None:
+    """Two sources: 1/2 in the first of three layers, 3/4 in the second, the whole sum in the third."""
+    base = torch.tensor([1.0, -2.0])
+    sources = [base + torch.tensor([4.0, 0.0]), base + torch.tensor([4.0, -8.0])]
+    case = Case(sources=sources_of(1.0, 1.0))
+    layers = [run("lines", case, base, sources, position).tolist() for position in (0.0, 0.5, 1.0)]
+    assert layers == [[5.0, -6.0], [7.0, -8.0], [9.0, -10.0]]
+
+
+def test_one_source_is_scaled_by_what_alpha_says() -> None:
+    base, sources = torch.zeros(4), [torch.ones(4)]
+    case = Case({"alpha": 0.25}, sources_of(1.0))
+    assert run("lines", case, base, sources).tolist() == [0.25] * 4
+    assert run("lines", case, base, sources, 1.0).tolist() == [1.0] * 4
+
+
+def test_the_last_layer_of_lines_is_task_arithmetic() -> None:
+    base, sources = random_inputs(3, SHAPE)
+    entries = sources_of(0.6, 0.3, -0.5)
+    plain = run("task_arithmetic", Case(sources=entries), base, sources)
+    assert torch.equal(run("lines", Case({"alpha": 0.5}, entries), base, sources, 1.0), plain)
+
+
+def test_only_lines_asks_for_the_position() -> None:
+    assert method_named("lines").positional
+    assert not method_named("consensus_ta").positional
+    assert Settings({}, ({},)).position == 0.0
+
+
+# Both -------------------------------------------------------------------------------------------------
+
+
+@hypothesis_settings(deadline=None, max_examples=20)
+@given(
+    name=st.sampled_from(["consensus_ta", "lines"]),
+    weights=st.lists(st.floats(-1, 1, width=32), min_size=2, max_size=4),
+    exponent=st.integers(-40, 10),
+)
+def test_deltas_of_another_size_give_the_same_merge(name: str, weights: list[float], exponent: int) -> None:
+    """No threshold is absolute: deltas times a power of two give the merged delta times that power."""
+    deltas = [source * 2.0**-8 for source in random_inputs(len(weights), SHAPE)[1]]
+    case, base, factor = Case(sources=sources_of(*weights)), torch.zeros(SHAPE), 2.0**exponent
+    scaled = run(name, case, base, [delta * factor for delta in deltas], 0.5)
+    assert torch.equal(scaled, run(name, case, base, deltas, 0.5) * factor)

@@ -1,0 +1,150 @@
+"""Inner products of several vectors, linear combinations, and the coefficients of an arc."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.method_kit import random_inputs, same_bits
+
+from raymerge.methods import BLOCK, Tile
+from raymerge.methods.arc import arc_coefficients
+from raymerge.methods.gram import Gram, add_deltas, combine
+
+COEFFICIENTS = st.floats(-3, 3, width=32)
+
+
+def gram_of(vectors: list[torch.Tensor], origin: torch.Tensor | None = None) -> Gram:
+    gram = Gram(len(vectors))
+    gram.add(vectors, origin)
+    return gram
+
+
+# Inner products ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_origin", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_products_of_all_pairs(with_origin: bool, count: int) -> None:
+    origin, vectors = random_inputs(count, (3000,))
+    gram = gram_of(vectors, origin if with_origin else None)
+    arrays = np.stack([(v - origin if with_origin else v).double().numpy() for v in vectors])
+    found = [[gram.product(i, j) for j in range(count)] for i in range(count)]
+    np.testing.assert_allclose(found, arrays @ arrays.T, rtol=1e-12)
+    np.testing.assert_allclose(gram.norms(), np.linalg.norm(arrays, axis=1), rtol=1e-12)
+
+
+def test_products_do_not_depend_on_the_tiling() -> None:
+    origin, vectors = random_inputs(3, (3 * BLOCK + 5,))
+    whole, tiled = gram_of(vectors, origin), Gram(3)
+    for cut in (slice(0, BLOCK), slice(BLOCK, 3 * BLOCK), slice(3 * BLOCK, None)):
+        tiled.add([vector[cut] for vector in vectors], origin[cut])
+    pairs = list(itertools.product(range(3), repeat=2))
+    assert [tiled.product(*pair) for pair in pairs] == [whole.product(*pair) for pair in pairs]
+
+
+def test_norms_of_combinations() -> None:
+    gram = gram_of([torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 3.0, 1.0])])
+    assert gram.between((1.0, 2.0), (1.0, -1.0)) == 5.0 + 2.0 - 2.0 * 10.0
+    assert gram.norm_of((2.0, -1.0)) == pytest.approx(math.sqrt(4 + 9 + 9))
+    assert gram.norm_of((0.0, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gram_knows_whether_all_was_finite(bad: float) -> None:
+    vectors = [torch.full((4,), torch.finfo(torch.float32).max), torch.ones(4)]
+    assert gram_of(vectors).is_finite
+    vectors[1][2] = bad
+    assert not gram_of(vectors).is_finite
+
+
+# Combinations -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(coefficients=st.lists(COEFFICIENTS, min_size=1, max_size=4), with_origin=st.booleans())
+def test_combination(coefficients: list[float], with_origin: bool) -> None:
+    base, sources = random_inputs(len(coefficients), (50,))
+    origin = base if with_origin else None
+    start = base.double() if with_origin else torch.zeros(50, dtype=torch.float64)
+    exact = start + sum(c * (s.double() - start) for c, s in zip(coefficients, sources, strict=True))
+    result = combine(sources, tuple(coefficients), origin)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("with_origin", [False, True])
+def test_one_source_alone_is_taken_to_the_last_bit(with_origin: bool) -> None:
+    base, sources = random_inputs(3, (50,))
+    sources[1][7] = -0.0
+    result = combine(sources, (0.0, 1.0, 0.0), base if with_origin else None)
+    assert same_bits(result, sources[1])
+
+
+@pytest.mark.parametrize("coefficients", [(0.2, 0.3, 0.5), (1 / 3,) * 3, (0.1, 0.2, 0.7000000000000001)])
+def test_a_mean_of_equal_sources_is_that_source_to_the_last_bit(coefficients: tuple[float, ...]) -> None:
+    base, [source] = random_inputs(1, (50,))
+    source[3], source[4] = -0.0, 0.0
+    for origin in (base, None):
+        assert same_bits(combine([source] * 3, coefficients, origin), source)
+
+
+def test_a_nan_coefficient_spoils_all() -> None:
+    base, sources = random_inputs(2, (5,))
+    assert bool(combine(sources, (math.nan, math.nan), base).isnan().all())
+
+
+def test_deltas_by_hand() -> None:
+    tile = Tile(torch.tensor([1.0, 2.0]), (torch.tensor([1.0, -1.0]), torch.tensor([0.5, 4.0])), 0)
+    assert add_deltas(tile, (2.0, -1.0)).tolist() == [2.5, -4.0]
+
+
+# Arcs -------------------------------------------------------------------------------------------------
+
+
+def on_the_circle(angle: float, t: float, lengths: tuple[float, float] = (1.0, 1.0)) -> tuple[float, float]:
+    """Coefficients for two vectors of the plane of that angle between them."""
+    first, second = lengths
+    return arc_coefficients(first**2, first * second * math.cos(angle), second**2, t=t)
+
+
+@settings(deadline=None, max_examples=60)
+@given(angle=st.floats(0.001, 3.0), t=st.floats(-0.5, 1.5), scale=st.floats(1e-6, 1e6))
+def test_the_arc_between_unit_vectors_stays_on_the_circle(angle: float, t: float, scale: float) -> None:
+    one, other = on_the_circle(angle, t)
+    point = (one + other * math.cos(angle), other * math.sin(angle))
+    assert point == pytest.approx((math.cos(t * angle), math.sin(t * angle)), abs=1e-9)
+    assert on_the_circle(angle, t, (scale, 1 / scale)) == pytest.approx((one, other), abs=1e-6)
+
+
+def test_small_angles_go_over_into_the_straight_line() -> None:
+    for angle in (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 0.0):
+        assert on_the_circle(angle, 0.3) == pytest.approx((0.7, 0.3), abs=1e-6)
+    assert on_the_circle(0.0, 0.3) == (0.7, 0.3)
+
+
+def test_opposite_vectors_are_joined_by_the_straight_line() -> None:
+    assert arc_coefficients(1.0, -1.0, 1.0, t=0.25) == (0.75, 0.25)
+    assert arc_coefficients(4.0, -6.000000000000001, 9.0, t=0.25) == (0.75, 0.25)
+
+
+def test_a_vector_of_zeros_stands_at_a_right_angle() -> None:
+    expected = pytest.approx((math.sqrt(0.5), math.sqrt(0.5)))
+    assert arc_coefficients(0.0, 0.0, 2.0, t=0.5) == expected
+    assert arc_coefficients(2.0, 0.0, 0.0, t=0.5) == expected
+
+
+def test_the_smallest_vectors_have_angles_too() -> None:
+    least = 2.0**-298
+    assert arc_coefficients(least, 0.0, least, t=0.5) == arc_coefficients(1.0, 0.0, 1.0, t=0.5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_no_angle_without_finite_products(bad: float) -> None:
+    for products in itertools.permutations((bad, 1.0, 1.0)):
+        assert all(math.isnan(part) for part in arc_coefficients(*products, t=0.5))

@@ -1,0 +1,140 @@
+"""ram and ramplus_tl, against the definition in float64 and cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from numpy.typing import NDArray
+
+from raymerge.methods import BLOCK, Method, Value, find_method
+
+Array = NDArray[np.float64]
+SHAPE = (37, 101)
+NAMES = ["ram", "ramplus_tl"]
+
+
+def method_named(name: str) -> Method:
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def run(
+    name: str, base: torch.Tensor, sources: list[torch.Tensor], cuts: tuple[int, ...] = (), **values: Value
+) -> torch.Tensor:
+    case = Case(values, ({},) * len(sources))
+    return merge(method_named(name), make_settings(method_named(name), case, base.shape), base, sources, cuts)
+
+
+class TestRam(MethodKit):
+    name = "ram"
+    cases = (
+        Case(sources=({}, {}, {})),
+        Case({"epsilon": 0.05}, ({}, {})),
+        Case({"epsilon": 0.0}, ({},)),
+        Case({"epsilon": 10.0}, ({}, {})),
+    )
+
+
+class TestRamPlus(MethodKit):
+    name = "ramplus_tl"
+    cases = (
+        Case({"epsilon": 0.05}, ({}, {}, {})),
+        Case({"epsilon": 0.03, "r": 2.0, "alpha": 5.0}, ({}, {})),
+        Case({"epsilon": 0.0}, ({},)),
+        Case({"epsilon": 0.05, "r": -0.5}, ({}, {})),
+    )
+
+
+def reference(
+    base: torch.Tensor, sources: list[torch.Tensor], epsilon: float, r: float, alpha: float
+) -> Array:
+    """Element by element; ``r = 0`` is ram."""
+    deltas = np.stack([(source - base).double().numpy() for source in sources])
+    active = np.abs(deltas) > epsilon
+    counts = active.sum(axis=0)
+    result = base.double().numpy().copy()
+    for delta, own in zip(deltas, active, strict=True):
+        num_unique = int((own & (counts == 1)).sum())
+        ratio = int((own & (counts > 1)).sum()) / max(num_unique, 1)
+        gain = 1 + r * min(max(ratio, 0.0), alpha)
+        factor = np.where(counts == 1, gain, 1.0 / np.maximum(counts, 1))
+        result += np.where(own, delta * factor, 0.0)
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize("num_sources", [1, 2, 3, 5])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 0.03, 0.08, 1.0])
+@pytest.mark.parametrize(("r", "alpha"), [(0.1, 0.2), (1.5, 10.0), (0.5, 0.0)])
+def test_against_the_definition(num_sources: int, epsilon: float, r: float, alpha: float) -> None:
+    base, sources = random_inputs(num_sources, SHAPE)
+    plus = run("ramplus_tl", base, sources, epsilon=epsilon, r=r, alpha=alpha).double().numpy()
+    expected = reference(base, sources, epsilon, r, alpha)
+    np.testing.assert_allclose(plus, expected, rtol=2e-6, atol=4e-7)
+    plain = run("ram", base, sources, epsilon=epsilon).double().numpy()
+    np.testing.assert_allclose(plain, reference(base, sources, epsilon, 0.0, 0.0), rtol=2e-6, atol=4e-7)
+
+
+def test_by_hand() -> None:
+    """Unique to the first: 1; unique to the second: 2; shared: (2 + 4) / 2; below epsilon: nothing."""
+    base = torch.full((4,), 10.0)
+    first, second = torch.tensor([1.0, 0.0, 2.0, 0.25]), torch.tensor([0.0, 2.0, 4.0, 0.0])
+    sources = [base + first, base + second]
+    assert run("ram", base, sources, epsilon=0.5).tolist() == [11.0, 12.0, 13.0, 10.0]
+    # One shared and one unique element each: a ratio of 1, of which alpha lets 0.5 count.
+    enlarged = run("ramplus_tl", base, sources, epsilon=0.5, r=0.5, alpha=0.5)
+    assert enlarged.tolist() == [11.25, 12.5, 13.0, 10.0]
+
+
+def test_each_source_has_its_own_gain() -> None:
+    """First: two unique, one shared, ratio 0.5; second: one shared only."""
+    base = torch.zeros(3)
+    sources = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 3.0])]
+    assert run("ramplus_tl", base, sources, r=1.0, alpha=9.0).tolist() == [1.5, 1.5, 2.0]
+
+
+def test_without_unique_changes_ramplus_is_ram() -> None:
+    base, (first, _) = random_inputs(2, SHAPE)
+    sources = [first, first.clone()]
+    assert torch.equal(run("ramplus_tl", base, sources, epsilon=0.0), run("ram", base, sources, epsilon=0.0))
+
+
+def test_counts_are_those_of_the_whole_tensor() -> None:
+    """The shared changes lie in one block, the unique ones in another."""
+    base = torch.zeros(2 * BLOCK)
+    first, second = torch.ones(2 * BLOCK), torch.zeros(2 * BLOCK)
+    second[:BLOCK] = 1.0
+    whole = run("ramplus_tl", base, [first, second], r=1.0, alpha=9.0)
+    assert set(whole[:BLOCK].tolist()) == {1.0}
+    assert set(whole[BLOCK:].tolist()) == {2.0}
+    assert torch.equal(run("ramplus_tl", base, [first, second], cuts=(BLOCK,), r=1.0, alpha=9.0), whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_result_is_float32_whatever_the_sources_hold(name: str) -> None:
+    """What float32 does not hold is rounded once, by the writer: no gain makes a wider tensor."""
+    base, sources = random_inputs(2, SHAPE, torch.bfloat16)
+    assert run(name, base, sources, epsilon=0.05).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_epsilon_is_the_users_own_number(name: str) -> None:
+    """It is absolute: deltas and epsilon scaled alike give a merged delta scaled alike."""
+    base, (first, second) = random_inputs(2, SHAPE)
+    deltas = [first - base, second - base]
+    large = run(name, torch.zeros(SHAPE), deltas, epsilon=2.0**-5)
+    small = run(name, torch.zeros(SHAPE), [delta * 2.0**-20 for delta in deltas], epsilon=2.0**-25)
+    assert torch.equal(small * 2.0**20, large)
+    nothing = run(name, torch.zeros(SHAPE), [delta * 2.0**-20 for delta in deltas])
+    assert not bool(nothing.any())
+
+
+def test_defaults() -> None:
+    assert {p.name: p.default for p in method_named("ram").parameters} == {"epsilon": 1e-5}
+    assert {p.name: p.default for p in method_named("ramplus_tl").parameters} == {
+        "r": 0.1,
+        "alpha": 0.2,
+        "epsilon": 1e-5,
+    }

@@ -1,0 +1,372 @@
+"""Plans that stand for checkpoints: what is planned on one is what would be planned on the finished one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kits.chains import documents
+from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint, write_json
+from kits.plan_maker import llama, planned
+from safetensors.torch import save_file
+
+from raymerge.api import submit
+from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint, same_bytes
+from raymerge.errors import CheckpointError, PlanError, Problem
+from raymerge.planner.build import build_plan
+from raymerge.planner.plan import Plan
+from raymerge.planner.planned import PlannedMerge, plan_merges, planned_checkpoint
+from raymerge.planner.sources import open_reference, open_sources
+from raymerge.recipes import ModelReference, Recipe, merge_order, recipe_from_mapping
+from raymerge.runtime.options import RunOptions
+
+INLINE = RunOptions(inline=True)
+ABSENT = Path("nowhere") / "steps"
+COMPANIONS = {"tokenizer.model": b"pieces", "README.md": b"not copied", "code/model.py": b"pass"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models ``one`` and ``two``, and tied ones."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("one", "two")):
+        tiny_llama(root / name, seed)
+        for key, content in COMPANIONS.items():
+            (root / name / key).parent.mkdir(exist_ok=True)
+            (root / name / key).write_bytes(content)
+        tiny_llama(root / f"{name}-tied", seed, tie=True)
+    return root
+
+
+def _recipes(root: Path, changed: Mapping[str, Any] | None = None) -> tuple[Recipe, ...]:
+    """The recipes of the chain; ``changed`` goes over the first of them."""
+    found = documents(root=str(root))
+    found[0] |= changed or {}
+    read = [recipe_from_mapping(each, f"recipes[{index}]") for index, each in enumerate(found)]
+    return merge_order([each for each in read if isinstance(each, Recipe)])
+
+
+def _plans(recipes: Sequence[Recipe], **rest: Any) -> tuple[PlannedMerge, ...]:
+    return plan_merges(recipes, ABSENT, version="1", **rest)
+
+
+def _promised(data: Mapping[str, Any]) -> Checkpoint:
+    """What a plan says of the checkpoint that it makes."""
+    made = planned(data)
+    donor = made.sources[made.plan.manifest["donor"]]
+    return planned_checkpoint(made.plan, ABSENT, name="left", donor=donor)
+
+
+def _without_versions(files: Sequence[WeightFile]) -> list[tuple[str, int, str]]:
+    return [(file.key, file.nbytes, file.header_digest) for file in files]
+
+
+def _assert_kept(promised: Checkpoint, found: Checkpoint) -> None:
+    assert promised.tensors == found.tensors
+    assert list(promised.tensors) == list(found.tensors)
+    assert _without_versions(promised.files) == _without_versions(found.files)
+    assert (promised.config, promised.companions) == (found.config, found.companions)
+    assert (promised.notes, promised.name) == (found.notes, found.name)
+
+
+def _mean(root: Path, names: Sequence[str] = ("one", "two"), **more: Any) -> dict[str, Any]:
+    entries = [{"model": str(root / name), "parameters": {"weight": 0.5}} for name in names]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def _stack(root: Path, name: str) -> dict[str, Any]:
+    pieces = [{"sources": [{"model": str(root / name), "layer_range": each}]} for each in ([0, 2], [1, 3])]
+    return {"merge_method": "passthrough", "slices": pieces}
+
+
+def _untied(root: Path) -> dict[str, Any]:
+    """A stack that ends in another model than it begins with, so that its head is written."""
+    first, last = ({"model": str(root / f"{name}-tied"), "layer_range": [0, 3]} for name in ("one", "two"))
+    return {"merge_method": "passthrough", "slices": [{"sources": [first]}, {"sources": [last]}]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _mean,
+        lambda root: _mean(root, shard_size=20_000),
+        lambda root: _mean(root, dtype="float32"),
+        lambda root: _mean(root, ("one-tied", "two-tied")),
+        lambda root: _stack(root, "one"),
+        lambda root: _stack(root, "two-tied"),
+        _untied,
+    ],
+)
+def test_what_a_plan_promises_is_what_the_merge_makes(make: Any, models: Path, tmp_path: Path) -> None:
+    data = make(models)
+    promised = _promised(data)
+    submit(data, tmp_path / "out", INLINE)
+    _assert_kept(promised, open_checkpoint(tmp_path / "out", "left"))
+
+
+@given(shard_size=st.integers(0, 60_000), layers=st.integers(1, 12))
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_come_out_as_their_headers_say(shard_size: int, layers: int, tmp_path: Path) -> None:
+    """The files are written from the plan's headers alone, which is enough to open them."""
+    root = tmp_path / f"{shard_size}-{layers}"
+    source = llama(root / "model", layers)
+    made = planned(
+        {"merge_method": "passthrough", "models": [{"model": str(source)}], "shard_size": shard_size}
+    )
+    write_json(root / "config.json", made.config)
+    for shard in made.plan["shards"].to_pylist():
+        with (root / shard["name"]).open("wb") as file:
+            file.write(shard["header"])
+            file.truncate(shard["nbytes"])
+    promised = planned_checkpoint(made.plan, root, name="left", donor=made.sources[0])
+    found = open_checkpoint(root, "left")
+    assert promised.tensors == found.tensors
+    assert list(promised.tensors) == list(found.tensors)
+    assert _without_versions(promised.files) == _without_versions(found.files)
+
+
+def _unsigned(plan: Plan) -> dict[str, Any]:
+    """The manifest without the digests of the plans that its sources are made by."""
+    manifest = copy.deepcopy(dict(plan.manifest))
+    for source in manifest["sources"]:
+        source.pop("made_by", None)
+    return manifest
+
+
+@pytest.mark.parametrize("suffix", ["", "-tied"])
+def test_a_plan_over_promises_is_the_plan_over_finished_checkpoints(
+    suffix: str, models: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "models"
+    root.mkdir()
+    for name in ("one", "two"):
+        (root / name).symlink_to(models / f"{name}{suffix}")
+    merges = _plans(_recipes(root))
+    places: dict[str, Path] = {}
+
+    def opener(reference: ModelReference) -> Checkpoint:
+        place = places.get(reference.path)
+        return open_checkpoint(place, str(reference)) if place is not None else open_reference(reference)
+
+    for merge in merges:
+        sources = open_sources(merge.recipe, opener=opener)
+        finished = build_plan(merge.recipe, sources, version="1")
+        assert _unsigned(merge.plan) == _unsigned(finished)
+        assert all(merge.plan[name].equals(table) for name, table in finished.tables.items())
+        place = tmp_path / str(merge.recipe.name)
+        places[str(merge.recipe.name)] = place
+        _make(merge, places, place)
+
+
+def _make(merge: PlannedMerge, places: Mapping[str, Path], output: Path) -> None:
+    """Make a merge on its own, from finished checkpoints under their paths."""
+    data = merge.recipe.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    for entry in data["models"]:
+        entry["model"] = str(places.get(entry["model"], entry["model"]))
+    if "base_model" in data:
+        data["base_model"] = str(places.get(data["base_model"], data["base_model"]))
+    submit(data, output, INLINE)
+
+
+def test_a_head_that_stays_equal_to_its_embedding_is_known_without_reading(tmp_path: Path) -> None:
+    """Both are stored and the config calls them one: of a finished model, only their bytes could tell."""
+    for seed, name in enumerate(("one", "two")):
+        tensors = read_tensors(tiny_llama(tmp_path / name, seed))
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        write_checkpoint(tmp_path / name, tensors, llama_config(tie=True))
+    promised = _promised(_mean(tmp_path))
+    submit(_mean(tmp_path), tmp_path / "out", INLINE)
+    found = open_checkpoint(tmp_path / "out", "left")
+    _assert_kept(promised, found)
+    for checkpoint in (promised, found):
+        head, embedding, norm = (
+            checkpoint.tensors[name]
+            for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+        )
+        assert same_bytes(checkpoint, head, embedding)
+        assert not same_bytes(checkpoint, head, norm)
+    merges = _plans(_recipes(tmp_path))
+    assert all(source.stored_head_is_embedding for merge in merges for source in merge.sources)
+
+
+def test_companions_are_those_that_the_first_donor_has(models: Path) -> None:
+    *_, last = _plans(_recipes(models))
+    promised = last.sources[0].checkpoint
+    assert {"tokenizer.model", "code/model.py"} <= {*promised.companions}
+    assert "README.md" not in promised.companions
+    assert promised.unwritten is not None
+    assert promised.unwritten.companions_root == str(models / "one")
+    assert promised.unwritten.written == {}
+
+
+def test_companions_that_are_written_reach_the_merges_behind(models: Path) -> None:
+    """A chat template changes a file of the tokenizer, which the next merges copy."""
+    template = "{{ messages }}, as the recipe has it"
+    first = _mean(models, chat_template=template) | {"name": "first"}
+    second = {**first, "name": "second", "chat_template": None, "models": [{"model": "first"}] * 2}
+    third = {"merge_method": "passthrough", "models": [{"model": "second"}]}
+    second["parameters"] = {"weight": 0.5}
+    read = [recipe_from_mapping(each) for each in (first, second, third)]
+    merges = _plans([each for each in read if isinstance(each, Recipe)])
+    for merge in merges[1:]:
+        (checkpoint,) = (source.checkpoint for source in merge.sources)
+        assert checkpoint.unwritten is not None
+        written = checkpoint.unwritten.written
+        assert template in b"".join(written.values()).decode()
+        assert {*written} <= {*checkpoint.companions}
+
+
+def test_a_merge_of_tensors_alone_promises_tensors_alone(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("one", "two"):
+        save_file({"a.weight": torch.ones(4, 4), "b.weight": torch.ones(3)}, files / f"{name}.safetensors")
+    data = _mean(files, ("one.safetensors", "two.safetensors"))
+    promised = _promised(data)
+    submit(data, tmp_path / "out", INLINE)
+    _assert_kept(promised, open_checkpoint(tmp_path / "out", "left"))
+    assert promised.is_raw
+
+
+# Digests
+
+
+def test_plans_know_by_what_plans_their_sources_are_made(models: Path) -> None:
+    left, right, last = _plans(_recipes(models))
+    assert (left.uses, right.uses) == ({}, {1: "left"})
+    assert {last.uses[index] for index in last.uses} == {"left", "right"}
+    made_by = {source["name"]: source.get("made_by") for source in last.plan.manifest["sources"]}
+    assert made_by == {"left": left.plan.digest, "right": right.plan.digest}
+    assert "made_by" not in left.plan.manifest["sources"][0]
+
+
+def test_a_change_of_numbers_changes_every_plan_behind_it(models: Path) -> None:
+    before = [merge.plan.digest for merge in _plans(_recipes(models))]
+    entries = documents(root=str(models))[0]["models"]
+    entries[0]["parameters"] = {"weight": 0.3}
+    after = [merge.plan.digest for merge in _plans(_recipes(models, {"models": entries}))]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert before == [merge.plan.digest for merge in _plans(_recipes(models))]
+
+
+def test_one_recipe_is_planned_as_ever(models: Path) -> None:
+    (merge,) = _plans([_recipes(models)[0]])
+    assert merge.plan.digest == build_plan(merge.recipe, merge.sources, version="1").digest
+    assert merge.plan.problems == ()
+
+
+# Problems
+
+
+def _problems(data: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
+    read = [recipe_from_mapping(each, f"recipes[{index}]") for index, each in enumerate(data)]
+    with pytest.raises(PlanError) as caught:
+        _plans(merge_order([each for each in read if isinstance(each, Recipe)]))
+    return caught.value.problems
+
+
+def test_problems_of_all_merges_come_at_once_and_say_of_which(models: Path) -> None:
+    data = documents(root=str(models))
+    data[0]["models"][0]["parameters"]["wieght"] = 1
+    data[1] |= {"base_model": str(models / "one"), "models": [{"model": str(models / "two")}]}
+    found = _problems(data)
+    assert [problem.where.split(":")[0] for problem in found] == ["recipes[0]", "recipes[1]"]
+    assert "'wieght'" in found[0].what
+    assert "'weight'" in found[1].what
+
+
+def test_a_problem_that_knows_only_its_model_is_told_of_its_merge(models: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "odd", {"odd.weight": torch.ones(3)}, {"model_type": "odd"})
+    data = documents(root=str(models))
+    data[0]["models"][1]["model"] = str(tmp_path / "odd")
+    assert all(problem.where.startswith("recipes[0]") for problem in _problems(data))
+
+
+def test_what_needs_a_broken_merge_is_not_blamed_for_it(models: Path) -> None:
+    data = documents(root=str(models))
+    data[0]["models"][0]["model"] = str(models / "absent")
+    (problem,) = _problems(data)
+    assert "absent" in problem.where
+
+
+def test_models_are_looked_for_even_behind_a_broken_merge(models: Path) -> None:
+    data = documents(root=str(models))
+    data[0]["models"][0]["model"] = str(models / "absent")
+    data[1]["models"][1]["model"] = str(models / "missing")
+    data[1]["base_model"] = str(models / "missing")
+    found = _problems(data)
+    assert [problem.where.split("/")[-1] for problem in found] == ["absent", "missing"]
+    assert found[1].where.startswith("recipes[1]: base_model")
+
+
+def test_the_last_plan_is_shown_with_its_problems(models: Path) -> None:
+    data = documents(root=str(models))
+    data[2]["parameters"]["lambda"] = 1.0
+    read = [recipe_from_mapping(each, f"recipes[{index}]") for index, each in enumerate(data)]
+    *before, last = _plans([each for each in read if isinstance(each, Recipe)])
+    assert all(merge.plan.problems == () for merge in before)
+    (problem,) = last.plan.problems
+    assert problem.where.startswith("recipes[2]")
+
+
+@pytest.mark.parametrize(("named", "guess"), [("lfet", "Did you mean 'left'?"), ("quite-else", "")])
+def test_a_name_that_nothing_has_is_told_the_names_of_the_merges(
+    named: str, guess: str, models: Path
+) -> None:
+    data = documents(root=str(models))
+    data[1]["models"][0]["model"] = named
+    (problem,) = _problems(data)
+    assert f"{guess} The merges of this file are 'left', 'right'.".strip() in problem.remedy
+    assert "models[0].model" in problem.where
+
+
+def test_a_path_is_not_taken_for_a_name(models: Path) -> None:
+    data = documents(root=str(models))
+    data[1]["models"][0]["model"] = str(models / "lfet")
+    (problem,) = _problems(data)
+    assert "merges of this file" not in problem.remedy
+
+
+def test_a_broken_model_is_not_taken_for_a_name(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hollow").mkdir()
+    data = documents(root=str(models))
+    data[1]["models"][0]["model"] = "hollow"
+    assert all("merges of this file" not in problem.remedy for problem in _problems(data))
+
+
+def test_adapters_do_not_stand_among_several_merges(models: Path) -> None:
+    data = documents(root=str(models))
+    data[1]["models"][1]["model"] = f"{models / 'two'}+left"
+    data[2]["adapter"] = {}
+    found = _problems([*data[:2], data[2]])
+    assert len(found) == 1
+    assert "its result is a model, and no adapter" in found[0].what
+    data[1]["models"][1]["model"] = str(models / "two")
+    (problem,) = _problems(data)
+    assert "a file of its own" in problem.remedy
+
+
+def test_an_opener_of_the_callers_own_is_asked_for_models_alone(models: Path) -> None:
+    asked: list[str] = []
+
+    def opener(reference: ModelReference) -> Checkpoint:
+        asked.append(Path(reference.path).name)
+        return open_reference(reference)
+
+    _plans(_recipes(models), opener=opener)
+    assert set(asked) == {"one", "two"}
+
+    def refuse(reference: ModelReference) -> Checkpoint:
+        raise CheckpointError(Problem(reference.path, "it is locked.", "Unlock it."))
+
+    with pytest.raises(PlanError, match="it is locked"):
+        _plans(_recipes(models), opener=refuse)

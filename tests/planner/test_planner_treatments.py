@@ -1,0 +1,177 @@
+"""The method chosen tensor by tensor: which rule holds, who takes part, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.plan_maker import good, llama, planned, refusals
+
+NORM = "model.layers.{}.input_layernorm.weight"
+Q = "model.layers.{}.self_attn.q_proj.weight"
+UP = "model.layers.{}.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+Models = tuple[Path, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Three Llamas of four layers."""
+    root = tmp_path_factory.mktemp("models")
+    return llama(root / "a", 4), llama(root / "b", 4), llama(root / "c", 4)
+
+
+def _ties(models: Models, *rules: dict[str, Any], **more: Any) -> dict[str, Any]:
+    base, one, two = models
+    weighted = [{"model": each, "parameters": {"weight": 1, "density": 0.5}} for each in (one, two)]
+    return {"merge_method": "ties", "base_model": base, "models": weighted, "methods": list(rules), **more}
+
+
+def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Models) -> None:
+    base, one, _ = models
+    made = good(
+        _ties(
+            models,
+            {"role": "attention", "merge_method": "slerp", "sources": [base, one], "parameters": {"t": 0.3}},
+            {"role": "norm", "merge_method": "passthrough", "sources": [base]},
+        )
+    )
+    assert made.method(Q.format(2)) == "slerp"
+    assert made.settings(Q.format(2))["values"] == {"t": 0.3}
+    assert [source for source, _ in made.reads(Q.format(2))] == [0, 1]
+    assert made.method(NORM.format(2)) == "copy"
+    assert made.reads(NORM.format(2)) == [(0, NORM.format(2))]
+    assert made.method(UP.format(2)) == made.method(EMBEDDING) == "ties"
+    assert [source for source, _ in made.reads(UP.format(2))] == [0, 1, 2]
+    assert made.plan.manifest["rules"] == ["slerp", "passthrough"]
+
+
+def test_what_a_rule_leaves_out_is_dropped_by_its_name(models: Models) -> None:
+    _base, one, _ = models
+    rule = {"glob": "*.q_proj.weight", "merge_method": "slerp", "sources": [one], "parameters": {"t": 0.5}}
+    made = good(_ties(models, rule))
+    assert made.fate(0, Q.format(0))[:2] == ("merged", "method")
+    assert made.fate(2, Q.format(0)) == ("dropped", "not_chosen", Q.format(0))
+
+
+def test_layers_and_roles_of_a_rule_must_both_hold(models: Models) -> None:
+    rule = {"role": "mlp", "layers": "1..2", "merge_method": "task_arithmetic"}
+    made = good(_ties(models, rule))
+    found = [made.method(UP.format(layer)) for layer in range(4)]
+    assert found == ["ties", "task_arithmetic", "task_arithmetic", "ties"]
+    assert made.method(Q.format(1)) == "ties"
+
+
+def test_layers_are_those_of_the_output(models: Models) -> None:
+    a, b, _ = models
+    recipe = {
+        "merge_method": "passthrough",
+        "slices": [
+            {"sources": [{"model": a, "layer_range": [0, 4]}]},
+            {"sources": [{"model": b, "layer_range": [1, 3]}]},
+        ],
+        "methods": [{"layers": 4, "parameters": {"scale": 0.5}}],
+    }
+    made = good(recipe)
+    assert made.method(UP.format(4)) == "passthrough"
+    assert made.reads(UP.format(4)) == [(1, UP.format(1))]
+    assert made.method(UP.format(5)) == made.method(UP.format(1)) == "copy"
+
+
+def test_a_rule_s_parameters_stand_between_the_entry_and_the_slice(models: Models) -> None:
+    _base, one, two = models
+    rule = {"role": "mlp", "parameters": {"weight": 0.25, "lambda": 2.0}}
+    recipe = _ties(models, rule, parameters={"lambda": 3.0, "weight": 9})
+    recipe["models"] = [{"model": one, "parameters": {"weight": 1}}, {"model": two}]
+    made = good(recipe)
+    assert made.weights(UP.format(0)) == [1, 0.25]
+    assert made.settings(UP.format(0))["values"]["lambda"] == 2.0
+    assert made.weights(Q.format(0)) == [1, 9]
+    assert made.settings(Q.format(0))["values"]["lambda"] == 3.0
+
+
+def test_settings_too_go_by_role_and_layer(models: Models) -> None:
+    a, b, _ = models
+    weight = [{"role": "norm", "value": 5}, {"role": "mlp", "layers": "2..3", "value": 7}, {"value": 1}]
+    recipe = {
+        "merge_method": "linear",
+        "models": [{"model": a, "parameters": {"weight": weight}}, {"model": b}],
+        "parameters": {"weight": 2},
+    }
+    made = good(recipe)
+    assert made.weights(NORM.format(0)) == [5, 2]
+    assert [made.weights(UP.format(layer))[0] for layer in range(4)] == [1, 1, 7, 7]
+    assert made.weights(EMBEDDING) == [1, 2]
+
+
+def test_a_method_that_takes_all_may_be_chosen_where_the_recipe_s_own_cannot_be(models: Models) -> None:
+    a, b, c = models
+    recipe = {
+        "merge_method": "slerp",
+        "base_model": a,
+        "models": [{"model": each} for each in (a, b, c)],
+        "parameters": {"weight": 1, "t": 0.5},
+        "methods": [{"filter": "*", "merge_method": "linear"}],
+    }
+    assert good(recipe).method(Q.format(0)) == "linear"
+    recipe["methods"] = [{"role": "norm", "merge_method": "linear"}]
+    problems = refusals(recipe)
+    assert any("slerp takes 1 model(s) beside the base, but 2 are listed here" in each for each in problems)
+
+
+def test_two_rules_for_one_tensor_are_refused_with_both_places(models: Models) -> None:
+    made = planned(
+        _ties(
+            models,
+            {"role": "attention", "merge_method": "task_arithmetic"},
+            {"glob": "*.q_proj.*", "parameters": {"lambda": 0.5}},
+        )
+    )
+    (problem,) = made.plan.problems
+    assert problem.where == "recipe: methods[1]"
+    assert "4 tensors are matched by this rule and by the one at recipe: methods[0] as well" in problem.what
+    assert Q.format(0) in problem.what
+
+
+def test_a_rule_that_matches_nothing_is_refused(models: Models) -> None:
+    (problem,) = refusals(_ties(models, {"glob": "*.qproj.*", "merge_method": "linear"}))
+    assert "methods[0]: this rule matches no tensor of the output" in problem
+
+
+def test_sources_of_a_rule_must_be_the_recipe_s_and_enough(models: Models, tmp_path: Path) -> None:
+    other = llama(tmp_path / "other", 4)
+    problems = refusals(_ties(models, {"role": "norm", "merge_method": "linear", "sources": [other]}))
+    assert any(f"{other} is not one of the models that the recipe merges" in each for each in problems)
+    problems = refusals(_ties(models, {"role": "norm", "merge_method": "slerp", "parameters": {"t": 1}}))
+    assert len(problems) == 1
+    assert "slerp takes 1 model(s) beside the base, but 2 are listed here" in problems[0]
+    assert "sources: [...]" in problems[0]
+
+
+def test_every_unknown_method_and_parameter_is_named(models: Models) -> None:
+    problems = refusals(
+        _ties(models, {"role": "norm", "merge_method": "slurp"}, {"role": "mlp", "merge_method": "tyes"})
+    )
+    assert len(problems) == 2
+    assert "there is no merge_method 'slurp'. Did you mean 'slerp'?" in problems[0]
+    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear", "parameters": {"t": 1}}))
+    assert "methods[0].parameters.t" in problem
+    assert "'t' is not a parameter of linear" in problem
+    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear"}, parameters={"t": 1}))
+    assert "'t' is not a parameter of ties or linear" in problem
+
+
+def test_a_base_listed_nowhere_takes_part_only_where_a_method_uses_it(models: Models) -> None:
+    a, b, c = models
+    recipe = {
+        "merge_method": "linear",
+        "base_model": a,
+        "models": [{"model": b, "parameters": {"weight": 1}}, {"model": c, "parameters": {"weight": 1}}],
+        "methods": [{"role": "mlp", "merge_method": "task_arithmetic"}],
+    }
+    made = good(recipe)
+    assert [source for source, _ in made.reads(UP.format(0))] == [0, 1, 2]
+    assert [source for source, _ in made.reads(Q.format(0))] == [1, 2]
+    assert made.fate(0, Q.format(0))[:2] == ("dropped", "not_chosen")

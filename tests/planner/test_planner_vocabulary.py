@@ -1,0 +1,326 @@
+"""Which tokens an output has, whose rows they take, and what the plan says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kits.tokenizer_maker import (
+    bpe,
+    gathered,
+    planned,
+    recipe_of,
+    refused,
+    unigram,
+    vocabulary,
+    word_level,
+)
+
+from raymerge.planner.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, wants_vocabulary
+
+_BASE = ("a", "b", "c")
+
+
+def _models(root: Path, *tokenizers: Any, rows: dict[int, int] | None = None) -> list[ModelVocabulary]:
+    return [
+        vocabulary(root / f"m{index}", each, index=index, num_rows=(rows or {}).get(index))
+        for index, each in enumerate(tokenizers)
+    ]
+
+
+def _everybody(models: list[ModelVocabulary]) -> frozenset[int]:
+    return frozenset(range(len(models)))
+
+
+def _texts(plan: VocabularyPlan) -> str:
+    return " ".join(text or "_" for text in plan.tokens)
+
+
+def _row_texts(plan: VocabularyPlan, models: list[ModelVocabulary], member: int) -> list[str]:
+    """What each row is made of, as ``source:token`` of its terms."""
+    found = []
+    for run in plan.rows_of(member, _everybody(models)):
+        for at in range(run.count):
+            terms = []
+            for source, first in run.terms:
+                tokenizer = models[source].tokenizer
+                assert tokenizer is not None
+                names = {number: text for text, number in tokenizer.tokens.items()}
+                terms.append(f"{source}:{names.get(first + at, '?')}")
+            found.append("+".join(terms) or "0")
+    return found
+
+
+def _tokens(**entries: Any) -> dict[str, Any]:
+    return {
+        "tokenizer": {"source": "union", "tokens": {key.strip("_"): each for key, each in entries.items()}}
+    }
+
+
+# Which tokens there are
+
+
+def test_only_a_tokenizer_block_asks_for_a_vocabulary(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE))
+    assert not wants_vocabulary(recipe_of(models))
+    assert not wants_vocabulary(recipe_of(models, chat_template="chatml"))
+    assert wants_vocabulary(recipe_of(models, tokenizer_source="base"))
+    assert wants_vocabulary(recipe_of(models, tokenizer={"pad_to_multiple_of": 8}))
+
+
+def test_union_keeps_the_bases_ids_and_goes_on_in_recipe_order(tmp_path: Path) -> None:
+    models = _models(
+        tmp_path,
+        bpe(_BASE, added=["<s>"]),
+        bpe(["c", "z", "b", "y"], added=["<one>", "<s>"]),
+        bpe(["y", "x", "a"], added=["<two>", "<one>"]),
+    )
+    plan = planned(models, tokenizer_source="union")
+    # Ordinary tokens of all models first, each model's in the order of its ids; added ones after them.
+    assert _texts(plan) == "a b c <s> z y x <one> <two>"
+    assert (plan.num_tokens, plan.num_rows) == (9, 9)
+    assert _row_texts(plan, models, 1) == [
+        "0:a",
+        "1:b",
+        "1:c",
+        "1:<s>",
+        "1:z",
+        "1:y",
+        "2:x",
+        "1:<one>",
+        "2:<two>",
+    ]
+    assert _row_texts(plan, models, 0)[4:] == ["1:z", "1:y+2:y", "2:x", "1:<one>+2:<one>", "2:<two>"]
+
+
+def test_two_plans_are_equal_and_the_order_of_models_decides(tmp_path: Path) -> None:
+    a, b, c = bpe(_BASE), bpe(["y", "x"]), bpe(["x", "w"])
+    one = planned(_models(tmp_path / "one", a, b, c), tokenizer_source="union")
+    again = planned(_models(tmp_path / "again", a, b, c), tokenizer_source="union")
+    other = planned(_models(tmp_path / "other", a, c, b), tokenizer_source="union")
+    assert one == again
+    assert (_texts(one), _texts(other)) == ("a b c y x w", "a b c x w y")
+
+
+def test_base_and_model_keep_one_vocabulary(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["c", "a", "z"], added=["<s>"]))
+    plan = planned(models, tokenizer_source="base")
+    assert _texts(plan) == "a b c"
+    assert _row_texts(plan, models, 1) == ["1:a", "0:b", "1:c"]
+    plan = planned(models, tokenizer={"source": "m1"})
+    assert _texts(plan) == "c a z <s>"
+    assert _row_texts(plan, models, 0) == ["0:c", "0:a", "1:z", "1:<s>"]
+
+
+def test_added_tokens_keep_their_settings_and_the_first_wins(tmp_path: Path) -> None:
+    loud, quiet = {"content": "<x>", "special": True}, {"content": "<x>", "special": False, "lstrip": True}
+    models = _models(tmp_path, bpe(_BASE), bpe(["a"], added=[loud]), bpe(["a"], added=[quiet]))
+    plan = planned(models, tokenizer_source="union")
+    assert b'"special": true' in plan.files["tokenizer.json"]
+    assert "'<x>' have other settings in m2; the first model's hold" in plan.notes()
+
+
+def test_an_ordinary_token_that_another_model_marks_becomes_an_added_one(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(["a", "<x>"]), bpe(["a", "<y>"]), bpe(["a"], added=["<x>", "<y>"]))
+    plan = planned(models, tokenizer_source="union")
+    assert _texts(plan) == "a <x> <y>"
+    assert plan.files["tokenizer.json"].count(b'"special": true') == 2
+    assert "'<x>', '<y>' become added tokens, as in m2" in plan.notes()
+
+
+def test_tokens_that_no_model_has_come_last_in_recipe_order(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["a", "z"]))
+    wish = _tokens(new={}, z={}, also={"source": {"kind": "zero"}})
+    plan = planned(models, **wish)
+    assert _texts(plan) == "a b c z new also"
+    assert _row_texts(plan, models, 1)[3:] == ["1:z", "0", "0"]
+    assert "missing rows filled with zeros: 2 ('new', 'also')" in plan.notes()
+
+
+def test_holes_stay_holes(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe({"a": 0, "b": 2, "c": 5}), bpe(["c", "z"], added=["<s>"]), rows={0: 6})
+    plan = planned(models, tokenizer_source="union")
+    assert plan.tokens == ("a", None, "b", None, None, "c", "z", "<s>")
+    assert _row_texts(plan, models, 0) == ["0:a", "0", "0:b", "0", "0", "0:c", "1:z", "1:<s>"]
+    assert "ids that belong to no token, with rows of zeros: 3" in plan.notes()
+
+
+def test_different_kinds_are_joined_and_told(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), unigram(["<unk>", "a", "z"]), word_level(["<unk>", "y"]))
+    plan = planned(models, tokenizer_source="union")
+    assert _texts(plan) == "a b c <unk> z y"
+    notes = " ".join(plan.notes())
+    assert "m1 has a Unigram tokenizer and m0 a BPE one: texts are split as m0 does" in notes
+    assert "m2 has a WordLevel tokenizer" in notes
+
+
+# Rows
+
+
+def test_tokens_beyond_the_embedding_count_as_absent(tmp_path: Path) -> None:
+    models = _models(
+        tmp_path, bpe(_BASE, added=["<s>", "<t>"]), bpe(["a", "z"], added=["<u>", "<t>"]), rows={0: 4, 1: 3}
+    )
+    plan = planned(models, tokenizer_source="union")
+    assert _texts(plan) == "a b c <s> z <u>"
+    notes = " ".join(plan.notes())
+    assert "m0: tokens beyond the 4 rows of its embedding: 1 ('<t>'); they count as absent there" in notes
+    assert "m1: tokens beyond the 3 rows of its embedding: 1 ('<t>')" in notes
+    assert [report.beyond for report in plan.report.models] == [("<t>",), ("<t>",)]
+
+
+def test_a_token_beyond_one_embedding_may_come_from_another(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe([*_BASE, "z"]), bpe(["z", "a"]), rows={0: 3})
+    plan = planned(models, tokenizer_source="union")
+    assert _texts(plan) == "a b c z"
+    assert _row_texts(plan, models, 0) == ["0:a", "0:b", "0:c", "1:z"]
+
+
+@pytest.mark.parametrize(("multiple", "num_rows"), [(None, 5), (1, 5), (4, 8), (5, 5), (64, 64)])
+def test_rows_are_rounded_up(tmp_path: Path, multiple: int | None, num_rows: int) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["x", "y"]))
+    plan = planned(models, tokenizer={"source": "union", "pad_to_multiple_of": multiple})
+    assert (plan.num_tokens, plan.num_rows) == (5, num_rows)
+    assert sum(run.count for run in plan.rows_of(0, frozenset({0, 1}))) == 5
+    assert plan.config_changes == {"vocab_size": num_rows}
+
+
+def test_spare_rows_of_the_base_are_left_out_and_told(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(_BASE), rows={0: 8, 1: 8})
+    plan = planned(models, tokenizer_source="base")
+    assert (plan.num_tokens, plan.num_rows) == (3, 3)
+    assert any(note.startswith("m0 has 5 rows more") for note in plan.notes())
+
+
+def test_a_source_row_may_be_a_models_a_tokens_or_zeros(tmp_path: Path) -> None:
+    models = _models(
+        tmp_path, bpe([*_BASE, "x", "y"]), bpe(["z", "x"]), bpe(["a"], added=["<s>"]), rows={1: 9}
+    )
+    wish = _tokens(
+        x={"source": "m1"},
+        y={"source": {"kind": "model_token", "model": "m1", "token": "z"}},
+        b={"source": {"kind": "model_token", "model": "m1", "token_id": 8}, "force": True},
+        c={"source": {"kind": "zero"}},
+        z={"force": True},
+    )
+    plan = planned(models, **wish)
+    assert _texts(plan) == "a b c x y z <s>"
+    assert _row_texts(plan, models, 0) == ["0:a", "1:?", "0:c", "0:x", "0:y", "1:z", "2:<s>"]
+    assert _row_texts(plan, models, 2) == ["2:a", "1:?", "0", "1:x", "1:z", "1:z", "2:<s>"]
+    assert plan.report.forced == ("b", "z")
+    assert plan.report.zeros == ("c",)
+
+
+def test_matrices_come_out_as_the_rules_say(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["c", "d", "a"]), bpe(["d", "b"]))
+    plan = planned(models, tokenizer_source="union")
+    matrices = {
+        index: np.arange(8.0).reshape(4, 2)[: m.num_rows] + 10 * index for index, m in enumerate(models)
+    }
+    found = gathered(plan.rows_of(0, _everybody(models)), matrices)
+    mean = (matrices[1][1] + matrices[2][0]) / 2
+    assert np.array_equal(found, np.vstack([matrices[0], mean]))
+    # Without the first model in the tensor, a gap is filled from the others.
+    alone = gathered(plan.rows_of(2, frozenset({1, 2})), matrices)
+    assert np.array_equal(alone, np.vstack([matrices[1][2], matrices[2][1], matrices[1][0], matrices[2][0]]))
+
+
+def test_a_source_without_effect_is_told(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(_BASE))
+    (note,) = [each for each in planned(models, **_tokens(a={"source": "m1"})).notes() if "no effect" in each]
+    assert note.startswith("the source of 'a' has no effect, since every model has the token")
+    forced = planned(models, **_tokens(a={"source": "m1", "force": True}))
+    assert "no effect" not in " ".join(forced.notes())
+    assert forced.rows_of(0, frozenset({0, 1}))[0] == RowRun(0, 1, ((1, 0),))
+
+
+# Models without a tokenizer
+
+
+def test_a_model_without_a_tokenizer_goes_by_the_bases_where_its_rows_are_as_many(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), None, bpe(["z"]), rows={1: 3})
+    plan = planned(models, tokenizer_source="union")
+    assert plan.rows_of(1, frozenset({0, 1})) == (RowRun(0, 3, ((1, 0),)), RowRun(3, 1, ()))
+    assert "m1 has no tokenizer files and is taken to go by m0's" in plan.notes()
+    others = _models(tmp_path / "others", bpe(_BASE), None, rows={1: 4})
+    (problem,) = refused(others, tokenizer_source="union")
+    assert "m1 has no tokenizer files, and its embedding has 4 rows where m0 has 3" in problem
+
+
+@pytest.mark.parametrize("source", ["union", "base", "m0"])
+def test_the_lead_needs_a_tokenizer(tmp_path: Path, source: str) -> None:
+    (problem,) = refused(_models(tmp_path, None, bpe(_BASE), rows={0: 3}), tokenizer_source=source)
+    assert "recipe: tokenizer_source: m0 has no tokenizer files. Copy" in problem
+
+
+def test_a_tokenizer_may_come_from_a_model_that_gives_no_weights(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["c", "b", "a", "z"]))
+    merged = models[:1]
+    recipe_models = {"tokenizer_source": "m1"}
+    problems = refused(merged, **recipe_models)
+    assert "'m1' is not one of the models of this merge. Name one of: m0." in problems[0]
+    plan = planned(models, **recipe_models)
+    assert plan.rows_of(0, frozenset({0}))[-1] == RowRun(3, 1, ())
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"source": "m9"}, "tokenizer.tokens.a.source: 'm9' is not one of the models of this merge."),
+        ({"source": "m1"}, "tokenizer.tokens.a.source: m1 has no token 'a'."),
+        (
+            {"source": {"kind": "model_token", "model": "m9", "token": "z"}},
+            "tokenizer.tokens.a.source.model: 'm9' is not one of the models",
+        ),
+        (
+            {"source": {"kind": "model_token", "model": "m1", "token": "<en>"}},
+            "m1 has no token '<en>'. Did you mean '<end>'?",
+        ),
+        (
+            {"source": {"kind": "model_token", "model": "m1", "token": "<end>"}},
+            "the token '<end>' of m1 has the id 1, its embedding 1 rows. Name a token that has a row.",
+        ),
+        (
+            {"source": {"kind": "model_token", "model": "m1", "token_id": 1}},
+            "m1 has no token_id 1; its embedding has 1 rows. Write a number from 0 to 0.",
+        ),
+    ],
+)
+def test_a_row_that_is_not_there_is_refused(tmp_path: Path, entry: dict[str, Any], said: str) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["z"], added=["<end>"]), rows={1: 1})
+    (problem,) = refused(models, **_tokens(a=entry))
+    assert said in problem
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["z"]))
+    wish = _tokens(a={"source": "m1"}, q={"source": "m0"}) | {"chat_template": "auto"}
+    assert len(refused(models, **wish)) == 3
+
+
+# The report
+
+
+def test_the_report_counts_tokens_model_by_model(tmp_path: Path) -> None:
+    models = _models(tmp_path, bpe(_BASE), bpe(["a", "c", "z", "y"]))
+    first, second = planned(models, tokenizer_source="base").report.models
+    assert (first.num_equal, first.moved, first.added, first.dropped) == (3, (), (), ())
+    assert (second.num_equal, second.moved, second.added, second.dropped) == (1, ("c",), ("b",), ("z", "y"))
+    assert str(second) == "m1: 1 tokens with equal ids, 1 moved ('c'), 1 added ('b'), 2 dropped ('z', 'y')"
+
+
+def test_notes_sum_up_and_sample(tmp_path: Path) -> None:
+    names = [f"w{at}" for at in range(9)]
+    models = _models(tmp_path, bpe(_BASE), bpe(names), bpe(names))
+    notes = planned(models, tokenizer_source="union").notes()
+    assert notes[0] == "vocabulary: union, 12 tokens in 12 rows"
+    assert "config.json: vocab_size becomes 12" in notes
+    assert (
+        "missing rows filled with the mean of several models' rows: 9 ('w0', 'w1', 'w2' and 6 more)" in notes
+    )
+    assert any(note.startswith("ordinary tokens of m1 that m0 lacks: 9 ('w0'") for note in notes)

@@ -1,0 +1,113 @@
+"""The page on the recipe language: its examples are recipes, and it leaves no key out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from raymerge.recipes import (
+    ROLE_NAMES,
+    AdapterOutput,
+    MethodRule,
+    MoeRecipe,
+    Recipe,
+    canonical,
+    merge_order,
+    parse_recipes,
+)
+from raymerge.recipes.load import MAX_TEXT_BYTES
+from raymerge.recipes.locate import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
+from raymerge.recipes.selector import SELECTOR_KEYS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def completed(example: str) -> str:
+    """The example with what it leaves out because it is not about that."""
+    if "merge_method" not in example:
+        example += "merge_method: linear\n"
+    if not re.search(r"^(models|slices|modules):", example, re.MULTILINE):
+        example += "models: [{model: a}]\n"
+    return example
+
+
+def read(example: str) -> tuple[Recipe | MoeRecipe, ...]:
+    return parse_recipes(completed(example), "example.yml", exists=lambda _: False)
+
+
+def example_with(words: str) -> Recipe:
+    (found,) = [example for example in EXAMPLES if words in example]
+    (recipe,) = read(found)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.splitlines()[0])
+def test_an_example_is_a_recipe(example: str) -> None:
+    recipes = merge_order(read(example), exists=lambda _: False)
+    assert all(canonical(recipe) for recipe in recipes)
+    assert len(recipes) == example.count("\n---\n") + 1
+
+
+def test_there_is_an_example_of_every_part() -> None:
+    shown = "".join(EXAMPLES)
+    parts = ("models", "slices", "modules", "parameters", "methods", "adapter", "name", *SELECTOR_KEYS[::2])
+    assert [part for part in parts if f"{part}:" not in shown] == []
+
+
+@pytest.mark.parametrize("key", Recipe.model_fields)
+def test_every_key_of_a_recipe_is_in_the_first_table(key: str) -> None:
+    assert any(f"`{key}`" in line.split("|")[1] for line in section("Top level").splitlines() if "|" in line)
+
+
+def test_every_key_of_a_selector_of_a_rule_and_of_an_adapter_is_told() -> None:
+    assert all(f"| `{key}` |" in section("Selectors") for key in SELECTOR_KEYS)
+    own = set(MethodRule.model_fields) - set(SELECTOR_KEYS)
+    assert all(f"- `{key}`:" in section("Another method for some tensors") for key in own)
+    assert all(f"| `{key}` |" in section("Adapters") for key in AdapterOutput.model_fields)
+
+
+def test_the_roles_are_told() -> None:
+    told = re.search(r"^Roles are (.*?)\.", section("Selectors"), re.MULTILINE | re.DOTALL)
+    assert told is not None
+    assert tuple(re.findall(r"`(\w+)`", told[1])) == ROLE_NAMES
+
+
+def test_the_defaults_that_are_told_hold() -> None:
+    recipe = example_with("override_architecture")
+    table = dict(re.findall(r"^\| `(\w+)` \|.*\| `(\w+)` \|$", section("Top level"), re.MULTILINE))
+    assert set(table) >= {
+        "missing_tensors",
+        "extra_tensors",
+        "embedding_sizes",
+        "pickled_weights",
+        "duplicates",
+    }
+    assert {key: getattr(recipe, key) for key in table} == table
+
+
+def test_the_limits_that_are_told_hold() -> None:
+    assert section("Limits").strip() == (
+        f"{MAX_TEXT_BYTES // 2**20} MiB of text and {MAX_DOCUMENTS} documents a file; "
+        f"{MAX_NODES:,} values after aliases are expanded and {MAX_DEPTH} levels a recipe."
+    )
+
+
+def test_the_example_of_rules_says_what_its_remarks_say() -> None:
+    attention, norm, mlp = example_with("methods:").methods
+    assert [str(source) for source in (*attention.sources, *norm.sources)] == ["code", "base"]
+    assert mlp.merge_method is None
+    assert mlp.selector.layers == ((0, 3), (28, 31))
+
+
+def test_the_example_of_adapters() -> None:
+    assert example_with("adapter:").adapter == AdapterOutput(rank=32, energy=0.99)

@@ -1,0 +1,429 @@
+"""Several merges in one submission: what is kept between, what is made again, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.chains import documents
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.driver_process import driver, wait_for_receipts
+from kits.merge_cases import INLINE, digests
+
+from raymerge.api import plan_for, submit, verify
+from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
+from raymerge.runtime.chain import kept_steps, sources_of, steps_directory
+from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
+from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.pool import Stop, Work
+from raymerge.runtime.run import RunResult
+from raymerge.runtime.staging import Staging
+
+KEEP = RunOptions(inline=True, keep_intermediates=True)
+AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> list[dict[str, Any]]:
+    """The recipes over models that a test may change, in ``tmp_path / "models"``."""
+    for seed, name in enumerate(("one", "two")):
+        tiny_llama(tmp_path / "models" / name, seed, hidden=128, vocab=128, layers=2)
+    return documents(root=str(tmp_path / "models"))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where the result goes, alone in its directory."""
+    (tmp_path / "outs").mkdir()
+    return tmp_path / "outs" / "out"
+
+
+def _submit(
+    recipes: Any, output: Path, options: RunOptions = KEEP, on_event: Callable[[Event], None] | None = None
+) -> tuple[RunResult, list[Event]]:
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    return submit(recipes, output, options, on_event=take), events
+
+
+def _steps(events: list[Event]) -> list[tuple[str, str]]:
+    """What became of each merge, by its name."""
+    steps = [event for event in events if isinstance(event, StepStarted | StepKept)]
+    return [(event.name, "made" if isinstance(event, StepStarted) else "kept") for event in steps]
+
+
+def _weights(output: Path) -> dict[str, str]:
+    return {name: found for name, found in digests(output).items() if name.endswith(".safetensors")}
+
+
+# What is made
+
+
+def test_a_chain_gives_the_bytes_of_its_merges_made_one_by_one(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    result, _ = _submit(chain, output)
+    for recipe in chain:
+        named = {
+            **recipe,
+            "models": [{**e, "model": _by_hand(e["model"], tmp_path)} for e in recipe["models"]],
+        }
+        if "base_model" in recipe:
+            named["base_model"] = _by_hand(recipe["base_model"], tmp_path)
+        submit(named, tmp_path / recipe.get("name", "last"), INLINE)
+    assert _weights(output) == _weights(tmp_path / "last")
+    assert result.output == output
+    assert verify(output).problems == ()
+    for name in ("left", "right"):
+        assert _weights(steps_directory(output) / name) == _weights(tmp_path / name)
+
+
+def _by_hand(model: str, root: Path) -> str:
+    return str(root / model) if model in ("left", "right") else model
+
+
+def test_events_tell_which_merge_runs(chain: list[dict[str, Any]], output: Path) -> None:
+    _, events = _submit(chain, output)
+    kinds = (StepStarted, Planned, Started, Published)
+    told = [type(event) for event in events if isinstance(event, kinds)]
+    assert told == list(kinds) * 3
+    steps = [event for event in events if isinstance(event, StepStarted)]
+    assert [(step.name, step.number, step.total) for step in steps] == [
+        ("left", 1, 3),
+        ("right", 2, 3),
+        ("", 3, 3),
+    ]
+    places = [event.path for event in events if isinstance(event, Published)]
+    assert places == [str(steps_directory(output) / name) for name in ("left", "right")] + [str(output)]
+
+
+def test_one_recipe_has_no_steps(chain: list[dict[str, Any]], output: Path) -> None:
+    _, events = _submit(chain[:1], output)
+    assert _steps(events) == []
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_the_pool_is_started_once(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    start, close = InlinePool.start, InlinePool.close
+
+    def started(self: InlinePool) -> None:
+        calls.append("start")
+        start(self)
+
+    def closed(self: InlinePool) -> None:
+        calls.append("close")
+        close(self)
+
+    monkeypatch.setattr(InlinePool, "start", started)
+    monkeypatch.setattr(InlinePool, "close", closed)
+    _submit(chain, output)
+    assert calls == ["start", "close"]
+
+
+def test_the_order_of_the_documents_does_not_matter(chain: list[dict[str, Any]], output: Path) -> None:
+    _, events = _submit(chain[::-1], output)
+    assert [name for name, _ in _steps(events)] == ["left", "right", ""]
+
+
+def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    chain[0]["chat_template"] = template = "{{ messages }}, as the first merge has it"
+    chain[2]["chat_template"] = "auto"
+    _submit(chain, output)
+    assert template in (output / "tokenizer_config.json").read_text()
+
+
+# What is left
+
+
+def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    _submit(chain, output, INLINE)
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    first = digests(output)
+    _submit(chain, output, AGAIN)
+    assert digests(output) == first
+    assert sorted(path.name for path in output.parent.iterdir()) == [".out.raymerge.steps", "out"]
+    assert sorted(path.name for path in steps_directory(output).iterdir()) == ["left", "right"]
+    assert verify(steps_directory(output) / "left").problems == ()
+
+
+def test_a_link_to_the_output_place_has_its_steps_where_it_leads(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    output.mkdir()
+    (tmp_path / "link").symlink_to(output)
+    _submit(chain, tmp_path / "link")
+    assert (output.parent / ".out.raymerge.steps" / "left" / "config.json").is_file()
+
+
+def test_a_taken_place_is_refused_before_anything_is_made(chain: list[dict[str, Any]], output: Path) -> None:
+    output.mkdir()
+    (output / "mine.txt").write_text("mine")
+    with pytest.raises(TargetError, match="not empty"):
+        _submit(chain, output)
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_too_little_memory_is_refused_before_anything_is_made(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        _submit(chain, output, RunOptions(inline=True, memory=1 << 20))
+    assert "linear" in caught.value.problems[0].what
+    assert "slerp" in caught.value.problems[-1].what
+    assert list(output.parent.iterdir()) == []
+
+
+def test_problems_of_all_merges_are_raised_before_anything_is_made(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    chain[0]["models"][0]["parameters"]["wieght"] = 1
+    with pytest.raises(ValueError, match="wieght"):
+        _submit(chain, output)
+    assert list(output.parent.iterdir()) == []
+
+
+# What is kept, and what is made again
+
+
+def _again(recipes: Any, output: Path) -> list[tuple[str, str]]:
+    return _steps(_submit(recipes, output, AGAIN)[1])
+
+
+MADE = [("left", "made"), ("right", "made"), ("", "made")]
+KEPT = [("left", "kept"), ("right", "kept"), ("", "made")]
+
+
+def test_what_is_there_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
+    _submit(chain, output)
+    before = digests(output)
+    assert _again(chain, output) == KEPT
+    assert digests(output) == before
+
+
+def test_a_change_makes_again_what_depends_on_it(chain: list[dict[str, Any]], output: Path) -> None:
+    first, _ = _submit(chain, output)
+    chain[1]["models"][0]["parameters"]["weight"] = 0.4
+    assert _again(chain, output) == [("left", "kept"), ("right", "made"), ("", "made")]
+    second = json.loads((output / "raymerge" / "plan" / "manifest.json").read_text())["digest"]
+    assert second != first.digest
+    chain[0]["models"][0]["parameters"]["weight"] = 0.9
+    assert _again(chain, output) == MADE
+
+
+def test_a_comment_makes_nothing_again(chain: list[dict[str, Any]], output: Path, tmp_path: Path) -> None:
+    text = "---\n".join(json.dumps(recipe) + "\n" for recipe in chain)
+    path = tmp_path / "recipe.yml"
+    path.write_text(text)
+    _submit(path, output)
+    path.write_text(text.replace("---\n", "# a remark\n---\n# and another\n"))
+    assert _again(path, output) == KEPT
+
+
+def _cut_short(place: Path) -> None:
+    path = place / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _cut_short,
+        lambda place: (place / "config.json").unlink(),
+        lambda place: (place / "config.json").write_text('{"model_type": "llama"}'),
+        lambda place: (place / "tokenizer.json").unlink(),
+        lambda place: (place / "raymerge" / "ledger.jsonl").unlink(),
+        lambda place: (place / "raymerge" / "plan" / "manifest.json").write_text("[]"),
+        lambda place: (place / "raymerge" / "plan" / "rows.arrow").write_bytes(b""),
+        shutil.rmtree,
+    ],
+)
+def test_what_is_not_sound_is_made_again(
+    harm: Callable[[Path], object], chain: list[dict[str, Any]], output: Path
+) -> None:
+    _submit(chain, output)
+    before = digests(output)
+    harm(steps_directory(output) / "left")
+    assert _again(chain, output) == MADE
+    assert digests(output) == before
+
+
+def test_a_source_that_was_written_again_is_read_again(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    """The headers are the same, and so are the plans."""
+    _submit(chain, output)
+    root = tmp_path / "models" / "two"
+    tensors = {name: tensor * 2 for name, tensor in read_tensors(root).items()}
+    write_checkpoint(root, tensors, json.loads((root / "config.json").read_text()))
+    before = _weights(output)
+    assert _again(chain, output) == MADE
+    assert _weights(output) != before
+
+
+def test_a_companion_that_was_changed_is_copied_again(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    _submit(chain, output)
+    (tmp_path / "models" / "one" / "tokenizer.json").write_text("{}\n")
+    assert _again(chain, output) == MADE
+    assert (output / "tokenizer.json").read_text() == "{}\n"
+
+
+def test_other_numerics_make_everything_again(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(chain, output)
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    assert _again(chain, output) == MADE
+
+
+def test_it_is_told_without_workers_what_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
+    assert kept_steps(plan_for(chain, output), output) == frozenset()
+    _submit(chain, output)
+    assert kept_steps(plan_for(chain, output), output) == {"left", "right"}
+    _cut_short(steps_directory(output) / "right")
+    assert kept_steps(plan_for(chain, output), output) == {"left"}
+    shutil.rmtree(steps_directory(output) / "left")
+    assert kept_steps(plan_for(chain, output), output) == frozenset()
+
+
+def test_a_result_that_something_else_exchanged_is_not_read(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    """As where a file system takes two names for one."""
+    _submit(chain, output)
+    root = steps_directory(output)
+    (*_, last) = plan_for(chain, output)
+    assert len(sources_of(last, root)) == 2
+    shutil.rmtree(root / "left")
+    shutil.copytree(root / "right", root / "left")
+    with pytest.raises(CheckpointError, match="no longer the result"):
+        sources_of(last, root)
+
+
+# Stopping and going on
+
+
+class _Interrupter:
+    """Sends Ctrl-C after some segments of one merge."""
+
+    def __init__(self, step: str, after: int) -> None:
+        self._step = step
+        self._left = after
+        self._name = ""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepStarted):
+            self._name = event.name
+        if isinstance(event, SegmentDone) and self._name == self._step:
+            self._left -= 1
+            if self._left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("step", ["left", "right", ""])
+def test_a_stopped_chain_goes_on_where_it_was(
+    step: str, chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(IncompleteError):
+        _submit(chain, output, INLINE, _Interrupter(step, after=4))
+    assert not output.exists()
+    _, events = _submit(chain, output, INLINE)
+    names = ["left", "right", ""]
+    assert _steps(events) == [
+        (name, "kept" if names.index(name) < names.index(step) else "made") for name in names
+    ]
+    started = next(event for event in events if isinstance(event, Started))
+    assert started.done_segments >= 4
+    _submit(chain, tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_a_killed_chain_goes_on_where_it_was(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path
+) -> None:
+    several: Any = chain
+    with driver(several, output, pause=0.1) as process:
+        wait_for_receipts(steps_directory(output) / "right", 4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not output.exists()
+    _, events = _submit(chain, output, INLINE)
+    assert _steps(events) == [("left", "kept"), ("right", "made"), ("", "made")]
+    started = next(event for event in events if isinstance(event, Started))
+    assert started.done_segments >= 4
+    _submit(chain, tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    with pytest.raises(IncompleteError):
+        _submit(chain, output, INLINE, _Interrupter("right", after=4))
+    chain[0]["models"][0]["parameters"]["weight"] = 0.9
+    with pytest.raises(IncompleteError):
+        _submit(chain, output, INLINE, _Interrupter("", after=4))
+    assert sorted(path.name for path in steps_directory(output).iterdir()) == ["left", "right"]
+    chain[0]["models"][0]["parameters"]["weight"] = 0.8
+    with pytest.raises(TargetError, match="made_by was"):
+        _submit(chain, output, INLINE)
+    assert _again(chain, output) == MADE
+
+
+def test_a_failure_leaves_what_is_made(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = InlinePool.run
+
+    def fail(self: InlinePool, work: Work, segments: Sequence[int], stop: Stop) -> Any:
+        if work.plan.manifest["method"] == "slerp":
+            raise OSError(5, "the disk is gone")
+        return run(self, work, segments, stop)
+
+    monkeypatch.setattr(InlinePool, "run", fail)
+    with pytest.raises(IncompleteError, match="the disk is gone"):
+        _submit(chain, output, INLINE)
+    monkeypatch.undo()
+    assert _steps(_submit(chain, output, INLINE)[1]) == KEPT
+
+
+def test_two_drivers_do_not_make_one_chain(chain: list[dict[str, Any]], output: Path) -> None:
+    (*_, last) = plan_for(chain, output)
+    held = Staging(steps_directory(output), last.plan).lock()
+    with held, pytest.raises(TargetError, match="another raymerge process"):
+        _submit(chain, output)
+    _submit(chain, output)
+
+
+@pytest.mark.ray
+def test_one_ray_pool_makes_all_merges(
+    chain: list[dict[str, Any]], output: Path, tmp_path: Path, ray_cluster: Any
+) -> None:
+    del ray_cluster
+    _, events = _submit(chain, output, RunOptions(workers=2, memory=16 << 20))
+    workers = {event.workers for event in events if isinstance(event, Started)}
+    assert workers == {("worker-0", "worker-1")}
+    _submit(chain, tmp_path / "inline", INLINE)
+    assert digests(output) == digests(tmp_path / "inline")

@@ -1,0 +1,213 @@
+"""Recipes with a tokenizer, merged: rows by token, the files beside them, and the config that fits both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
+from tokenizers import Tokenizer
+
+import raymerge
+from raymerge.errors import PlanError
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ONE = ("<unk>", "the", "a", "red", "house")
+TWO = ("<unk>", "house", "red", "green", "the")
+"""Words of two vocabularies, by id: some in both, some moved, some in one only."""
+
+
+def _tokenizer_files(words: tuple[str, ...], added: tuple[str, ...] = ()) -> dict[str, str]:
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokens = [
+        {
+            "id": len(words) + number,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for number, text in enumerate(added)
+    ]
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": tokens,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    return {"tokenizer.json": json.dumps(whole), "tokenizer_config.json": json.dumps(config)}
+
+
+def _model(
+    root: Path,
+    seed: int,
+    words: tuple[str, ...],
+    *,
+    added: tuple[str, ...] = (),
+    tie: bool = False,
+    spare: int = 0,
+) -> Path:
+    """A Llama of one layer in float32 with a row for each token and ``spare`` rows more."""
+    config = llama_config(layers=1, hidden=8, vocab=len(words) + len(added) + spare, tie=tie)
+    config["torch_dtype"] = "float32"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in llama_shapes(config).items()}
+    return write_checkpoint(root, tensors, config, extra=_tokenizer_files(words, added))
+
+
+def _merge(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    plain = json.loads(json.dumps(recipe, default=str))
+    return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options)).output)
+
+
+def _linear(one: Path, two: Path, **more: Any) -> dict[str, Any]:
+    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in (one, two)]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def _ids(out: Path) -> dict[str, int]:
+    found: dict[str, int] = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab()
+    return found
+
+
+def test_a_union_matches_rows_by_token(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    found = _merge(_linear(one, two, tokenizer_source="union"), tmp_path / "out")
+    ids = _ids(tmp_path / "out")
+    assert [ids[word] for word in ONE] == [0, 1, 2, 3, 4]
+    assert ids["green"] == 5
+    mine, theirs = read_tensors(one), read_tensors(two)
+    for name in (EMBEDDING, HEAD):
+        assert found[name].shape == (6, 8)
+        for word, number in ids.items():
+            rows = [
+                model[name][words.index(word)]
+                for model, words in ((mine, ONE), (theirs, TWO))
+                if word in words
+            ]
+            torch.testing.assert_close(found[name][number], sum(rows) / len(rows))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 6
+
+
+def test_padding_is_the_mean_of_all_rows(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    tokenizer = {"source": "union", "pad_to_multiple_of": 8}
+    found = _merge(_linear(one, two, tokenizer=tokenizer), tmp_path / "out")[EMBEDDING]
+    assert found.shape == (8, 8)
+    torch.testing.assert_close(found[6:], found[:6].mean(dim=0).expand(2, 8))
+
+
+def test_the_base_s_vocabulary_with_rows_of_another_order(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    recipe = _linear(one, two, base_model=str(two), tokenizer_source="base")
+    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
+    mine, theirs = read_tensors(one)[EMBEDDING], read_tensors(two)[EMBEDDING]
+    torch.testing.assert_close(found[1], (mine[4] + theirs[1]) / 2)
+    torch.testing.assert_close(found[3], theirs[3])
+    kept = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert kept == (two / "tokenizer.json").read_bytes()
+
+
+def test_tied_models_stay_tied(tmp_path: Path) -> None:
+    one = _model(tmp_path / "one", 1, ONE, tie=True)
+    two = _model(tmp_path / "two", 2, TWO, added=("<|turn|>",), tie=True)
+    found = _merge(_linear(one, two, tokenizer_source="union"), tmp_path / "out")
+    assert HEAD not in found
+    assert found[EMBEDDING].shape == (7, 8)
+    torch.testing.assert_close(
+        found[EMBEDDING][_ids(tmp_path / "out")["<|turn|>"]], read_tensors(two)[EMBEDDING][5]
+    )
+
+
+def test_rows_that_are_chosen_and_forced(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    tokens = {
+        "green": {"source": {"kind": "zero"}},
+        "red": {"source": {"kind": "model_token", "model": str(one), "token": "the"}, "force": True},
+        "new": {"source": {"kind": "model_token", "model": str(two), "token_id": 3}},
+    }
+    recipe = _linear(one, two, tokenizer={"source": "union", "tokens": tokens})
+    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
+    ids, mine, theirs = _ids(tmp_path / "out"), read_tensors(one)[EMBEDDING], read_tensors(two)[EMBEDDING]
+    torch.testing.assert_close(found[ids["green"]], theirs[3] / 2)
+    torch.testing.assert_close(found[ids["red"]], mine[1])
+    torch.testing.assert_close(found[ids["new"]], theirs[3])
+
+
+def test_a_model_that_only_gives_its_tokenizer(tmp_path: Path) -> None:
+    one, other = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "other", 3, ONE)
+    giver = _model(tmp_path / "giver", 2, TWO)
+    found = _merge(_linear(one, other, tokenizer_source=str(giver)), tmp_path / "out")[EMBEDDING]
+    assert _ids(tmp_path / "out") == {word: number for number, word in enumerate(TWO)}
+    mean = (read_tensors(one)[EMBEDDING] + read_tensors(other)[EMBEDDING]) / 2
+    torch.testing.assert_close(found[1], mean[4])
+    torch.testing.assert_close(found[3], read_tensors(giver)[EMBEDDING][3])
+    plan = raymerge.plan(_linear(one, other, tokenizer_source=str(giver)))
+    fates = {row["rule"] for row in plan["dispositions"].to_pylist() if row["source"] == 2}
+    assert fates == {"method", "config_only"}
+
+
+def test_without_a_tokenizer_the_files_are_copied_and_spare_rows_kept(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE, spare=3), _model(tmp_path / "two", 2, ONE, spare=3)
+    found = _merge(_linear(one, two), tmp_path / "out")
+    assert found[EMBEDDING].shape == (8, 8)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
+
+
+def test_a_chat_template_of_any_length_with_and_without_a_tokenizer(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    template = "{% for m in messages %}" + "{{ m['content'] }} / " * 400 + "{% endfor %}"
+    for number, more in enumerate(({}, {"tokenizer_source": "union"})):
+        place = tmp_path / f"out{number}"
+        _merge(_linear(one, two, chat_template=template, **more), place)
+        config = json.loads((place / "tokenizer_config.json").read_text())
+        stored = place / "chat_template.jinja"
+        assert template == (stored.read_text() if stored.exists() else config["chat_template"])
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "slerp", "dare_linear"])
+def test_memory_changes_no_byte(tmp_path: Path, method: str) -> None:
+    words = ("<unk>", *(f"w{n}" for n in range(3000)))
+    shuffled = ("<unk>", *(f"w{(7 * n) % 3300}" for n in range(3200)))
+    one, two = _model(tmp_path / "one", 1, words), _model(tmp_path / "two", 2, shuffled)
+    recipe = _linear(one, two, base_model=str(one), tokenizer={"source": "union", "pad_to_multiple_of": 128})
+    recipe |= {"merge_method": method}
+    if method == "slerp":
+        recipe["parameters"] = {"t": 0.4}
+        recipe["models"] = [{"model": str(one)}, {"model": str(two)}]
+    elif method != "linear":
+        recipe["models"][1]["parameters"]["density"] = 0.5
+    digests = set()
+    for number, memory in enumerate((20 << 20, 256 << 20)):
+        _merge(recipe, tmp_path / f"out{number}", memory=memory)
+        weights = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
+        digests.add(hashlib.sha256(weights).hexdigest())
+    assert len(digests) == 1
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said_before_a_byte_is_written(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    tokens = {"green": {"source": str(one)}}
+    recipe = _linear(one, two, tokenizer={"source": "union", "tokens": tokens}, chat_template="chatmll")
+    with pytest.raises(PlanError) as caught:
+        _merge(recipe, tmp_path / "out")
+    text = str(caught.value)
+    assert "green" in text
+    assert "Did you mean 'chatml'?" in text
+    assert not (tmp_path / "out").exists()
