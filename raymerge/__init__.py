@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raymerge.api import RunOptions as RunOptions
     from raymerge.api import RunResult as RunResult
+    from raymerge.api import extract_lora as extract_lora
     from raymerge.api import inspect as inspect
+    from raymerge.api import merge_adapters as merge_adapters
     from raymerge.api import plan as plan
+    from raymerge.api import plan_all as plan_all
     from raymerge.api import submit as submit
     from raymerge.api import verify as verify
 
-__all__ = ["RunOptions", "RunResult", "inspect", "plan", "submit", "verify"]
+__all__ = [
+    "RunOptions",
+    "RunResult",
+    "extract_lora",
+    "inspect",
+    "merge_adapters",
+    "plan",
+    "plan_all",
+    "submit",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -10,12 +10,24 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from raymerge.checkpoints.adapters import is_adapter
 from raymerge.errors import CheckpointError, PlanError, Problem, RecipeError
+from raymerge.lora import (
+    Combination,
+    Extraction,
+    ExtractOptions,
+    Limits,
+    ModuleReport,
+    Selection,
+    combine_recipe,
+    extract_lora,
+)
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.planned import PlannedMerge, plan_merges
 from raymerge.planner.sources import open_reference
 from raymerge.planner.tables import Plan
 from raymerge.recipes import (
+    ModelReference,
     MoeRecipe,
     Recipe,
     load_recipes,
@@ -32,14 +44,23 @@ from raymerge.runtime.run import RunResult
 from raymerge.verifier.structure import Verdict, verify_structure
 
 __all__ = [
+    "Combination",
+    "ExtractOptions",
+    "Extraction",
     "Inspection",
+    "Limits",
+    "ModuleReport",
     "Plan",
     "RecipeLike",
     "RecipesLike",
     "RunOptions",
     "RunResult",
+    "Selection",
     "Verdict",
+    "extract_lora",
     "inspect",
+    "merge_adapters",
+    "merges_adapters",
     "plan",
     "plan_all",
     "plan_for",
@@ -67,7 +88,8 @@ def read_recipe(recipe: RecipeLike) -> Recipe:
     found = read_recipes(recipe)
     if len(found) > 1:
         what = f"there are {len(found)} recipes where one is expected."
-        raise RecipeError(Problem(found[0].where(), what, "Use 'plan_all' and 'submit', which take several."))
+        remedy = "Use 'plan_all' and 'submit', which take several; a merge of adapters is a recipe alone."
+        raise RecipeError(Problem(found[0].where(), what, remedy))
     return found[0]
 
 
@@ -92,7 +114,7 @@ def plan(recipe: RecipeLike) -> Plan:
 
     Raises:
         RecipeError: the recipe is not valid, or the file holds several: ``plan_all`` takes those.
-        PlanError: recipe and sources fit so little that there is no plan to show.
+        PlanError: recipe and sources fit so little that there is no plan to show, or it merges adapters.
     """
     return plan_all(read_recipe(recipe))[0]
 
@@ -117,8 +139,10 @@ def plan_for(recipes: RecipesLike, output: str | Path) -> tuple[PlannedMerge, ..
         recipes: what to merge.
         output: where it would be submitted to; results that others use would lie beside it.
     """
-    root = steps_directory(Path(output))
-    return plan_merges(read_recipes(recipes), root, version=version("raymerge"))
+    found = read_recipes(recipes)
+    if _is_of_adapters(found):
+        raise PlanError(_no_plan(found[0]))
+    return plan_merges(found, steps_directory(Path(output)), version=version("raymerge"))
 
 
 def submit(
@@ -137,6 +161,7 @@ def submit(
         on_event: receives progress.
 
     Raises:
+        PlanError: recipe and sources do not fit, or the recipe merges adapters: ``merge_adapters`` does that.
         RaymergeError: see its subclasses; ``exit_code`` tells a user's error from an unfinished run.
     """
     began = time.monotonic()
@@ -154,6 +179,36 @@ def submit(
             return Chain(planning.result(), place, chosen, on_event=emit, began=began).carry_out(pool)
         finally:
             pool.close()
+
+
+def merge_adapters(recipe: RecipeLike, output: str | Path) -> Combination:
+    """Merge the adapters of a recipe into one adapter that peft loads; in this process, on the CPU.
+
+    Args:
+        recipe: its ``models`` are adapters of one model, each a directory or a Hub name; its ``adapter``
+            block, if there is one, says how the result becomes factors.
+        output: directory of the new adapter; must be absent or empty.
+
+    Raises:
+        RecipeError: the recipe is not valid, or the file holds several.
+        PlanError: the recipe cannot be carried out on these adapters; all reasons.
+        NonFiniteError: a factor has NaN or infinity.
+        TargetError: something is at the output place.
+    """
+    return combine_recipe(read_recipe(recipe), output)
+
+
+def merges_adapters(recipes: RecipesLike) -> bool:
+    """Whether ``merge_adapters`` does what is asked rather than ``submit``.
+
+    It does for one recipe that has an ``adapter`` block, or that lists two or more models which all are
+    local directories of adapters. Nothing is fetched to find out.
+
+    Raises:
+        RecipeError: the recipes are not valid, or do not go together.
+        PlanError: one is of a kind that cannot be carried out yet.
+    """
+    return _is_of_adapters(read_recipes(recipes))
 
 
 def verify(path: str | Path) -> Verdict:
@@ -206,6 +261,30 @@ def _not_yet(recipe: MoeRecipe) -> Problem:
         recipe.where("experts"),
         "this recipe builds a mixture of experts from dense models, which raymerge does not do yet.",
         "Recipes that merge whole models ('merge_method' with 'models' or 'slices') work.",
+    )
+
+
+def _is_of_adapters(recipes: Sequence[Recipe]) -> bool:
+    if len(recipes) != 1:
+        return False
+    models = recipes[0].models
+    # One adapter alone stands where a model is needed: planning says how to name it together with its model.
+    is_implied = len(models) > 1 and all(_names_adapter(entry.model) for entry in models)
+    return is_implied or recipes[0].adapter is not None
+
+
+def _names_adapter(reference: ModelReference) -> bool:
+    # os.path and not pathlib, which raises on names too long for the file system.
+    directory = os.path.expanduser(reference.path)
+    return reference.lora_path is None and os.path.isdir(directory) and is_adapter(directory)
+
+
+def _no_plan(recipe: Recipe) -> Problem:
+    return Problem(
+        recipe.where("models" if recipe.adapter is None else "adapter"),
+        "this recipe merges adapters into one adapter, which is done at once and has no plan.",
+        "Use 'raymerge submit' without --dry-run; in Python, 'merge_adapters'. To merge models that have "
+        "these adapters on them, name each as MODEL+ADAPTER.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raymerge.cli.adapters import Fact, adapter_json, energy_fact, factors_fact, listed, show_adapter
 from raymerge.cli.messages import guarded
 from raymerge.cli.plan import default_output, explain_all, read_memory, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.options import Device, RunOptions
+from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from typing import IO
+
+    from raymerge.api import Combination
 
 _OUT_HELP = "Directory of the new checkpoint; RECIPE-merged where none is named."
 
@@ -70,14 +75,17 @@ def submit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")] = False,
 ) -> None:
-    """Merge, verify and publish. A stopped run goes on by the same command."""
+    """Merge, verify and publish. A stopped run goes on by the same command.
+
+    A recipe whose models are adapters gives an adapter.
+    """
 
     def verb() -> int:
         budget = read_memory(memory)
         options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates)
         request = Request(recipe, _place(recipe, out, output), options, as_json)
         with own_stdout() as stdout:
-            return _rehearse(request, stdout) if dry_run else _submit(request, stdout)
+            return _rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
 
@@ -108,12 +116,65 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _submit(request: Request, stdout: IO[str]) -> int:
-    with _terminable(), make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
-        from raymerge.api import submit
+def _carry_out(request: Request, stdout: IO[str]) -> int:
+    with _terminable():
+        with make_console(sys.stderr).status("reading the recipe"):
+            from raymerge.api import merges_adapters
 
+            is_of_adapters = merges_adapters(request.recipe)
+        return _merge_adapters(request, stdout) if is_of_adapters else _submit(request, stdout)
+
+
+def _submit(request: Request, stdout: IO[str]) -> int:
+    from raymerge.api import submit
+
+    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
         submit(request.recipe, request.output, request.options, on_event=progress)
     return 0
+
+
+def _merge_adapters(request: Request, stdout: IO[str]) -> int:
+    from raymerge.api import merge_adapters
+
+    if problems := list(_unusable(request.options)):
+        raise OptionError(problems)
+    with make_console(sys.stderr).status("merging the adapters"):
+        made = merge_adapters(request.recipe, request.output)
+    if request.as_json:
+        put_json(stdout, {"event": "adapter_merged", **adapter_json(made)})
+    else:
+        show_adapter(make_console(stdout), made, _adapter_facts(made))
+    return 0
+
+
+def _unusable(options: RunOptions) -> Iterator[Problem]:
+    """Options that a merge of adapters cannot honour."""
+    if options.workers not in (None, 1):
+        yield _dropped("--workers", "is done by one process")
+    if options.memory is not None:
+        yield _dropped("--memory", "keeps to no limit: it holds one module of every adapter at a time")
+    if options.device == "cuda":
+        yield _dropped("--device", "is computed on the CPU")
+    if options.address is not None:
+        yield _dropped("--address", "is done in this process, on no cluster")
+    if options.keep_intermediates:
+        yield _dropped("--keep-intermediates", "makes nothing on its way")
+    if options.replace:
+        what = "a merge of adapters replaces nothing: its output place must be absent or empty."
+        yield Problem("--replace", what, "Drop it; choose another -o, or remove what is there first.")
+
+
+def _dropped(option: str, reason: str) -> Problem:
+    return Problem(option, f"a merge of adapters {reason}.", f"Drop {option}.")
+
+
+def _adapter_facts(made: Combination) -> Iterator[Fact]:
+    yield factors_fact(made.modules)
+    if made.saved:
+        yield "saved whole", listed(made.saved)
+    yield energy_fact(made.modules)
+    yield "error", f"{made.relative_error:.4f} of the length of the merged change"
+    yield "size", format_size(made.nbytes)
 
 
 def _rehearse(request: Request, stdout: IO[str]) -> int:

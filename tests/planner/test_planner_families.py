@@ -148,7 +148,7 @@ def test_problems_of_the_recipe_do_not_hide_those_of_the_tensors(tmp_path: Path)
         "1 of its tensors have 80 rows, one for each token",
     ):
         assert any(words in problem for problem in problems), words
-    assert len(problems) == 5
+    assert len(problems) == 6
 
 
 def test_models_of_two_families_have_no_plan_but_all_that_the_recipe_lacks_is_told(tmp_path: Path) -> None:
