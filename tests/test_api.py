@@ -8,10 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from kits.adapter_maker import peft_merge
+from kits.adapter_merges import BASE, adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama
 
 import raymerge
-from raymerge.api import plan_all, read_recipe, read_recipes
+from raymerge.api import (
+    ExtractOptions,
+    Limits,
+    Selection,
+    merges_adapters,
+    plan_all,
+    read_recipe,
+    read_recipes,
+)
 from raymerge.errors import PlanError, RecipeError
 from raymerge.runtime.events import Event, Published
 
@@ -101,6 +112,73 @@ def test_faults_of_all_recipes_come_at_once_with_their_numbers(
 
 def test_inspect_tells_what_a_checkpoint_holds(recipe: Mapping[str, object], tmp_path: Path) -> None:
     assert raymerge.inspect(tmp_path / "a").to_json()
+
+
+def _of(*models: object, **more: object) -> dict[str, object]:
+    """A recipe of the mean of these, whatever they are."""
+    entries = [{"model": str(each), "parameters": {"weight": 0.5}} for each in models]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def test_adapters_are_merged_into_an_adapter(tmp_path: Path) -> None:
+    roots = [adapter(tmp_path / str(seed), seed) for seed in range(2)]
+    made = raymerge.merge_adapters(_of(*roots, adapter={"combine": "concatenate"}), tmp_path / "out")
+    one, two, merged = (peft_merge(BASE, root) for root in (*roots, tmp_path / "out"))
+    assert (made.output, made.relative_error) == (str(tmp_path / "out"), 0)
+    for name, change in merged.items():
+        torch.testing.assert_close(change, (one[name] + two[name]) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_of_adapters_is_known_by_its_models_or_its_block(tmp_path: Path) -> None:
+    one, two = (adapter(tmp_path / str(seed), seed) for seed in range(2))
+    tiny_llama(tmp_path / "base", 0)
+    assert merges_adapters(_of(one, two))
+    assert merges_adapters([_of(one, two)])
+    assert merges_adapters(read_recipe(_of("an/adapter", "another/one", adapter={})))
+    assert not merges_adapters(_of("an/adapter", "another/one"))
+    assert not merges_adapters(_of(one))
+    assert not merges_adapters(_of(one, tmp_path / "base"))
+    assert not merges_adapters(_of(f"{tmp_path / 'base'}+{one}", f"{tmp_path / 'base'}+{two}"))
+    assert not merges_adapters(_of(one, "x" * 5000))
+    assert not merges_adapters([{**_of(one, two, adapter={}), "name": "first"}, _of(one, "first")])
+
+
+def test_an_adapter_in_the_home_directory_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for seed in range(2):
+        adapter(tmp_path / str(seed), seed)
+    assert merges_adapters(_of("~/0", "~/1"))
+
+
+@pytest.mark.parametrize("more", [{}, {"adapter": {"rank": 2}}])
+def test_a_merge_of_adapters_has_no_plan_and_gives_no_checkpoint(
+    more: Mapping[str, object], tmp_path: Path
+) -> None:
+    recipe = _of(*(adapter(tmp_path / str(seed), seed) for seed in range(2)), **more)
+    options = raymerge.RunOptions(inline=True)
+    verbs = (raymerge.plan, plan_all, lambda asked: raymerge.submit(asked, tmp_path / "out", options))
+    for verb in verbs:
+        with pytest.raises(PlanError, match="'merge_adapters'") as caught:
+            verb(recipe)
+        assert caught.value.problems[0].where == f"recipe: {'adapter' if more else 'models'}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_merged_by_one_recipe_alone(tmp_path: Path) -> None:
+    recipes = tmp_path / "two.yml"
+    text = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nadapter: {rank: 2}\n"
+    recipes.write_text(f"name: first\n{text}---\nmerge_method: passthrough\nmodels: [{{model: first}}]\n")
+    with pytest.raises(RecipeError, match="a merge of adapters is a recipe alone"):
+        raymerge.merge_adapters(recipes, tmp_path / "out")
+
+
+def test_an_adapter_is_extracted_through_the_same_door(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base", 0)
+    tiny_llama(tmp_path / "tuned", 1, base=base)
+    options = ExtractOptions(Limits(3), Selection(embeddings="skip", rest="skip"), "cpu")
+    made = raymerge.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "out", options)
+    assert {module.rank for module in made.modules} == {3}
+    assert made.saved == ()
 
 
 def test_errors_are_the_librarys_own(tmp_path: Path) -> None:

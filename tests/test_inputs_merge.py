@@ -116,6 +116,13 @@ def test_files_are_merged_by_name(files: tuple[Path, Path], tmp_path: Path) -> N
         torch.testing.assert_close(tensor, wanted)
 
 
+def test_files_may_be_merged_to_another_dtype(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = merge(mean(*files, dtype="bfloat16"), tmp_path / "out").result.output
+    found = load_file(out / "model.safetensors")
+    assert {name for name, tensor in found.items() if tensor.dtype is not torch.bfloat16} == {"ids"}
+    assert verify(out).problems == ()
+
+
 def test_several_shards_get_an_index(files: tuple[Path, Path], tmp_path: Path) -> None:
     merge(mean(*files, shard_size=2000), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

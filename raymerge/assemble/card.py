@@ -34,6 +34,7 @@ def model_card(
     digest: str,
     seed: int,
     version: str,
+    is_raw: bool = False,
 ) -> str:
     """README.md of the output.
 
@@ -45,11 +46,14 @@ def model_card(
         digest: digest of the plan.
         seed: seed of the recipe.
         version: version of raymerge.
+        is_raw: whether the parents are single files of tensors, which no library is known to load.
     """
     on_base = f" on the base {_code(shown_name(base))}" if base else ""
     lines = [
         "---",
-        yaml.safe_dump(_front_matter(parents), sort_keys=False, allow_unicode=True).rstrip("\n"),
+        yaml.safe_dump(
+            _front_matter(() if is_raw else parents, is_raw=is_raw), sort_keys=False, allow_unicode=True
+        ).rstrip("\n"),
         "---",
         "# Merged model",
         "",
@@ -80,7 +84,7 @@ def shown_name(name: str) -> str:
     return "/".join([part for part in path.parts if part not in (path.anchor, "~")][-2:])
 
 
-def _front_matter(parents: Sequence[Parent]) -> dict[str, Any]:
+def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
     matter: dict[str, Any] = {}
     bases = list(dict.fromkeys(parent.name for parent in parents if _HUB_ID.fullmatch(parent.name)))
     if bases:
@@ -89,7 +93,9 @@ def _front_matter(parents: Sequence[Parent]) -> dict[str, Any]:
     agreed = licences.pop() if len(licences) == 1 else None
     if agreed:
         matter["license"] = agreed
-    return matter | {"library_name": "transformers", "tags": ["merge", "raymerge"]}
+    if not is_raw:
+        matter["library_name"] = "transformers"
+    return matter | {"tags": ["merge", "raymerge"]}
 
 
 def _parent_line(parent: Parent) -> str:

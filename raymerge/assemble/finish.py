@@ -34,6 +34,7 @@ def finish_companions(
         digest=plan.digest,
         seed=int(plan.manifest["seed"]),
         version=str(plan.manifest["raymerge"]),
+        is_raw=not plan.manifest["config"],
     )
     target.write_atomic("README.md", card.encode())
 

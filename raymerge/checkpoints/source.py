@@ -142,9 +142,10 @@ def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader |
         CheckpointError: with every problem of this file.
     """
     file = Path(path)
-    status = file.stat()
-    info = FileInfo(file.name, status.st_size, str(status.st_mtime_ns))
     with LocalStore(file.parent) as store:
+        info = store.info(file.name)
+        if info is None:
+            raise CheckpointError(Problem(str(path), "there is no such file.", "Check the path."))
         read = read_pickle or _read_safetensors
         header, notes = read(store, info)
     return Checkpoint(

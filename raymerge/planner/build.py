@@ -335,7 +335,8 @@ def _notes(
     notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
     giver = sources[donor_of(recipe, sources)]
     donor = giver.name
-    notes.append(f"config, tokenizer and companion files come from {donor}")
+    if not giver.checkpoint.is_raw:
+        notes.append(f"config, tokenizer and companion files come from {donor}")
     notes += config_notes(sections, sources, donor=giver)
     notes += [
         f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"

@@ -228,6 +228,9 @@ def _check_config(plan: Plan, found: Contradictions) -> None:
     """What the config says of dtype and tie is what the tensors are."""
     manifest = plan.manifest
     config, tie, recipe = manifest["config"], manifest["tie"], manifest["recipe"]
+    if not config:
+        # A merge of single files has none.
+        return
     pair = [_content(plan, tie[each]) for each in ("head", "embedding")]
     declared = declared_tie(config)
     if tie["tied"] is not None and declared != tie["tied"]:

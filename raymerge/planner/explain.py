@@ -173,11 +173,13 @@ def explain(
     """
     holders = holdings(sources)
     donor = int(plan.manifest["donor"])
+    # A merge of single files has no config that a source could give.
+    giver = donor if plan.manifest["config"] else -1
     shards = plan["shards"]
     return Explanation(
         digest=plan.digest,
         method=str(plan.manifest["method"]),
-        sources=tuple(_source_line(each, index == donor) for index, each in enumerate(holders)),
+        sources=tuple(_source_line(each, index == giver) for index, each in enumerate(holders)),
         output=_output_line(plan),
         dispositions=_disposition_lines(plan, holders),
         read_bytes=_read_bytes(plan),

@@ -238,7 +238,7 @@ class Run:
         problems = []
         for each in holdings(self._sources):
             with open_store(each.root) as store:
-                now = {file.key: file.version for file in store.files()}
+                now = {file.key: store.info(file.key) for file in each.files}
             problems += [
                 Problem(
                     f"{each.name}: {file.key}",
@@ -246,7 +246,7 @@ class Run:
                     "Leave the sources alone, and start again with --replace.",
                 )
                 for file in each.files
-                if now.get(file.key) != file.version
+                if (found := now[file.key]) is None or found.version != file.version
             ]
         if problems:
             raise CheckpointError(problems)

@@ -70,6 +70,15 @@ class LocalStore:
         """
         return tuple(sorted(_walk(self.root, ""), key=lambda info: info.key))
 
+    def info(self, key: str) -> FileInfo | None:
+        """One file as it is now, without a look at the others; None where there is none."""
+        try:
+            status = os.stat(self.location(key))
+        except OSError:
+            return None
+        regular = stat.S_ISREG(status.st_mode)
+        return FileInfo(key, status.st_size, str(status.st_mtime_ns)) if regular else None
+
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
         data = bytearray(nbytes)

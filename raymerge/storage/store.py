@@ -30,6 +30,9 @@ class ReadStore(Protocol):
     def files(self) -> tuple[FileInfo, ...]:
         """Every file, sorted by key; what lies in hidden directories is left out."""
 
+    def info(self, key: str) -> FileInfo | None:
+        """One file; None where there is none."""
+
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``.
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from kits.command_line import Outcome, run_command
-from safetensors.torch import save_file
 
 LATER = dict.fromkeys(
     (
@@ -32,7 +30,20 @@ LATER = dict.fromkeys(
 )
 """Recipes that need something which does not exist yet, and what."""
 
-EXPLICIT = {"embed-size-mismatch": "embedding_sizes: common"}
+EXPLICIT = {
+    "embed-size-mismatch": "embedding_sizes: common",
+    **dict.fromkeys(
+        (
+            "gpt2-bin",
+            "linear-bin-source",
+            "multislerp-three",
+            "ram-three",
+            "sce-topk",
+            "ties-three-densities",
+        ),
+        "pickled_weights: read",
+    ),
+}
 """Recipes that raymerge refuses until they say what they mean, and the line that says so."""
 
 WEIGHTS_ONLY = {
@@ -45,9 +56,6 @@ WEIGHTS_ONLY = {
 The float64 result, rounded once, is off by 0.28 standard deviations in the first, too; in the last, it has
 raymerge's 10 elements, not the reference's.
 """
-
-PICKLED = ("llama-story", "gpt2-story")
-"""Models with a pickled weight file only: refused as they are, so converted first, as the message says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ def submit_inline(recipe: str, out: Path, cwd: Path) -> Outcome:
 
 def run_recipes(pack: Path, place: Path) -> dict[str, Merge]:
     """Run every recipe that can be run, below ``place``, and judge them."""
-    names, cwd, outs = recipe_names(pack), _converted_pack(pack, place / "pack"), place / "outs"
+    names, cwd, outs = recipe_names(pack), _explicit_pack(pack, place / "pack"), place / "outs"
     outcomes = {name: submit_inline(f"recipes/{name}.yml", outs / name, cwd) for name in names}
     compare = [sys.executable, str(pack / "compare.py"), "--pack", str(pack), "--outputs", str(outs)]
     said = {
@@ -173,27 +181,12 @@ def _any_of(names: Iterable[str]) -> str:
     return f"^({'|'.join(sorted(names))})$"
 
 
-def _converted_pack(pack: Path, place: Path) -> Path:
-    """The pack's models, the pickled ones converted and the others linked, and its recipes, made explicit."""
-    (place / "models").mkdir(parents=True)
+def _explicit_pack(pack: Path, place: Path) -> Path:
+    """The pack with its recipes made explicit."""
+    place.mkdir(parents=True)
+    (place / "models").symlink_to(pack / "models")
     shutil.copytree(pack / "recipes", place / "recipes", copy_function=shutil.copyfile)
     for name, line in EXPLICIT.items():
         with (place / "recipes" / f"{name}.yml").open("a") as recipe:
             recipe.write(f"\n{line}\n")
-    for model in (pack / "models").iterdir():
-        if model.name in PICKLED:
-            _convert(model, place / "models" / model.name)
-        else:
-            (place / "models" / model.name).symlink_to(model)
     return place
-
-
-def _convert(source: Path, target: Path) -> None:
-    """Copy a pickled model, its weights as safetensors, every tensor with bytes of its own."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.bin"), copy_function=shutil.copyfile)
-    weights = torch.load(source / "pytorch_model.bin", weights_only=True)
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in weights.items()},
-        target / "model.safetensors",
-        metadata={"format": "pt"},
-    )
