@@ -13,6 +13,7 @@ import torch
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
 from raymerge.methods.reduce import HISTOGRAM_BYTES, PIECE, MagnitudeSelection, chunk_length
 from raymerge.methods.rows import row_batches
+from raymerge.methods.task_arithmetic import on_base
 
 _SMALLEST_PROBABILITY = 1e-8
 _WHISKER = 1.5
@@ -58,7 +59,7 @@ class ArceeFusionKernel:
         taken = _importances(tile, settings.row_length).ge_(median + _WHISKER * (third - first))
         (source,) = tile.sources
         # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
-        return taken.mul_(source - tile.require_base()).add_(tile.require_base())
+        return on_base(taken.mul_(source - tile.require_base()), tile)
 
 
 def _importances(tile: Tile, row_length: int) -> torch.Tensor:

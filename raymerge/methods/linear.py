@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from raymerge.methods.gram import combine
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
 
 _CANCELS = 1e-8
@@ -17,8 +18,13 @@ class LinearKernel(SinglePass):
     """``sum w_i T_i``, divided by ``sum w_i`` under ``normalize``."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """The weighted sum; coefficients are normalised in float64 before they meet the elements."""
+        """The weighted sum; coefficients are normalised in float64 before they meet the elements.
+
+        A mean is added up as changes to one source, so that sources that agree give their very bits.
+        """
         coefficients = _coefficients(settings)
+        if settings.flag("normalize"):
+            return combine(tile.sources, coefficients, None)
         merged = tile.sources[0] * coefficients[0]
         product = torch.empty_like(merged)
         for source, coefficient in zip(tile.sources[1:], coefficients[1:], strict=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raymerge.methods.gram import combine
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
 from raymerge.methods.reduce import add_products
 
@@ -57,8 +58,7 @@ class SlerpKernel:
     def apply(self, tile: Tile, settings: Settings, state: _Products) -> torch.Tensor:
         """The two coefficients, computed once in float64, on the unnormalised tensors."""
         of_base, of_source = _coefficients(state.cosine(), settings.number("t"))
-        (source,) = tile.sources
-        return (tile.require_base() * of_base).add_(source * of_source)
+        return combine((tile.require_base(), *tile.sources), (of_base, of_source), None)
 
 
 def _coefficients(cosine: float, t: float) -> tuple[float, float]:

@@ -10,7 +10,9 @@ from typing import Any
 
 from kits.checkpoint_maker import tiny_llama
 
-from raymerge.api import submit
+from raymerge.api import plan, submit
+from raymerge.methods import find_method
+from raymerge.planner.memory import project
 from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import RunResult
@@ -47,7 +49,6 @@ def make_family(root: Path, *, hidden: int = 32, layers: int = 2, files: int = 1
 def recipes(family: Family) -> dict[str, dict[str, Any]]:
     """One recipe for each method, by its name."""
     base = str(family.base)
-    thinned = _models(family, {"weight": 0.6, "density": 0.5})
     return {
         "linear": {"merge_method": "linear", "models": _models(family, {"weight": 0.3}), "dtype": "float32"},
         "passthrough": {
@@ -68,10 +69,83 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
             "models": [{"model": base}, {"model": str(family.tunes[0])}],
             "parameters": {"t": 0.4},
         },
-        "ties": {"merge_method": "ties", "base_model": base, "models": thinned},
-        "dare_linear": {"merge_method": "dare_linear", "base_model": base, "models": thinned, "seed": 5},
-        "dare_ties": {"merge_method": "dare_ties", "base_model": base, "models": thinned, "seed": 5},
+        **_spherical(family),
+        **_of_deltas(family),
     }
+
+
+def _spherical(family: Family) -> dict[str, dict[str, Any]]:
+    """The methods that take weights, on arcs and means."""
+    base, (one, two, _) = str(family.base), family.tunes
+    pair = [
+        {"model": str(one), "parameters": {"weight": 0.7}},
+        {"model": str(two), "parameters": {"weight": 0.3}},
+    ]
+    weighted, alone = _models(family, {"weight": 0.5}), [{"model": str(one)}]
+    return {
+        "nuslerp": {
+            "merge_method": "nuslerp",
+            "models": pair,
+            "parameters": {"nuslerp_flatten": False, "nuslerp_row_wise": [{"filter": "mlp", "value": 1}]},
+        },
+        "multislerp": {"merge_method": "multislerp", "base_model": base, "models": weighted},
+        "karcher": {"merge_method": "karcher", "models": _models(family, {})},
+        "slerp_delta": {
+            "merge_method": "slerp_delta",
+            "base_model": base,
+            "models": [{"model": str(one)}, {"model": str(two)}],
+            "parameters": {"t": 0.3},
+        },
+        "geometric_median": {"merge_method": "geometric_median", "models": weighted},
+        "nearswap": {
+            "merge_method": "nearswap",
+            "base_model": base,
+            "models": alone,
+            "parameters": {"t": 0.01},
+        },
+        "arcee_fusion": {"merge_method": "arcee_fusion", "base_model": base, "models": alone},
+    }
+
+
+def _of_deltas(family: Family) -> dict[str, dict[str, Any]]:
+    """The methods that take deltas."""
+    thinned = _models(family, {"weight": 0.6, "density": 0.5})
+    named = {
+        "ties": {},
+        "dare_linear": {"seed": 5},
+        "dare_ties": {"seed": 5},
+        "breadcrumbs": {},
+        "breadcrumbs_ties": {},
+        "della": {"seed": 5},
+        "della_linear": {"seed": 5},
+        "sce": {"parameters": {"select_topk": 0.5}},
+        "ram": {},
+        "ramplus_tl": {},
+        "consensus_ta": {},
+        "lines": {},
+        "model_stock": {"parameters": {"filter_wise": [{"filter": "mlp", "value": 1}, {"value": 0}]}},
+        "iso_c": {},
+        "tsv_m": {},
+    }
+    return {
+        name: {
+            "merge_method": name,
+            "base_model": str(family.base),
+            "models": _fitting(name, thinned),
+            **more,
+        }
+        for name, more in named.items()
+    }
+
+
+def _fitting(name: str, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries with the parameters that the method has."""
+    method = find_method(name)
+    assert method is not None
+    return [
+        {**each, "parameters": {k: v for k, v in each["parameters"].items() if method.parameter(k)}}
+        for each in entries
+    ]
 
 
 def _models(family: Family, parameters: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -95,6 +169,11 @@ def merge(recipe: Mapping[str, Any], output: Path, options: RunOptions = INLINE)
     events: list[Event] = []
     result = submit(recipe, output, options, on_event=events.append)
     return Merged(result, events)
+
+
+def least_memory(recipe: Mapping[str, Any]) -> int:
+    """Bytes of the smallest budget that a recipe can be run with."""
+    return project(plan(recipe), LEAST_MEMORY).least_budget
 
 
 def digests(output: Path) -> dict[str, str]:

@@ -7,21 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import read_tensors, write_checkpoint
-from kits.merge_cases import INLINE, LEAST_MEMORY, Family, digests, merge, recipes
+from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
+from kits.merge_cases import INLINE, LEAST_MEMORY, Family, digests, least_memory, merge, recipes
 
 from raymerge.api import plan, read_recipe
+from raymerge.methods import methods
 from raymerge.planner import segments
 from raymerge.planner.sources import open_sources
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import Run
 
-METHODS = ("linear", "passthrough", "task_arithmetic", "slerp", "ties", "dare_linear", "dare_ties")
+METHODS = tuple(methods())
 
 _MANY = """
 import json, sys
@@ -48,7 +50,7 @@ def wide(large: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
 def test_a_forty_times_smaller_budget_changes_no_byte(
     method: str, large: Family, wide: Mapping[str, Mapping[str, str]], tmp_path: Path
 ) -> None:
-    options = RunOptions(inline=True, memory=LEAST_MEMORY)
+    options = RunOptions(inline=True, memory=least_memory(recipes(large)[method]))
     merge(recipes(large)[method], tmp_path / "out", options)
     assert digests(tmp_path / "out") == wide[method]
 
@@ -63,10 +65,33 @@ def test_where_rows_are_cut_changes_no_byte_of_the_weights(
 ) -> None:
     """Rows that are whole tensors, cut into tiles by the small budget alone."""
     monkeypatch.setattr(segments, "_SEGMENTS_WANTED", 1)
-    options = RunOptions(inline=True, memory=LEAST_MEMORY)
+    options = RunOptions(inline=True, memory=least_memory(recipes(large)[method]))
     merge(recipes(large)[method], tmp_path / "out", options)
     key = "model.safetensors"
     assert digests(tmp_path / "out")[key] == wide[method][key]
+
+
+def test_every_method_has_a_recipe_here(small: Family) -> None:
+    assert set(recipes(small)) == set(METHODS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_merged_with_itself_is_itself_by_every_method(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base", 3, dtype=dtype)
+    tensors = read_tensors(base)
+    for tensor in tensors.values():
+        tensor.view(-1)[::7] = -0.0
+    same = [write_checkpoint(tmp_path / f"same{n}", tensors, llama_config(dtype=dtype)) for n in range(4)]
+    family = Family(same[0], tuple(same[1:]))
+    for method, recipe in recipes(family).items():
+        # The stack is another model, and linear's recipe asks for another dtype.
+        asked = {key: value for key, value in recipe.items() if key != "dtype"}
+        if method == "passthrough":
+            asked = {"merge_method": method, "models": [{"model": str(same[1])}]}
+        merge(asked, tmp_path / method)
+        found = read_tensors(tmp_path / method)
+        for name, tensor in tensors.items():
+            assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), (method, name)
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
@@ -105,6 +130,7 @@ def test_ray_workers_change_no_byte(
     try:
         pool.start()
         for method, recipe in recipes(large).items():
+            options = replace(options, memory=max(4 * LEAST_MEMORY, least_memory(recipe)))
             sources = open_sources(read_recipe(recipe))
             run = Run(plan(recipe), sources, tmp_path / method, options, on_event=lambda _: None)
             receipts = run.carry_out(pool).receipts
