@@ -45,6 +45,11 @@ _STRANGE = re.compile(
     r"(?:^|\.)(?:lora_\w+|original_module|base_layer|modules_to_save|token_adapter)(?:\.|$)"
 )
 _MAX_LISTED = 3
+_NOT_A_MODEL = (
+    "Name the directory of an adapter that peft saved "
+    "(a model stands before a '+', or is listed in a recipe without 'adapter')."
+)
+_CHECK_PATH = "Check the path: the directory of an adapter that peft saved is expected."
 _SAVE_AGAIN = "Save the adapter again with peft's save_pretrained."
 
 
@@ -155,8 +160,7 @@ def _check_files(infos: Mapping[str, FileInfo], where: str, root: str) -> None:
     if ADAPTER_CONFIG_FILE not in infos:
         is_model = "config.json" in infos
         what = f"is {'a model, not an' if is_model else 'no'} adapter: it has no {ADAPTER_CONFIG_FILE}."
-        remedy = "Name a model by itself." if is_model else "Check the path."
-        remedy += " What stands behind '+' is the directory of an adapter that peft saved."
+        remedy = _NOT_A_MODEL if is_model else _CHECK_PATH
     elif ADAPTER_WEIGHTS_FILE in infos:
         return
     elif _PICKLE in infos:
@@ -193,22 +197,22 @@ def _account(
     parts: dict[str, dict[str, StoredTensor]] = {}
     replaced: dict[str, StoredTensor] = {}
     strays: list[str] = []
-    for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
+    for tensor in tensors:
         name = tensor.name.removeprefix(PREFIX)
         match = _PART.fullmatch(name)
-        plain = _unwrapped(name)
-        if name == tensor.name or (match and _STRANGE.search(match["module"])):
+        path = match["module"] if match else _unwrapped(name)
+        if name == tensor.name or _STRANGE.search(path):
             strays.append(tensor.name)
-        elif match:
-            parts.setdefault(match["module"], {}).setdefault(match["part"], tensor)
-        elif plain in replaced or _STRANGE.search(plain):
+            continue
+        own, key = (parts.setdefault(path, {}), match["part"]) if match else (replaced, path)
+        if own.setdefault(key, tensor) is not tensor:
             strays.append(tensor.name)
-        else:
-            replaced[plain] = tensor
-    sentences = [sentence for module, own in parts.items() for sentence in _faults(module, own, config)]
-    sentences += _left_over(strays, len(tensors))
-    factors = {} if sentences else {module: _factor(module, own, config) for module, own in parts.items()}
-    return factors, replaced, sentences
+    # Sorted once they are grouped: a model has up to ten thousands of experts, each with several tensors.
+    modules = sorted(parts, key=natural_key)
+    sentences = [sentence for module in modules for sentence in _faults(module, parts[module], config)]
+    sentences += _left_over(sorted(strays, key=natural_key), len(tensors))
+    factors = {} if sentences else {module: _factor(module, parts[module], config) for module in modules}
+    return factors, {name: replaced[name] for name in sorted(replaced, key=natural_key)}, sentences
 
 
 def _unwrapped(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from raymerge.cli.screen import counted, heading, make_table, printable
 
 if TYPE_CHECKING:
-    from raymerge.api import Combination, Extraction, ModuleReport
+    from raymerge.api import Combination, Extraction, ModuleReport, OnModule
 
 _NAMES_SHOWN = 3
 
@@ -24,6 +25,26 @@ def adapter_json(made: Extraction | Combination) -> dict[str, Any]:
     """JSON form of the report; modules with the share of their change that is in the adapter."""
     listed = [{**asdict(module), "energy": module.energy} for module in made.modules]
     return {**asdict(made), "modules": listed}
+
+
+@contextmanager
+def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
+    """A line that says which module is done, ``3 of 42 modules``; it stands on a terminal only, and goes.
+
+    Args:
+        console: where to.
+        beginning: what it says until the first module is done.
+    """
+    done = 0
+    with console.status(printable(beginning)) as status:
+
+        def tell(report: ModuleReport, num_modules: int) -> None:
+            nonlocal done
+            done += 1
+            text = f"{done} of {counted(num_modules, 'module')}: {report.name}, rank {report.rank}"
+            status.update(Text(printable(text)))
+
+        yield tell
 
 
 def show_adapter(

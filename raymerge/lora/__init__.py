@@ -7,10 +7,10 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 from raymerge.lora.choose import Selection
 from raymerge.lora.combine import CombineOptions, combine_adapters
-from raymerge.lora.extract import ExtractOptions, OnModule, extract
+from raymerge.lora.extract import ExtractOptions, extract
 from raymerge.lora.matrices import Limits
 from raymerge.lora.recipe import combine_recipe
-from raymerge.lora.report import Combination, Extraction, LeftOut, ModuleReport
+from raymerge.lora.report import Combination, Extraction, LeftOut, ModuleReport, OnModule
 from raymerge.lora.sources import open_named_model
 
 __all__ = [

@@ -18,9 +18,9 @@ from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.lora.choose import expert_group
-from raymerge.lora.compatible import ADDITIVE, check_adapters
+from raymerge.lora.compatible import ADDITIVE, Where, check_adapters, field_path
 from raymerge.lora.matrices import Factors, Limits, check_finite, factorise, factorise_product, read_tensor
-from raymerge.lora.report import Combination, ModuleReport, relative_error
+from raymerge.lora.report import Combination, ModuleReport, OnModule, relative_error
 from raymerge.lora.writer import AdapterFacts, AdapterWriter
 from raymerge.methods import Method, Settings, Takes, Tile
 from raymerge.methods.random import random_key
@@ -53,6 +53,8 @@ def combine_adapters(
     method: Method,
     settings_of: SettingsOf,
     options: CombineOptions | None = None,
+    where: Where = field_path,
+    on_module: OnModule | None = None,
 ) -> Combination:
     """Merge adapters of one model into one, and write it for peft.
 
@@ -65,6 +67,8 @@ def combine_adapters(
         method: how changes are merged.
         settings_of: its parameters for each tensor.
         options: how the merged changes become factors.
+        where: names the places of a recipe's fields in messages.
+        on_module: told of progress.
 
     Raises:
         PlanError: the adapters do not fit together, or the method cannot merge them; all reasons.
@@ -72,7 +76,8 @@ def combine_adapters(
         TargetError: something is at the output place.
     """
     chosen = options or CombineOptions()
-    if problems := check_adapters(adapters, method, concatenates=chosen.combine == "concatenate"):
+    concatenates = chosen.combine == "concatenate"
+    if problems := check_adapters(adapters, method, concatenates=concatenates, where=where):
         raise PlanError(problems)
     largest = max((factor.rank for each in adapters for factor in each.factors.values()), default=1)
     limits = Limits(chosen.rank or largest, chosen.energy)
@@ -80,7 +85,7 @@ def combine_adapters(
         stores = [stack.enter_context(LocalStore(Path(adapter.root))) for adapter in adapters]
         writer = stack.enter_context(AdapterWriter(output))
         parts = [_Part(adapter, store) for adapter, store in zip(adapters, stores, strict=True)]
-        work = _Combiner(parts, writer, _Rule(method, settings_of, limits, chosen))
+        work = _Combiner(parts, writer, _Rule(method, settings_of, limits, chosen), on_module)
         return work.carry_out()
 
 
@@ -173,6 +178,7 @@ class _Combiner:
     parts: Sequence[_Part]
     writer: AdapterWriter
     rule: _Rule
+    on_module: OnModule | None
     reports: list[ModuleReport] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     has_bias: bool = False
@@ -184,6 +190,8 @@ class _Combiner:
         settings = self.rule.settings([*(f"{module}.weight" for module in modules), *replaced])
         for module in modules:
             self._merge_module(module, settings[f"{module}.weight"])
+            if self.on_module is not None:
+                self.on_module(self.reports[-1], len(modules))
         for name, tensor in replaced.items():
             self._merge_replaced(name, tensor.dtype, settings[name])
         adapter = self.writer.publish(self._facts(tuple(modules)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.errors import Problem
@@ -10,33 +11,54 @@ from raymerge.methods import Method
 
 ADDITIVE = ("linear", "task_arithmetic")
 """Methods whose result is a sum of the sources, each times a number."""
+Where: TypeAlias = Callable[..., str]
+"""Names the place of a recipe's field, given as the steps to it."""
 COMBINING = (*ADDITIVE, "ties", "dare_linear", "dare_ties")
 """Methods that merge adapters."""
 
 
-def check_adapters(adapters: Sequence[Adapter], method: Method, *, concatenates: bool) -> list[Problem]:
-    """Everything that keeps these adapters from being merged."""
-    problems = [*_method_problems(adapters, method, concatenates=concatenates)]
+def field_path(*path: str | int) -> str:
+    """``adapter.combine``: the place of a field where there is no recipe's text."""
+    return ".".join(map(str, path))
+
+
+def check_adapters(
+    adapters: Sequence[Adapter], method: Method, *, concatenates: bool, where: Where = field_path
+) -> list[Problem]:
+    """Everything that keeps these adapters from being merged.
+
+    Args:
+        adapters: what shall be merged.
+        method: by which method.
+        concatenates: whether factors are laid side by side.
+        where: names the places of a recipe's fields.
+    """
+    problems = [*_too_few(adapters, where("models"))]
+    problems.extend(_method_problems(method, where, concatenates=concatenates))
     problems.extend(_misfits(adapters))
     for adapter in adapters:
         problems.extend(_unmergeable(adapter, method))
-    problems.extend(_replacements(adapters, method))
+    problems.extend(_lacking(adapters))
+    problems.extend(_replacements(adapters, method, where("merge_method")))
     return problems
 
 
-def _method_problems(adapters: Sequence[Adapter], method: Method, *, concatenates: bool) -> Iterator[Problem]:
+def _too_few(adapters: Sequence[Adapter], place: str) -> Iterator[Problem]:
     if len(adapters) < 2:
         what = f"{len(adapters)} adapter{' is' if len(adapters) == 1 else 's are'} given."
-        yield Problem("models", what, "A merge of adapters needs two or more.")
+        yield Problem(place, what, "A merge of adapters needs two or more.")
     elif not any(adapter.factors for adapter in adapters):
-        what = "no adapter has factors."
-        yield Problem("models", what, "Merge the models themselves.")
+        yield Problem(place, "no adapter has factors.", "Merge the models themselves.")
+
+
+def _method_problems(method: Method, where: Where, *, concatenates: bool) -> Iterator[Problem]:
     if method.name not in COMBINING:
         what = f"{method.name} does not merge adapters."
-        yield Problem("merge_method", what, f"Take one of {', '.join(COMBINING)}.")
+        yield Problem(where("merge_method"), what, f"Take one of {', '.join(COMBINING)}.")
     elif concatenates and method.name not in ADDITIVE:
         what = f"{method.name} changes single elements, which factors side by side cannot say."
-        yield Problem("adapter.combine", what, "Write 'combine: svd', or take merge_method linear.")
+        remedy = "Write 'combine: svd', or take merge_method linear."
+        yield Problem(where("adapter", "combine"), what, remedy)
 
 
 def _misfits(adapters: Sequence[Adapter]) -> Iterator[Problem]:
@@ -69,22 +91,42 @@ def _unmergeable(adapter: Adapter, method: Method) -> Iterator[Problem]:
         yield Problem(adapter.name, what, f"Take one of {', '.join(ADDITIVE)}.")
 
 
-def _replacements(adapters: Sequence[Adapter], method: Method) -> Iterator[Problem]:
-    """Tensors saved whole: the model's own are not known here, so all must have them and be averaged."""
+def _lacking(adapters: Sequence[Adapter]) -> Iterator[Problem]:
+    """Tensors that only some save whole: in the others they are the model's own, which is not known here."""
     names = dict.fromkeys(name for adapter in adapters for name in adapter.replaced)
-    for name in names:
-        found = [adapter.replaced.get(name) for adapter in adapters]
-        lacking = [a.name for a, tensor in zip(adapters, found, strict=True) if tensor is None]
-        shapes = {tensor.shape for tensor in found if tensor is not None}
+    for adapter in {adapter.name: adapter for adapter in adapters}.values():
+        lacking = [name for name in names if name not in adapter.replaced]
         if lacking:
-            what = f"holds no {name}, which others hold whole, and what it is in the model is not known here."
-            yield Problem(lacking[0], what, "Merge the models with their adapters instead (MODEL+ADAPTER).")
-        elif len(shapes) > 1:
+            they_are = "it is" if len(lacking) == 1 else "they are"
+            what = f"holds no {_listed(lacking)}, which others hold whole, and what {they_are} in the model"
+            remedy = "Merge the models with their adapters instead (MODEL+ADAPTER), "
+            remedy += "or extract with --embeddings skip --rest skip."
+            yield Problem(adapter.name, f"{what} is not known here.", remedy)
+
+
+def _replacements(adapters: Sequence[Adapter], method: Method, place: str) -> Iterator[Problem]:
+    """Tensors that all save whole can be averaged; what else a method does needs the model's own."""
+    names = dict.fromkeys(name for adapter in adapters for name in adapter.replaced)
+    whole: list[str] = []
+    for name in names:
+        found = [adapter.replaced[name] for adapter in adapters if name in adapter.replaced]
+        shapes = {tensor.shape for tensor in found}
+        if len(found) < len(adapters):
+            continue
+        if len(shapes) > 1:
             what = f"{name} has the shapes {', '.join(str(list(shape)) for shape in sorted(shapes))}."
             yield Problem(name, what, "Merge adapters of one vocabulary only.")
         elif method.name != "linear":
-            what = f"{name} is saved whole, which {method.name} cannot merge without the model."
-            yield Problem("merge_method", what, "Take linear, or merge the models with their adapters.")
-        elif any(tensor is not None and not tensor.dtype.is_mergeable for tensor in found):
+            whole.append(name)
+        elif any(not tensor.dtype.is_mergeable for tensor in found):
             what = f"{name} does not hold plain numbers."
             yield Problem(name, what, "Save the adapters with it in a float dtype.")
+    if whole:
+        what = f"{_listed(whole)} {'is' if len(whole) == 1 else 'are'} saved whole, which {method.name} cannot"
+        remedy = "Take linear, or merge the models with their adapters."
+        yield Problem(place, f"{what} merge without the model.", remedy)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The one name, or the first and how many there are."""
+    return names[0] if len(names) == 1 else f"{names[0]}, ... ({len(names)} tensors)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,14 +25,12 @@ from raymerge.lora.matrices import (
     read_tensor,
     squared_difference,
 )
-from raymerge.lora.report import Extraction, LeftOut, ModuleReport, relative_error
+from raymerge.lora.report import Extraction, LeftOut, ModuleReport, OnModule, relative_error
 from raymerge.lora.writer import AdapterFacts, AdapterWriter, short_targets
 from raymerge.storage.local import LocalStore
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 """Where matrices are decomposed."""
-OnModule = Callable[[ModuleReport, int], None]
-"""Told of each module with factors as it is done, with the number of those that may come in all."""
 
 _TASKS = (
     ("ForCausalLM", "CAUSAL_LM"),

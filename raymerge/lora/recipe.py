@@ -12,7 +12,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.lora.combine import CombineOptions, combine_adapters
 from raymerge.lora.compatible import COMBINING
-from raymerge.lora.report import Combination
+from raymerge.lora.report import Combination, OnModule
 from raymerge.lora.sources import open_named_adapter
 from raymerge.methods import Method, Parameter, Settings, Value, find_method
 from raymerge.planner.bind import check_parameter_names
@@ -25,7 +25,11 @@ _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
 def combine_recipe(
-    recipe: Recipe, output: str | Path, *, opener: AdapterOpener = open_named_adapter
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    opener: AdapterOpener = open_named_adapter,
+    on_module: OnModule | None = None,
 ) -> Combination:
     """Merge the adapters of a recipe into one.
 
@@ -33,6 +37,7 @@ def combine_recipe(
         recipe: its ``models`` are adapters of one model; ``adapter`` says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
         opener: how adapters are opened.
+        on_module: told of progress.
 
     Raises:
         PlanError: the recipe cannot be carried out on these adapters; all reasons.
@@ -61,7 +66,13 @@ def combine_recipe(
     )
     binding = _Binding(recipe, method, _num_layers(adapters))
     return combine_adapters(
-        adapters, Path(output), method=method, settings_of=binding.settings, options=options
+        adapters,
+        Path(output),
+        method=method,
+        settings_of=binding.settings,
+        options=options,
+        where=recipe.where,
+        on_module=on_module,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,10 @@ class ModuleReport:
     def energy(self) -> float:
         """Share of the change's squared length that the factors say; 1 for no change."""
         return self.kept / self.total if self.total else 1.0
+
+
+OnModule: TypeAlias = Callable[[ModuleReport, int], None]
+"""Told of each module with factors as it is done, with the number of those that may come in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,12 +144,20 @@ def combine(
     merged, change = start.clone(), torch.empty_like(start)
     excess = math.fsum(coefficients) - 1.0
     if not abs(excess) < NEGLIGIBLE:
-        away = torch.neg(start, out=change) if origin is None else torch.sub(origin, start, out=change)
-        merged.sub_(torch.mul(away, excess, out=change))
+        centre = torch.zeros((), device=start.device) if origin is None else origin
+        _subtract(merged, centre, start, excess, change)
     for index, source in enumerate(sources):
         if index != anchor and coefficients[index] != 0.0:
-            merged.sub_(torch.sub(start, source, out=change).mul_(coefficients[index]))
+            _subtract(merged, start, source, coefficients[index], change)
     return merged
+
+
+def _subtract(
+    merged: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float, change: torch.Tensor
+) -> None:
+    """Subtract ``factor * (left - right)``, written so that equal ones give 0.0 and never -0.0."""
+    first, second = (right, left) if factor < 0 else (left, right)
+    merged.sub_(torch.sub(first, second, out=change).mul_(abs(factor)))
 
 
 def add_deltas(tile: Tile, coefficients: Coefficients) -> torch.Tensor:

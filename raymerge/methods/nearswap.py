@@ -22,8 +22,8 @@ class NearswapKernel(SinglePass):
         torch.div(share.new_tensor(settings.number("t")), share, out=share).clamp_(0.0, 1.0)
         swapped = share >= 0.5
         change.mul_(share.neg_().add_(swapped))
-        # Subtracted, for a difference of 0.0 must not turn -0.0 into 0.0.
-        return torch.where(swapped, source, base).sub_(change)
+        # Subtracted, and as 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
+        return torch.where(swapped, source, base).sub_(change.add_(0.0))
 
 
 NEARSWAP = Method(

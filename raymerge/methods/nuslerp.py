@@ -190,13 +190,14 @@ def _blended(tile: Tile, factors: torch.Tensor, turn: float, row_length: int) ->
     start, other = tile.sources[::-1] if turn >= 0.5 else tile.sources
     change = start - other
     change.view(-1, row_length).mul_(of_other)
-    merged = start - change
+    # As 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
+    merged = start - change.add_(0.0)
     if tile.base is None:
         torch.neg(start, out=change)
     else:
         torch.sub(tile.base, start, out=change)
     change.view(-1, row_length).mul_(excess)
-    return merged.sub_(change)
+    return merged.sub_(change.add_(0.0))
 
 
 def _turn(settings: Settings) -> float:

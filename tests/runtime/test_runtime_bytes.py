@@ -94,7 +94,7 @@ def test_a_model_merged_with_itself_is_itself_by_every_method(dtype: torch.dtype
             assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), (method, name)
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
+@pytest.mark.parametrize("hash_seed", ["0", "4711"])
 def test_the_hash_seed_changes_no_byte(hash_seed: str, small: Family, tmp_path: Path) -> None:
     asked = recipes(small)
     for name, recipe in asked.items():
