@@ -13,7 +13,8 @@ from rich.text import Text
 from raymerge.cli.screen import counted, heading, make_table, printable
 
 if TYPE_CHECKING:
-    from raymerge.api import Combination, Extraction, ModuleReport, OnModule
+    from raymerge.api import Combination, Extraction, ModuleReport
+    from raymerge.lora import OnModule
 
 _NAMES_SHOWN = 3
 

@@ -122,9 +122,9 @@ def _replacements(adapters: Sequence[Adapter], method: Method, place: str) -> It
             what = f"{name} does not hold plain numbers."
             yield Problem(name, what, "Save the adapters with it in a float dtype.")
     if whole:
-        what = f"{_listed(whole)} {'is' if len(whole) == 1 else 'are'} saved whole, which {method.name} cannot"
-        remedy = "Take linear, or merge the models with their adapters."
-        yield Problem(place, f"{what} merge without the model.", remedy)
+        is_or_are = "is" if len(whole) == 1 else "are"
+        what = f"{_listed(whole)} {is_or_are} saved whole: {method.name} cannot merge that without the model."
+        yield Problem(place, what, "Take linear, or merge the models with their adapters.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -129,7 +129,7 @@ class Settings:
     shape: tuple[int, ...] = ()
     """Shape of the logical tensor."""
     position: float = 0.0
-    """Of a positional method: 0 at the first layer of a slice, 1 at its last one, 0 outside layers."""
+    """Of a positional method: 0 at the first layer of the output, 1 at the last one, 0 outside layers."""
 
     @property
     def row_length(self) -> int:

@@ -32,6 +32,8 @@ class Aligned:
     """Layer position in [0, 1]; 0 outside layers."""
     layer: int | None = None
     """Number of its output layer; None outside layers."""
+    depth: float = 0.0
+    """Position of that layer in the whole stack, in [0, 1]; 0 outside layers."""
     alias: str = ""
     """For a head that is the embedding in every member: the embedding's output name, by which settings and
     chance go."""
@@ -89,7 +91,7 @@ class Aligner:
             inside = info.layer is not None and info.layer < length
             t = _position(info.layer, length) if inside and info.layer is not None else 0.0
             layer = info.layer if inside else None
-            yield Aligned(name, span, name, (name,) * len(span.members), t, layer)
+            yield Aligned(name, span, name, (name,) * len(span.members), t, layer, t)
 
     def _stacked(self, section: Section) -> Iterator[Aligned]:
         """The tensors before the layers, span by span those of each layer, and those after the layers."""
@@ -100,7 +102,7 @@ class Aligner:
         for span in section.spans:
             for offset in range(span.num_layers or 0):
                 for name in self._at(section, span, span.lead.first_layer + offset):
-                    yield self._layer(section, span, name, offset)
+                    yield self._layer(section, span, name, offset, total=total)
         for name in self._at(section, last, "after"):
             yield self._outside(section, last, name, total=total)
 
@@ -108,14 +110,15 @@ class Aligner:
         """The lead's tensors at one place."""
         return self.placed[section.module, span.lead.source].by_place().get(where, ())
 
-    def _layer(self, section: Section, span: Span, name: str, offset: int) -> Aligned:
+    def _layer(self, section: Section, span: Span, name: str, offset: int, *, total: int) -> Aligned:
         names = tuple(
             self._renamed(section, span.lead, member.source, name, member.first_layer + offset)
             for member in span.members
         )
         output = self._renamed(section, span.lead, _first(section), name, span.first_output + offset)
         number = span.first_output + offset
-        return Aligned(output, span, name, names, _position(offset, span.num_layers or 0), number)
+        t, depth = _position(offset, span.num_layers or 0), _position(number, total)
+        return Aligned(output, span, name, names, t, number, depth)
 
     def _outside(self, section: Section, span: Span, name: str, *, total: int) -> Aligned:
         """A tensor beside the layers; a multi-token-prediction layer keeps its distance from the last one."""

@@ -1,6 +1,6 @@
 """Parameters: which number holds for which tensor.
 
-Precedence, nearest first: the source's entry, the rule that chose the method, the slice, the module, the
+Precedence, nearest first: the rule that matches the tensor, the source's entry, the slice, the module, the
 recipe, the method's default. The filters of a per-source parameter look at the tensor in that source, those
 of a global one at the output's.
 """
@@ -8,6 +8,7 @@ of a global one at the output's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from raymerge.errors import Problem
 from raymerge.methods import Method, Parameter, Settings, Value
@@ -40,21 +41,30 @@ class Binder:
         nothing = [NOTHING] * len(treatment.members)
         self._constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
 
-    def settings(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
+    def settings(
+        self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
+    ) -> Settings:
         """Settings for one output tensor.
 
         Args:
             output: the output tensor.
             members: the tensor in each member of the treatment.
-            t: layer position in [0, 1].
+            t: position of its layer in the slice, in [0, 1], by which gradients go.
+            depth: position in the whole stack, by which positional methods go.
 
         Raises:
             BindError: a required parameter has no value here, or a value is out of bounds.
         """
-        return self._constant if self._constant is not None else self._compute(output, members, t)
+        if self._constant is not None:
+            return self._constant
+        return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)
 
     def _is_constant(self) -> bool:
-        scopes = [*self._treatment.scopes, *(member.parameters for member in self._treatment.members)]
+        scopes = [
+            self._treatment.rule_parameters,
+            *self._treatment.scopes,
+            *(member.parameters for member in self._treatment.members),
+        ]
         plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
         return plain and not self._method.positional
 
@@ -62,16 +72,18 @@ class Binder:
         values: dict[str, Value] = {}
         sources: list[dict[str, Value]] = [{} for _ in self._treatment.members]
         for parameter in self._method.parameters:
+            ruled = self._treatment.rule_parameters.get(parameter.name)
             outer = [scope.get(parameter.name) for scope in self._treatment.scopes]
             if parameter.scope == "global":
-                values[parameter.name] = self._value(parameter, outer, output, t, place=self._treatment.path)
+                chain = [ruled, *outer]
+                values[parameter.name] = self._value(parameter, chain, output, t, place=self._treatment.path)
                 continue
             for position, member in enumerate(self._treatment.members):
-                chain = [member.parameters.get(parameter.name), *outer]
+                chain = [ruled, member.parameters.get(parameter.name), *outer]
                 sources[position][parameter.name] = self._value(
                     parameter, chain, members[position], t, place=member.path
                 )
-        return Settings(values=values, sources=tuple(sources), position=t if self._method.positional else 0.0)
+        return Settings(values=values, sources=tuple(sources))
 
     def _value(
         self,

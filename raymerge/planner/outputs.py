@@ -75,12 +75,13 @@ class OutputBuilder:
         dtype = output_dtype(self._recipe, lead, role, self._main[source])
         if aligned.copied:
             return self._from_lead(aligned, lead, dtype, Rule.UNNAMED_MODULE)
-        if self._recipe.missing_tensors == "copy_base" and self._lacking(aligned):
-            return self._from_lead(aligned, lead, dtype, Rule.ONLY_IN_BASE)
         treatment = self._treatments.of(aligned.span, output_subject(aligned, self._logical))
         if treatment is None:
             return None
-        made = self._by_method(choose(aligned, treatment), lead, dtype)
+        chosen = choose(aligned, treatment)
+        if self._recipe.missing_tensors == "copy_base" and self._lacking(chosen):
+            return self._from_lead(aligned, lead, dtype, Rule.ONLY_IN_BASE)
+        made = self._by_method(chosen, lead, dtype)
         if made is not None:
             self._settle_rest(aligned)
         return made
@@ -139,12 +140,12 @@ class OutputBuilder:
         self._settle_rest(aligned)
         return Output(aligned.output, dtype, lead.shape, rows, True)
 
-    def _lacking(self, aligned: Aligned) -> bool:
-        """Whether some member stores the tensor neither by this name nor within another."""
+    def _lacking(self, chosen: Chosen) -> bool:
+        """Whether some of those that take part store the tensor neither by this name nor within another."""
         return any(
             self._logical[member.source].stored(name) is None
-            and None in self._elsewhere(aligned, member, name)
-            for member, name in zip(aligned.span.members, aligned.names, strict=True)
+            and None in self._elsewhere(chosen.aligned, member, name)
+            for member, name in chosen.members()
         )
 
     def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
@@ -179,7 +180,7 @@ class OutputBuilder:
             if key not in self._binders:
                 self._binders[key] = Binder(self._recipe, treatment, self._sources)
             subject = output_subject(aligned, self._logical)
-            settings = self._binders[key].settings(subject, members, aligned.t)
+            settings = self._binders[key].settings(subject, members, aligned.t, depth=aligned.depth)
         except BindError as error:
             self._unbound(error)
             return None

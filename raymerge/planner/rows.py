@@ -70,7 +70,7 @@ class RowMaker:
     def alone(self, aligned: Aligned, dtype: DType) -> tuple[Row, ...] | None:
         """The rows of the lead's tensor with what its adapter adds; None with a finding."""
         lead = aligned.span.lead
-        treatment = Treatment(PASSTHROUGH, (lead,), None, (), OWN, aligned.span.path)
+        treatment = Treatment(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, treatment, (aligned.lead,))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
         return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), dtype)

@@ -118,7 +118,8 @@ class SpanBuilder:
             for index, entry in enumerate(entries)
         ]
         base = self._recipe.base_model
-        counts = any(m.base is not BaseUse.UNUSED or averaged_in(m, scopes) for m in self._chosen)
+        named = any(base in rule.sources for rule in self._recipe.methods)
+        counts = named or any(m.base is not BaseUse.UNUSED or averaged_in(m, scopes) for m in self._chosen)
         listed = {member.source for member in members}
         if base is not None and counts and self._sources[base].index not in listed:
             members.append(Member(self._sources[base].index, 0, {}, UNLISTED))

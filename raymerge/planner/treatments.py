@@ -14,7 +14,7 @@ from raymerge.methods import BaseUse, Method
 from raymerge.planner.findings import Findings
 from raymerge.planner.sources import Path_, Source, model_references
 from raymerge.planner.spans import UNLISTED, Member, Parameters, Span, averaged_in
-from raymerge.recipes import Recipe, Subject
+from raymerge.recipes import ModelReference, Recipe, Subject
 
 OWN = -1
 """Number of the rule where no rule speaks: the recipe's own ``merge_method``."""
@@ -30,8 +30,10 @@ class Treatment:
     """What is merged, in recipe order, the base excluded where the method takes deltas or a base."""
     base: Member | None
     """The base, where the method uses one."""
+    rule_parameters: Parameters
+    """Parameters of the rule, which hold before all others."""
     scopes: tuple[Parameters, ...]
-    """Parameters of the rule, the slice, the module and the recipe, nearest first."""
+    """Parameters of the slice, the module and the recipe, nearest first."""
     rule: int
     """Number of the rule, or OWN."""
     path: Path_
@@ -124,19 +126,40 @@ class Treatments:
             self._base_missing(method, span, path)
             return None
         base = span.base if method.base is not BaseUse.UNUSED else None
-        rest = [member for member in self._taking_part(method, span, rule) if not _is_base(member, base)]
+        taking_part = self._taking_part(method, span, rule)
+        if taking_part is None:
+            return None
+        rest = [member for member in taking_part if not _is_base(member, base)]
         if not self._count_fits(method, rest, path):
             return None
-        scopes = span.scopes if rule == OWN else (self._recipe.methods[rule].parameters, *span.scopes)
-        return Treatment(method, tuple(rest), base, scopes, rule, path)
+        parameters = {} if rule == OWN else self._recipe.methods[rule].parameters
+        return Treatment(method, tuple(rest), base, parameters, span.scopes, rule, path)
 
-    def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member]:
+    def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member] | None:
+        """Who takes part, in the order in which the rule names them; None with a finding."""
         wanted = self._recipe.methods[rule].sources if rule != OWN else ()
-        if wanted:
-            return [m for m in span.members if self._sources[m.source].reference in wanted]
-        # An unlisted base may be here for the sake of another method.
-        counts = method.base is not BaseUse.UNUSED or averaged_in(method, span.scopes)
-        return [member for member in span.members if counts or member.path != UNLISTED]
+        if not wanted:
+            # An unlisted base may be here for the sake of another method.
+            counts = method.base is not BaseUse.UNUSED or averaged_in(method, span.scopes)
+            return [member for member in span.members if counts or member.path != UNLISTED]
+        found: list[Member] = []
+        for position, reference in enumerate(wanted):
+            own = [m for m in span.members if self._sources[m.source].reference == reference]
+            if not own:
+                self._absent(reference, span, ("methods", rule, "sources", position))
+                return None
+            found += own
+        return found
+
+    def _absent(self, reference: ModelReference, span: Span, path: Path_) -> None:
+        self._findings.add(
+            Problem(
+                self._recipe.where(*path),
+                f"{reference} takes no part in what is at {self._recipe.where(*span.path)}, and the rule "
+                "matches tensors of that.",
+                "Narrow the rule by 'layers', or add the model to those sources.",
+            )
+        )
 
     def _base_missing(self, method: Method, span: Span, path: Path_) -> None:
         base = span.base_named
@@ -174,9 +197,19 @@ class Treatments:
 
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:
-    """A problem for each source of a rule that is none of the models that the recipe merges."""
+    """A problem for each source of a rule that the recipe does not merge, or that is named twice."""
     known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
-    return [
+    twice = [
+        Problem(
+            recipe.where("methods", index, "sources", position),
+            f"{reference} is named twice in this rule.",
+            "Name it once; a model that the recipe lists twice takes part as often as it is listed.",
+        )
+        for index, rule in enumerate(recipe.methods)
+        for position, reference in enumerate(rule.sources)
+        if reference in rule.sources[:position]
+    ]
+    return twice + [
         Problem(
             recipe.where("methods", index, "sources", position),
             f"{reference} is not one of the models that the recipe merges.",

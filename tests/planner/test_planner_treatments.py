@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.plan_maker import good, llama, planned, refusals
+from kits.checkpoint_maker import llama_config
+from kits.plan_maker import good, header_checkpoint, llama, llama_specs, planned, refusals
 
 NORM = "model.layers.{}.input_layernorm.weight"
 Q = "model.layers.{}.self_attn.q_proj.weight"
@@ -80,16 +81,75 @@ def test_layers_are_those_of_the_output(models: Models) -> None:
     assert made.method(UP.format(5)) == made.method(UP.format(1)) == "copy"
 
 
-def test_a_rule_s_parameters_stand_between_the_entry_and_the_slice(models: Models) -> None:
-    _base, one, two = models
-    rule = {"role": "mlp", "parameters": {"weight": 0.25, "lambda": 2.0}}
+def test_a_rule_s_parameters_hold_before_the_entry_s_and_the_recipe_s(models: Models) -> None:
+    _, one, two = models
+    rule = {"role": "mlp", "parameters": {"weight": [{"layers": "1..3", "value": 0.25}], "lambda": 2.0}}
     recipe = _ties(models, rule, parameters={"lambda": 3.0, "weight": 9})
     recipe["models"] = [{"model": one, "parameters": {"weight": 1}}, {"model": two}]
     made = good(recipe)
-    assert made.weights(UP.format(0)) == [1, 0.25]
+    assert made.weights(UP.format(1)) == [0.25, 0.25]
+    assert made.weights(UP.format(0)) == [1, 9]
     assert made.settings(UP.format(0))["values"]["lambda"] == 2.0
     assert made.weights(Q.format(0)) == [1, 9]
     assert made.settings(Q.format(0))["values"]["lambda"] == 3.0
+
+
+def test_sources_take_part_in_the_order_of_the_rule(models: Models) -> None:
+    _, one, two = models
+    rule = {"role": "mlp", "merge_method": "slerp_delta", "sources": [two, one], "parameters": {"t": 0.0}}
+    made = good(_ties(models, rule))
+    assert [source for source, _ in made.reads(UP.format(0))] == [0, 2, 1]
+    problems = refusals(_ties(models, {**rule, "sources": [one, one]}))
+    assert any(f"methods[0].sources[1]: {one} is named twice in this rule" in each for each in problems)
+
+
+def test_a_source_of_a_rule_must_take_part_where_the_rule_matches(models: Models) -> None:
+    a, b, c = models
+    slices = [
+        {"sources": [{"model": each, "layer_range": [0, 2]} for each in (a, b)]},
+        {"sources": [{"model": each, "layer_range": [2, 4]} for each in (a, c)]},
+    ]
+    recipe = {"merge_method": "linear", "slices": slices, "parameters": {"weight": 1}}
+    rule: dict[str, Any] = {"role": "mlp", "sources": [a, b]}
+    (problem,) = refusals({**recipe, "methods": [rule]})
+    assert f"methods[0].sources[1]: {b} takes no part in what is at recipe: slices[1]" in problem
+    made = good({**recipe, "methods": [{**rule, "layers": "0..1"}]})
+    assert [source for source, _ in made.reads(UP.format(3))] == [0, 2]
+
+
+def test_a_base_that_only_a_rule_names_takes_part_in_it(models: Models) -> None:
+    base, one, two = models
+    recipe = {
+        "merge_method": "linear",
+        "base_model": base,
+        "models": [{"model": each, "parameters": {"weight": 1}} for each in (one, two)],
+        "methods": [{"role": "norm", "merge_method": "passthrough", "sources": [base]}],
+    }
+    made = good(recipe)
+    assert made.reads(NORM.format(0)) == [(0, NORM.format(0))]
+    assert [source for source, _ in made.reads(Q.format(0))] == [1, 2]
+
+
+def test_a_tensor_is_kept_from_the_base_only_where_one_who_takes_part_lacks_it(
+    models: Models, tmp_path: Path
+) -> None:
+    base, one, _ = models
+    specs = dict(llama_specs(4))
+    del specs[UP.format(0)]
+    holed = header_checkpoint(tmp_path / "holed", specs, llama_config(layers=4))
+    recipe = _ties((base, one, holed), {"role": "mlp", "sources": [one]}, missing_tensors="copy_base")
+    assert good(recipe).fate(1, UP.format(0))[0] == "merged"
+    kept = good({**recipe, "methods": []})
+    assert kept.fate(0, UP.format(0)) == ("copied", "only_in_base", UP.format(0))
+
+
+def test_positional_methods_go_by_the_depth_of_the_whole_stack(models: Models) -> None:
+    a, b, _ = models
+    slices = [{"sources": [{"model": m, "layer_range": r} for m in (a, b)]} for r in ([0, 2], [2, 4])]
+    recipe = {"merge_method": "lines", "base_model": a, "slices": slices, "parameters": {"weight": 1}}
+    made = good(recipe)
+    positions = [made.settings(Q.format(layer))["position"] for layer in range(4)]
+    assert positions == [0.0, 1 / 3, 2 / 3, 1.0]
 
 
 def test_settings_too_go_by_role_and_layer(models: Models) -> None:
