@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
-from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, write_adapter
+from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
 from kits.tokenizer_maker import word_level
 from tokenizers import Tokenizer
 
@@ -115,7 +115,9 @@ class TestTokenizers:
         found = _merge(recipe, tmp_path / "out")
         ids = _ids(tmp_path / "out")
         assert len(ids) == (6 if source == "union" else 5)
-        _check(found, _by_word(ids, (WORDS, read_tensors(one)), (OTHERS, peft_merge(read_tensors(two), lora))))
+        _check(
+            found, _by_word(ids, (WORDS, read_tensors(one)), (OTHERS, peft_merge(read_tensors(two), lora)))
+        )
         assert "deltas applied 1 of 1" in _notes(recipe)
 
     def test_more_rows(self, tmp_path: Path) -> None:
@@ -127,7 +129,9 @@ class TestTokenizers:
         found = _merge(_linear(f"{one}+{lora}", two, tokenizer_source="union"), tmp_path / "out")
         ids = _ids(tmp_path / "out")
         assert {"blue", "sky", "green"} <= ids.keys()
-        _check(found, _by_word(ids, (grown, peft_merge(read_tensors(one), lora)), (OTHERS, read_tensors(two))))
+        _check(
+            found, _by_word(ids, (grown, peft_merge(read_tensors(one), lora)), (OTHERS, read_tensors(two)))
+        )
 
     def test_more_rows_alone(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS)

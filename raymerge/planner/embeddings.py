@@ -126,20 +126,23 @@ class Embeddings:
         if self._vocabulary is not None:
             return self._by_token(self._vocabulary, chosen, table)
         rows = [table.rows[member.source] for member, _ in chosen.members()]
-        if self._recipe.embedding_sizes == "error":
-            self._other_sizes(chosen, lead, table)
+        if self._recipe.embedding_sizes == "error" and self._has_other_sizes(chosen, lead, table):
             return None
-        wanted = min(rows) if self._recipe.embedding_sizes == "common" else max(rows)
+        wanted = max(rows) if self._recipe.embedding_sizes == "pad" else min(rows)
         self.num_rows = wanted
         return wanted, [
             self._assembled(chosen, table, self._by_number(chosen, table, member.source, wanted), wanted)
             for member, _ in chosen.members()
         ]
 
-    def _by_token(self, vocabulary: VocabularyPlan, chosen: Chosen, table: _Table) -> tuple[int, list[Read]]:
+    def _by_token(
+        self, vocabulary: VocabularyPlan, chosen: Chosen, table: _Table
+    ) -> tuple[int, list[Read]] | None:
         usable = {
             i for i, each in table.supplies.items() if each.place.shape[1:] == self._width(chosen, table)
         }
+        if any([self._is_renumbered(each, table) for each in sorted(usable)]):
+            return None
         holders = frozenset(usable)
         reads = []
         for member, _ in chosen.members():
@@ -148,6 +151,27 @@ class Embeddings:
                 self._assembled(chosen, table, runs, vocabulary.num_rows, real=vocabulary.num_tokens)
             )
         return vocabulary.num_rows, reads
+
+    def _is_renumbered(self, index: int, table: _Table) -> bool:
+        """Whether an adapter gives a tensor other rows than its model's tokenizer numbers: a finding then."""
+        source, supply = self._supplies.sources[index], table.supplies[index]
+        laid = self._supplies.adapters.get(index)
+        if laid is None or supply.store != laid.store:
+            return False
+        name = laid.changed_by(supply.place.tensor.name) or ""
+        own = self._supplies.logical[index].stored(name)
+        if own is None or own.shape[0] == table.rows[index]:
+            return False
+        self._findings.tensor(
+            ("renumbered", source.name),
+            where=laid.adapter.name,
+            what=f"{{count}} tensors that it holds whole have {table.rows[index]} rows, one for each token, "
+            f"where the model has {own.shape[0]}: the model's tokenizer does not say which token a row is of",
+            remedy="Merge the adapter into its model with peft, save the tokenizer that it was trained with "
+            "beside them, and name the result.",
+            example=supply.place.tensor.name,
+        )
+        return True
 
     def _width(self, chosen: Chosen, table: _Table) -> tuple[int, ...]:
         return table.supplies[chosen.treatment.everyone()[0].source].place.shape[1:]
@@ -187,23 +211,26 @@ class Embeddings:
         flat.sort(key=lambda each: (each[0], each[3]))
         return assembled(0, Assembly(num_rows, table.columns, terms, tuple(flat), real or num_rows))
 
-    def _other_sizes(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> None:
+    def _has_other_sizes(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> bool:
+        """Whether a member has other rows than the lead, which may have them from its adapter: findings."""
         leader = self._supplies.sources[chosen.aligned.span.lead.source]
+        wanted = table.rows.get(leader.index, lead.shape[0])
         for member, _ in chosen.members():
             count = table.rows[member.source]
             source = self._supplies.sources[member.source]
-            if count == lead.shape[0]:
+            if count == wanted:
                 continue
             self._findings.tensor(
                 ("vocabulary", source.name),
                 where=source.name,
                 what=f"{{count}} of its tensors have {count} rows, one for each token, where {leader.name} "
-                f"has {lead.shape[0]}{compare_vocabularies(source, leader)}",
+                f"has {wanted}{compare_vocabularies(source, leader)}",
                 remedy="Match rows by token with 'tokenizer_source: union' (or base), or say "
                 "'embedding_sizes: common' to keep the rows that all have, or 'embedding_sizes: pad' to keep "
                 "every row.",
                 example=table.supplies[member.source].place.tensor.name,
             )
+        return any(table.rows[member.source] != wanted for member, _ in chosen.members())
 
 
 def is_vocabulary_tensor(supplies: Supplies, source: int, name: str) -> bool:
