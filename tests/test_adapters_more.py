@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, write_adapter
-from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
+from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
 from kits.tokenizer_maker import word_level
 from tokenizers import Tokenizer
 
@@ -120,22 +120,202 @@ class TestTokenizers:
         )
         assert "deltas applied 1 of 1" in _notes(recipe)
 
-    def test_more_rows(self, tmp_path: Path) -> None:
-        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
-        lora = _grown_lora(tmp_path / "lora", 7, 3)
-        grown = (*WORDS, "blue", "sky")
-        for name, text in _tokenizer(grown).items():
-            (lora / name).write_text(text)
+    def test_saved_rows_of_the_model_s_own_tokens(self, tmp_path: Path) -> None:
+        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, (*OTHERS, "blue"))
+        lora = _grown_lora(tmp_path / "lora", len(WORDS), 3)
         found = _merge(_linear(f"{one}+{lora}", two, tokenizer_source="union"), tmp_path / "out")
         ids = _ids(tmp_path / "out")
-        assert {"blue", "sky", "green"} <= ids.keys()
-        _check(
-            found, _by_word(ids, (grown, peft_merge(read_tensors(one), lora)), (OTHERS, read_tensors(two)))
-        )
+        assert len(ids) == 7
+        own = (WORDS, peft_merge(read_tensors(one), lora))
+        _check(found, _by_word(ids, own, ((*OTHERS, "blue"), read_tensors(two))))
 
-    def test_more_rows_alone(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("rows", [7, 4])
+    @pytest.mark.parametrize("source", ["union", "base"])
+    def test_saved_rows_that_no_tokenizer_numbers(self, tmp_path: Path, rows: int, source: str) -> None:
+        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
+        recipe = _linear(f"{one}+{_grown_lora(tmp_path / 'lora', rows, 3)}", two, tokenizer_source=source)
+        text = _refusal(recipe, tmp_path / "out")
+        assert f"2 tensors that it holds whole have {rows} rows, one for each token" in text
+        assert "where the model has 5" in text
+
+    def test_more_rows_without_another_model(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS)
         lora = _grown_lora(tmp_path / "lora", 7, 3)
-        recipe = _linear(f"{one}+{lora}")
+        _check(_merge(_linear(f"{one}+{lora}"), tmp_path / "out"), peft_merge(read_tensors(one), lora))
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 7
+
+    def test_more_rows_in_two_models(self, tmp_path: Path) -> None:
+        one = _speaker(tmp_path / "one", 1, WORDS)
+        loras = [_grown_lora(tmp_path / str(seed), 7, seed) for seed in (3, 4)]
+        found = _merge(_linear(*(f"{one}+{lora}" for lora in loras)), tmp_path / "out")
+        merged = [peft_merge(read_tensors(one), lora) for lora in loras]
+        _check(found, {name: (merged[0][name] + merged[1][name]) / 2 for name in merged[0]})
+
+    def test_more_rows_than_another_model(self, tmp_path: Path) -> None:
+        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
+        lora = _grown_lora(tmp_path / "lora", 7, 3)
+        text = _refusal(_linear(f"{one}+{lora}", two), tmp_path / "out")
+        assert f"{two}: 2 of its tensors have 5 rows, one for each token, where {one}+{lora} has 7" in text
+        recipe = _linear(two, f"{one}+{lora}", embedding_sizes="common")
         found = _merge(recipe, tmp_path / "out")
+        merged = peft_merge(read_tensors(one), lora)
+        mean = (merged[HEAD][:5] + read_tensors(two)[HEAD].double()) / 2
+        torch.testing.assert_close(found[HEAD].double(), mean, rtol=3e-6, atol=3e-7)
+
+
+class TestRules:
+    def test_attention_with_its_adapter_and_the_mean_of_the_rest(self, tmp_path: Path) -> None:
+        one = tiny_llama(tmp_path / "one", 1, dtype=torch.float32)
+        two = tiny_llama(tmp_path / "two", 2, dtype=torch.float32)
+        lora = tiny_lora(tmp_path / "lora", read_tensors(one), 3)
+        rule = {"role": "attention", "merge_method": "passthrough", "sources": [f"{one}+{lora}"]}
+        recipe = _linear(f"{one}+{lora}", two, methods=[rule])
+        merged, other = peft_merge(read_tensors(one), lora), read_tensors(two)
+        expected = {
+            name: tensor if "self_attn" in name else (tensor + other[name].double()) / 2
+            for name, tensor in merged.items()
+        }
+        _check(_merge(recipe, tmp_path / "out"), expected)
+        assert "deltas applied 9 of 9" in _notes(recipe)
+
+    def test_changes_that_a_rule_leaves_out_are_counted(self, tmp_path: Path) -> None:
+        one = tiny_llama(tmp_path / "one", 1, dtype=torch.float32)
+        lora = tiny_lora(tmp_path / "lora", read_tensors(one), 3)
+        rule = {"role": "attention", "merge_method": "passthrough", "sources": [str(one)]}
+        recipe = _linear(one, f"{one}+{lora}", methods=[rule])
+        own, merged = read_tensors(one), peft_merge(read_tensors(one), lora)
+        expected = {
+            name: tensor.double() if "self_attn" in name else (tensor + merged[name]) / 2
+            for name, tensor in own.items()
+        }
+        _check(_merge(recipe, tmp_path / "out"), expected)
+        assert "deltas applied 3 of 9; the recipe leaves out the tensors of 6" in _notes(recipe)
+
+
+TEXT = "language_model.model."
+TOWER = "vision_tower.vision_model.encoder."
+MODULES = ("self_attn.q_proj", "self_attn.v_proj")
+
+
+def _pictures(root: Path, *, layers: int = 2, tower_layers: int = 3) -> Path:
+    """A model with a text stack and a tower whose layers have modules of the same names and shapes."""
+    text = llama_config(layers=layers, hidden=HIDDEN, vocab=16, dtype=torch.float32)
+    shapes = {f"language_model.{name}": shape for name, shape in llama_shapes(text).items()}
+    blocks = [f"{TOWER}layers.{layer}.self_attn" for layer in range(tower_layers)]
+    shapes |= {f"{block}.{x}_proj.weight": (HIDDEN, HIDDEN) for block in blocks for x in "qkv"}
+    shapes |= {"multi_modal_projector.linear_1.weight": (HIDDEN, HIDDEN)}
+    generator = torch.Generator().manual_seed(len(shapes))
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": tower_layers},
+        "torch_dtype": "float32",
+    }
+    return write_checkpoint(root, tensors, config)
+
+
+def _renamed(root: Path, model: Path, modules: Mapping[str, str]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An adapter under other names of the model's modules, and the model as peft would change it."""
+    tensors, generator = read_tensors(model), torch.Generator().manual_seed(5)
+    factors: dict[str, torch.Tensor] = {}
+    for module in modules.values():
+        rows, columns = tensors[f"{module}.weight"].shape
+        factors |= factor_tensors(module, (rows, columns), 4, generator)
+    config = lora_config(target_modules=list(modules.values()))
+    merged = peft_merge(tensors, write_adapter(root / "plain", factors, config))
+    renamed: dict[str, torch.Tensor] = {}
+    for other, own in modules.items():
+        for part in ("lora_A.weight", "lora_B.weight"):
+            renamed[f"{PREFIX}{other}.{part}"] = factors[f"{PREFIX}{own}.{part}"]
+    return write_adapter(root / "renamed", renamed, config), merged
+
+
+class TestNames:
+    @pytest.mark.parametrize("text", ["model.language_model.", "language_model."])
+    def test_a_text_model_in_another_place(self, tmp_path: Path, text: str) -> None:
+        model = _pictures(tmp_path / "model")
+        modules = {f"{text}layers.{n}.{m}": f"{TEXT}layers.{n}.{m}" for n in range(2) for m in MODULES[:1]}
+        lora, merged = _renamed(tmp_path, model, modules)
+        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+
+    def test_both_stacks_and_what_has_no_number(self, tmp_path: Path) -> None:
+        model = _pictures(tmp_path / "model")
+        modules = {
+            f"model.language_model.layers.{n}.{MODULES[0]}": f"{TEXT}layers.{n}.{MODULES[0]}"
+            for n in range(2)
+        }
+        modules |= {
+            f"model.{TOWER}layers.{n}.{m}": f"{TOWER}layers.{n}.{m}" for n in range(3) for m in MODULES
+        }
+        modules |= {"model.multi_modal_projector.linear_1": "multi_modal_projector.linear_1"}
+        lora, merged = _renamed(tmp_path, model, modules)
+        recipe = _linear(f"{model}+{lora}")
+        _check(_merge(recipe, tmp_path / "out"), merged)
+        assert "deltas applied 9 of 9" in _notes(recipe)
+
+    @pytest.mark.parametrize("layers", [(0, 1, 2), (2,)])
+    def test_a_layer_that_only_the_tower_has_is_not_the_text_s(
+        self, tmp_path: Path, layers: tuple[int, ...]
+    ) -> None:
+        model = _pictures(tmp_path / "model")
+        modules = {
+            f"model.language_model.layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in layers
+        }
+        lora, _ = _renamed(tmp_path, model, modules)
+        text = _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+        assert f"{len(layers) - 1} of its {len(layers)} changes have a tensor to go to" in text
+        assert "these have none: model.language_model.layers.2.self_attn.q_proj" in text
+
+    @pytest.mark.parametrize("text", ["", "model."])
+    def test_a_stack_that_cannot_be_told(self, tmp_path: Path, text: str) -> None:
+        model = _pictures(tmp_path / "model")
+        lora, _ = _renamed(tmp_path, model, {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
+        assert "0 of its 1 changes have a tensor" in _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+
+
+class TestTiedHeads:
+    def test_the_head_follows_the_embedding(self, tmp_path: Path) -> None:
+        one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
+        lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
+        found = _merge(_linear(f"{one}+{lora}"), tmp_path / "out")
         _check(found, peft_merge(read_tensors(one), lora))
+        assert HEAD not in found
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+
+    def test_with_a_model_that_has_a_head_of_its_own(self, tmp_path: Path) -> None:
+        one, two = _speaker(tmp_path / "one", 1, WORDS, tie=True), _speaker(tmp_path / "two", 2, WORDS)
+        lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
+        found = _merge(_linear(f"{one}+{lora}", two), tmp_path / "out")
+        merged, other = peft_merge(read_tensors(one), lora), read_tensors(two)
+        merged[HEAD] = merged[EMBEDDING]
+        _check(found, {name: (tensor + other[name].double()) / 2 for name, tensor in merged.items()})
+
+    def test_a_head_that_is_stored_all_the_same(self, tmp_path: Path) -> None:
+        one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
+        tensors = read_tensors(one)
+        write_checkpoint(
+            one, {**tensors, HEAD: tensors[EMBEDDING]}, json.loads((one / "config.json").read_text())
+        )
+        lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
+        found = _merge(_linear(f"{one}+{lora}"), tmp_path / "out")
+        merged = peft_merge(tensors, lora)
+        merged |= {HEAD: merged[EMBEDDING]} if HEAD in found else {}
+        _check(found, merged)
+
+    @pytest.mark.parametrize("stored", [True, False])
+    def test_a_head_that_an_adapter_would_part_from_it(self, tmp_path: Path, stored: bool) -> None:
+        one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
+        tensors = read_tensors(one)
+        if stored:
+            tensors[HEAD] = tensors[EMBEDDING]
+            write_checkpoint(one, tensors, json.loads((one / "config.json").read_text()))
+        factors = factor_tensors("lm_head", (len(WORDS), HIDDEN), 4, torch.Generator().manual_seed(1))
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(target_modules=["lm_head"]))
+        text = _refusal(_linear(f"{one}+{lora}", extra_tensors="drop"), tmp_path / "out")
+        assert f"{lora}: lm_head: it changes the head, which {one}+{lora} has only as its embedding" in text
+        saved = _grown_lora(tmp_path / "saved", len(WORDS), 3)
+        text = _refusal(_linear(f"{one}+{saved}", extra_tensors="drop"), tmp_path / "out")
+        assert f"{saved}: lm_head.weight: it changes the head" in text
+        assert len(text.splitlines()) == 1

@@ -12,6 +12,7 @@ from math import prod
 import torch
 import xxhash
 
+from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError, NonFiniteError, Problem
 from raymerge.execute.assembled import Raw
 from raymerge.execute.blame import non_finite_byte
@@ -177,11 +178,13 @@ class SegmentRunner:
                         "Repair or replace that model; nothing was published.",
                     )
                 )
+        cast = row.expression.cast
+        wider = "a wider out_dtype (bfloat16, float32) or " if cast is DType.F16 else ""
         raise NonFiniteError(
             Problem(
                 row.tensor,
-                f"the sources are finite, but the merged values do not fit {row.expression.cast.value}.",
-                "Use a wider out_dtype (bfloat16, float32) or smaller weights; nothing was published.",
+                f"the sources are finite, but the merged values do not fit {cast.value}.",
+                f"Use {wider}smaller weights; nothing was published.",
             )
         )
 

@@ -136,8 +136,8 @@ def combine(
 
     Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i
     (T_i - A)``: where the sources agree and c sums to 1 that is A to the last bit, and so is the end of an
-    arc. Changes are subtracted, for an equal pair's difference of 0.0 must not turn -0.0 into 0.0. A
-    source of coefficient 0 takes no part: what is not finite makes all coefficients NaN.
+    arc. Changes are subtracted, for an equal pair's difference of 0.0 must not turn -0.0 into 0.0. What is
+    not finite in a source of coefficient 0 reaches the result all the same.
     """
     anchor = max(range(len(sources)), key=lambda index: abs(coefficients[index]))
     start = sources[anchor]
@@ -147,7 +147,7 @@ def combine(
         centre = torch.zeros((), device=start.device) if origin is None else origin
         _subtract(merged, centre, start, excess, change)
     for index, source in enumerate(sources):
-        if index != anchor and coefficients[index] != 0.0:
+        if index != anchor:
             _subtract(merged, start, source, coefficients[index], change)
     return merged
 
@@ -157,7 +157,8 @@ def _subtract(
 ) -> None:
     """Subtract ``factor * (left - right)``, written so that equal ones give 0.0 and never -0.0."""
     first, second = (right, left) if factor < 0 else (left, right)
-    merged.sub_(torch.sub(first, second, out=change).mul_(abs(factor)))
+    torch.sub(first, second, out=change).mul_(abs(factor))
+    merged.sub_(change if factor else change.add_(0.0))
 
 
 def add_deltas(tile: Tile, coefficients: Coefficients) -> torch.Tensor:

@@ -15,7 +15,6 @@ from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings
 from raymerge.methods.reduce import add_products
 
 _PARALLEL = 0.9995
-_ZERO_NORM = 1e-8
 
 
 @dataclass(slots=True)
@@ -27,10 +26,9 @@ class _Products:
     source_source: float = 0.0
 
     def cosine(self) -> float:
-        """Cosine between the two; a vector of norm near 0 is not normalised."""
-        norms = [math.sqrt(self.base_base), math.sqrt(self.source_source)]
-        # "not <=" rather than ">", so that a norm of NaN reaches the result.
-        return self.base_source / math.prod(norm for norm in norms if not norm <= _ZERO_NORM)
+        """Cosine between the two; a vector of zeros stands at a right angle to all others."""
+        norms = math.sqrt(self.base_base) * math.sqrt(self.source_source)
+        return self.base_source / norms if norms else 0.0
 
 
 class SlerpKernel:

@@ -116,7 +116,9 @@ class LaidOver:
         rules = self._source.rules
         for name, tensor in self.adapter.replaced.items():
             found = self._names.find(logical_name(name, rules))
-            if found is None:
+            if self._is_tied_head(name, found):
+                self._misfits.append(self._tied_head(name))
+            elif found is None:
                 self._strays.append(name)
             else:
                 stored = self._stored(found)
@@ -124,13 +126,32 @@ class LaidOver:
                 self._changes[tensor.name] = stored
         for module, factor in self.adapter.factors.items():
             found = self._names.find(logical_name(f"{module}.weight", rules))
-            if found is None or found in self._factors:
+            if self._is_tied_head(f"{module}.weight", found):
+                self._misfits.append(self._tied_head(module))
+            elif found is None or found in self._factors:
                 self._strays.append(module)
             elif problems := list(self._unfit(found, factor)):
                 self._misfits += problems
             else:
                 self._factors[found] = factor
                 self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
+
+    def _is_tied_head(self, name: str, found: str | None) -> bool:
+        """Whether an adapter's name is that of a head which the model has only as its embedding."""
+        pair = self._source.pair
+        if pair is None or pair.declared is False:
+            return False
+        if found is not None:
+            return self._source.stored_head_is_embedding and self._stored(found) == pair.head
+        return _parted(name)[1] == _parted(pair.head)[1] and pair.head not in self._source.checkpoint.tensors
+
+    def _tied_head(self, name: str) -> Problem:
+        return Problem(
+            f"{self.adapter.name}: {name}",
+            f"it changes the head, which {self._source.checkpoint.name} has only as its embedding: by itself "
+            "it would not stay so.",
+            "Save the model with a head of its own (tie_word_embeddings false), and name that one.",
+        )
 
     def _stored(self, logical: str) -> str:
         place = self._logical.find(logical)
@@ -157,28 +178,44 @@ class _Names:
 
     def __init__(self, logical: LogicalTensors) -> None:
         self._whole = logical.names()
-        self._by_tail: Mapping[str, list[str]] | None = None
+        self._starts: dict[str, dict[str, None]] | None = None
+        self._nearest: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def find(self, name: str) -> str | None:
-        """The one logical tensor of that name, or the one whose name ends alike."""
+        """The one logical tensor of that name, or the one whose name ends alike and begins most alike."""
         if name in self._whole:
             return name
-        if self._by_tail is None:
-            tails: dict[str, list[str]] = {}
-            for each in self._whole:
-                tails.setdefault(_tail(each), []).append(each)
-            self._by_tail = tails
-        found = self._by_tail.get(_tail(name), [])
-        if len(found) > 1:
-            # Several stacks (text, vision) have layers of one build: the words before them must agree best.
-            words = set(name.split("."))
-            shared = [len(words & set(each.split("."))) for each in found]
-            found = [each for each, count in zip(found, shared, strict=True) if count == max(shared)]
+        start, end, stack = _parted(name)
+        # Several stacks (text, vision) have layers of one build. The words before them choose one of them for
+        # all layers: else a layer too many for the text would be found in the pictures' tower.
+        found = [near + end for near in self._near(start, stack) if near + end in self._whole]
         return found[0] if len(found) == 1 else None
 
+    def _near(self, start: str, stack: str) -> tuple[str, ...]:
+        """The beginnings of names of a stack that share most words with ``start``."""
+        if (start, stack) not in self._nearest:
+            starts, words = self._by_stack().get(stack, {}), set(start.split("."))
+            shared = {each: len(words & set(each.split("."))) for each in starts}
+            most = max(shared.values(), default=0)
+            self._nearest[start, stack] = tuple(each for each in starts if shared[each] == most)
+        return self._nearest[start, stack]
 
-def _tail(name: str) -> str:
-    """The name from the word before its first number on; without a number its last two words."""
+    def _by_stack(self) -> Mapping[str, Mapping[str, None]]:
+        if self._starts is None:
+            self._starts = {}
+            for name in self._whole:
+                start, _, stack = _parted(name)
+                self._starts.setdefault(stack, {})[start] = None
+        return self._starts
+
+
+def _parted(name: str) -> tuple[str, str, str]:
+    """A name before and from the word before its first number, and that word.
+
+    Without a number: before and from its last two words, and these.
+    """
     path = name.split(".")
     number = next((place for place, word in enumerate(path) if word.isdigit()), None)
-    return ".".join(path[max(0, number - 1) :] if number is not None else path[-2:])
+    at = max(0, len(path) - 2 if number is None else number - 1)
+    end = ".".join(path[at:])
+    return "".join(f"{word}." for word in path[:at]), end, end if number is None else path[at]

@@ -30,7 +30,7 @@ from raymerge.planner.outputs import OutputBuilder
 from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.sources import Holding, Path_, Source, holdings, model_references
-from raymerge.planner.spans import Section, SpanBuilder
+from raymerge.planner.spans import UNLISTED, Section, SpanBuilder
 from raymerge.planner.stacking import check_stacks
 from raymerge.planner.supplies import Supplies
 from raymerge.planner.tables import make_tables
@@ -107,6 +107,7 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
         "notes": [
             *_notes(recipe, (method, *ruled), sources, sections),
+            *_counted_in(treatments, sections, sources),
             *tokenizer.notes,
             *_applied(supplies, builder.fates),
         ],
@@ -348,6 +349,21 @@ def _notes(
         named = ", ".join(str(section.module) for section in sections)
         notes.append(f"modules named in the recipe: {named}; all others are copied from {donor}")
     return notes
+
+
+def _counted_in(
+    treatments: Treatments, sections: Sequence[Section], sources: Sequence[Source]
+) -> Iterator[str]:
+    """Which base counts as one more source, though it is not among the models listed."""
+    for section in sections:
+        for span in section.spans:
+            own = treatments.made(span)
+            if own is None:
+                continue
+            for member in own.members:
+                if member.path == UNLISTED:
+                    name = sources[member.source].name
+                    yield f"{name} is not listed, and counts as one more source of {own.method.name}"
 
 
 def _applied(supplies: Supplies, fates: Fates) -> Iterator[str]:

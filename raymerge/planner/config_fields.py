@@ -14,6 +14,9 @@ from raymerge.dtypes import DType, config_name
 VOCABULARY_KEY = "vocab_size"
 """The field that counts the rows of the embedding."""
 
+_LAYERS_KEY = "vocab_size_per_layer_input"
+# The rows of embeddings that each layer has of its own, as many as the embedding's or fewer.
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -51,10 +54,17 @@ def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
     found: dict[str, int] = {}
     section = config
     for depth in range(len(text) + 1):
-        if VOCABULARY_KEY in section and section[VOCABULARY_KEY] != num_rows:
-            found[".".join((*text[:depth], VOCABULARY_KEY))] = num_rows
+        found |= {".".join((*text[:depth], key)): n for key, n in row_counts(section, num_rows).items()}
         section = section[text[depth]] if depth < len(text) else section
     return found
+
+
+def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
+    """The fields of one section that count the rows of the embedding, with another number."""
+    if section.get(VOCABULARY_KEY, num_rows) == num_rows:
+        return {}
+    own = section[VOCABULARY_KEY]
+    return {key: num_rows for key in (VOCABULARY_KEY, _LAYERS_KEY) if section.get(key, num_rows) == own}
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -141,7 +141,8 @@ class Embeddings:
         usable = {
             i for i, each in table.supplies.items() if each.place.shape[1:] == self._width(chosen, table)
         }
-        if any([self._is_renumbered(each, table) for each in sorted(usable)]):
+        renumbered = [each for each in sorted(usable) if self._is_renumbered(each, table)]
+        if renumbered:
             return None
         holders = frozenset(usable)
         reads = []
@@ -168,7 +169,7 @@ class Embeddings:
             what=f"{{count}} tensors that it holds whole have {table.rows[index]} rows, one for each token, "
             f"where the model has {own.shape[0]}: the model's tokenizer does not say which token a row is of",
             remedy="Merge the adapter into its model with peft, save the tokenizer that it was trained with "
-            "beside them, and name the result.",
+            "beside it, and name the result.",
             example=supply.place.tensor.name,
         )
         return True

@@ -79,6 +79,8 @@ class Projection:
     """Smallest budget, in bytes, that this plan can be run with."""
     least_tensor: str
     """The output that sets the smallest budget."""
+    least_method: str
+    """The method that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +212,14 @@ def project(plan: Plan, budget: int) -> Projection:
     names = plan["tensors"].column("name")
     peak = least = 0
     peak_tensor = least_tensor = 0
-    for tensor, num_elements, need, passes in _needs(plan):
+    least_method = ""
+    for tensor, num_elements, need, expression, passes in _needs(plan):
         mine = tiling(need, num_elements, budget, passes=passes).peak * SLOTS
         if mine > peak:
             peak, peak_tensor = mine, tensor
         if need.least_bytes * SLOTS > least:
             least, least_tensor = need.least_bytes * SLOTS, tensor
+            least_method = expression.method
     named = len(names) > 0
     return Projection(
         budget,
@@ -223,11 +227,12 @@ def project(plan: Plan, budget: int) -> Projection:
         names[peak_tensor].as_py() if named else "",
         max(least, SMALLEST_BUDGET),
         names[least_tensor].as_py() if named else "",
+        least_method,
     )
 
 
-def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, int]]:
-    """Every distinct need of a plan's rows: tensor, elements, need, passes."""
+def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
+    """Every distinct need of a plan's rows: tensor, elements, need, expression, passes."""
     expressions = plan.expressions
     inputs, rows = plan["inputs"], plan["rows"]
     assemblies = assembly_needs(plan)
@@ -250,7 +255,7 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, int]]:
         kinds = [InputNeed(DType(dtype), nbytes, assembly) for dtype, nbytes, assembly in own]
         size = RowSize(count, parts, columns, rank, is_flat)
         need = row_need(expressions[index], kinds, size)
-        yield tensor, count, need, expression_passes(expressions[index], size.shape)
+        yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
 
 
 def _shapes(plan: Plan) -> tuple[list[int], list[int]]:

@@ -90,6 +90,10 @@ class Treatments:
             self._made[key] = self._make(span, rule)
         return self._made[key]
 
+    def made(self, span: Span) -> Treatment | None:
+        """The treatment of a span by the recipe's own method, where some tensor asked for it."""
+        return self._made.get((span.path, OWN))
+
     def report_unused(self) -> None:
         """Report every rule that spoke of no tensor: most likely it is misspelled."""
         for index in range(len(self._recipe.methods)):
@@ -99,7 +103,7 @@ class Treatments:
                         self._recipe.where("methods", index),
                         "this rule matches no tensor of the output.",
                         "Correct its filter, glob, role or layers ('raymerge inspect MODEL' lists names and "
-                        "roles), or remove it.",
+                        "roles; a head that is tied to the embedding is no tensor of its own), or remove it.",
                     )
                 )
 

@@ -64,17 +64,22 @@ class VocabularyPlan:
         """Rows with a token of their own; further ones are the mean of all of them."""
         return len(self.tokens)
 
-    def rows_of(self, member: int, holders: frozenset[int]) -> tuple[RowRun, ...]:
+    def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
         """What rows 0 to ``num_tokens`` of the matrix that stands for ``member`` are made of, in order.
 
         Args:
             member: the source whose embedding or head is brought into the output's numbering.
-            holders: sources that have this tensor; rows are taken from them only.
+            holders: rows of this tensor in each source that has it; rows are taken from them only.
 
         Raises:
             PlanError: the recipe takes a row from a source that lacks the tensor.
         """
         return self.sources.runs(member, holders)
+
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether a token of some source has another id here, or none, or one that the source lacks."""
+        return any(model.moved or model.dropped or model.added for model in self.report.models)
 
     def notes(self) -> list[str]:
         """Sentences for the plan."""
@@ -106,9 +111,9 @@ def build_vocabulary(
     if unknown:
         return None, unknown
     others = [known[model.index] for model in models if wish.source == "union" and model is not lead.model]
-    tokens = gather(lead, [each for each in others if each.model.tokenizer], wish.tokens)
+    tokens = gather(lead, [each for each in others if each.model.used], wish.tokens)
     fixed, problems, remarks = fixed_rows(recipe, wish, known, tokens)
-    template, more = resolve_template(recipe, [model.tokenizer for model in models])
+    template, more = resolve_template(recipe, [model.used for model in models])
     sources = _row_sources(known, tokens, wish, fixed, base=donor)
     if problems or more:
         return None, [*problems, *more]
@@ -125,7 +130,7 @@ def plan_chat_template(
     if recipe.chat_template is None:
         return None, []
     giver = next(model for model in models if model.index == donor)
-    template, problems = resolve_template(recipe, [model.tokenizer for model in models])
+    template, problems = resolve_template(recipe, [model.used for model in models])
     if giver.tokenizer is None:
         what = f"{giver.name} has no tokenizer that a chat template could go with."
         problems = [*problems, Problem(recipe.where("chat_template"), what, _REMEDY)]
@@ -159,9 +164,9 @@ def _find_lead(
     found = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
     if isinstance(found, Problem):
         return None, [found]
-    if found.tokenizer is None:
+    if found.used is None:
         return None, [Problem(place, f"{found.name} has no tokenizer files.", _REMEDY)]
-    return number(found, found.tokenizer), []
+    return number(found, found.used), []
 
 
 def _number_all(
@@ -171,13 +176,13 @@ def _number_all(
     known: dict[int, Numbering] = {}
     problems: list[Problem] = []
     for model in models:
-        if model.tokenizer is None and model.num_rows != lead.model.num_rows:
+        if model.used is None and model.num_rows != lead.model.num_rows:
             what = (
                 f"{model.name} has no tokenizer files, and its embedding has {model.num_rows} rows where "
                 f"{lead.model.name} has {lead.model.num_rows}: nothing says which token a row is of."
             )
             problems.append(Problem(source_place(recipe), what, _REMEDY))
-        known[model.index] = number(model, model.tokenizer or lead.files)
+        known[model.index] = number(model, model.used or lead.files)
     return known, problems
 
 
@@ -223,13 +228,21 @@ def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -
 
 
 def _renumbering(decided: _Decided) -> Renumbering:
-    own = decided.known[decided.giver.index].files.tokens
+    own = decided.giver.tokenizer or decided.known[decided.giver.index].files
     return Renumbering(
-        texts=texts_by_id(own),
+        texts=texts_by_id(own.tokens),
         ids=decided.tokens.ids,
         num_rows=decided.num_rows,
         roles=decided.lead.files.roles,
+        other_roles=_other_roles(decided),
     )
+
+
+def _other_roles(decided: _Decided) -> dict[str, str]:
+    """Special tokens of the output by role, where the donor has another one, or none."""
+    own = decided.giver.tokenizer
+    roles = decided.lead.files.roles.items()
+    return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
 
 
 def _generation_config(renumbering: Renumbering, giver: TokenizerFiles | None) -> dict[str, bytes]:
@@ -255,12 +268,12 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
     notes += [f"{role} {text!r} has no row and is no longer the {role}" for role, text in gone.items()]
     own = {} if decided.giver.tokenizer is None else decided.giver.tokenizer.roles
     notes += [
-        f"{role} is {text!r}, as {lead.model.name} has it; {decided.giver.name} has {own[role]!r}"
-        for role, text in lead.files.roles.items()
-        if own.get(role, text) != text
+        f"{role} is {text!r} as in {lead.model.name}, in the configs too; {decided.giver.name} has {own[role]!r}"
+        for role, text in _other_roles(decided).items()
+        if role in own
     ]
     for model in decided.known.values():
-        if model.model.tokenizer is None:
+        if model.model.used is None:
             notes.append(
                 f"{model.model.name} has no tokenizer files and is taken to go by {lead.model.name}'s"
             )

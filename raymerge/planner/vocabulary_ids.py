@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raymerge.architectures.sections import text_path
 from raymerge.errors import CheckpointError, Problem
-
-VOCAB_SIZE = "vocab_size"
-"""Field for the number of rows."""
+from raymerge.planner.config_fields import VOCABULARY_KEY, row_counts
 
 # Fields of configs that hold the id of a token, or a list of such.
 _ID_FIELD = re.compile(r"(\w+)_token_(?:id|ids|index)|(?:begin_)?suppress_tokens")
@@ -30,6 +28,8 @@ class Renumbering:
     """Rows of the output's embedding: what is beyond is no id."""
     roles: Mapping[str, str]
     """Special tokens of the output's tokenizer by role; they stand in for tokens that are gone."""
+    other_roles: Mapping[str, str] = field(default_factory=dict)
+    """Those among them that the tokenizer beside the config gives another token: the config follows."""
 
     def config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``config`` that change, by dotted path."""
@@ -39,9 +39,9 @@ class Renumbering:
         for path in sections:
             section = _at(config, path)
             changes |= {_dotted(path, key): value for key, value in self._changed(section)}
-            is_stated = VOCAB_SIZE in section or path == text
-            if is_stated and section.get(VOCAB_SIZE) != self.num_rows:
-                changes[_dotted(path, VOCAB_SIZE)] = self.num_rows
+            changes |= {_dotted(path, key): value for key, value in row_counts(section, self.num_rows).items()}
+            if path == text and VOCABULARY_KEY not in section:
+                changes[_dotted(path, VOCABULARY_KEY)] = self.num_rows
         return changes
 
     def generation_config(self, raw: bytes, place: str) -> bytes | None:
@@ -70,10 +70,12 @@ class Renumbering:
                 yield key, new
 
     def _renumber(self, value: Any, role: str) -> Any:
+        chosen = self.ids.get(self.other_roles.get(role.removeprefix("forced_"), ""))
         if isinstance(value, list):
-            new = [self._renumber_one(each) for each in value]
-            return [each for each in new if each is not None]
-        new = self._renumber_one(value)
+            kept = [new for each in value if (new := self._renumber_one(each)) is not None]
+            # Further tokens that end a text go on to do so.
+            return kept if chosen is None else [chosen, *(each for each in kept if each != chosen)]
+        new = chosen if chosen is not None else self._renumber_one(value)
         return self.ids.get(self.roles.get(role, "")) if new is None else new
 
     def _renumber_one(self, value: Any) -> Any:
@@ -83,6 +85,18 @@ class Renumbering:
         if value in self.texts:
             return self.ids.get(self.texts[value])
         return value if value < self.num_rows else None
+
+
+def token_ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The ids of tokens in a config, at the top and in the text section, by the name of their field."""
+    text = text_path(config)
+    found: dict[str, list[int]] = {}
+    for depth in range(len(text) + 1):
+        for key, value in _at(config, text[:depth]).items():
+            listed = value if isinstance(value, list) else [value]
+            if _ID_FIELD.fullmatch(key):
+                found[_dotted(text[:depth], key)] = [each for each in listed if type(each) is int]
+    return found
 
 
 def json_bytes(value: object) -> bytes:

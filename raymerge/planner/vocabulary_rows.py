@@ -55,22 +55,22 @@ class RowSources:
     forced: frozenset[int]
     """Output rows that are filled alike for every source."""
 
-    def runs(self, member: int, holders: frozenset[int]) -> tuple[RowRun, ...]:
+    def runs(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
         """The rows of the matrix that stands for ``member`` in a merge, in order and without a gap.
 
         Args:
             member: the source whose matrix is brought into the output's numbering; one that lacks the
                 tensor is filled throughout.
-            holders: sources that have this tensor; rows are taken from them only.
+            holders: rows of this tensor in each source that has it; a token beyond them is absent there.
 
         Raises:
             PlanError: the recipe takes a row from a source that lacks the tensor.
         """
         self._check(holders)
         order = sorted(holders)
-        rows = np.stack([self.ids[source] for source in order])
+        rows = np.stack([_within(self.ids[source], holders[source]) for source in order])
         used = self._defaults(rows, order)
-        own = self._own(member, holders)
+        own = self._own(rows[order.index(member)] if member in holders else None)
         used[:, own] = False
         if member in holders:
             used[order.index(member), own] = True
@@ -89,11 +89,10 @@ class RowSources:
         found: Ids = self._defaults(np.stack([self.ids[each] for each in order]), order).sum(0)
         return found
 
-    def _own(self, member: int, holders: frozenset[int]) -> _Flags:
-        """Output rows that are the member's own."""
+    def _own(self, rows: Ids | None) -> _Flags:
+        """Output rows that are the member's own; ``rows`` are its rows, None where it has none."""
         size = len(self.ids[self.base])
-        own: _Flags = self.ids[member] != ABSENT if member in holders else np.zeros(size, dtype=np.bool_)
-        own = own.copy()
+        own: _Flags = rows != ABSENT if rows is not None else np.zeros(size, dtype=np.bool_)
         own[sorted(self.forced)] = False
         return own
 
@@ -107,15 +106,21 @@ class RowSources:
             used[at] = has_base
         return used
 
-    def _check(self, holders: frozenset[int]) -> None:
+    def _check(self, holders: Mapping[int, int]) -> None:
         remedy = "Take the row from a model that has the tensor."
         problems = [
-            Problem(row.place, f"{row.name} lacks a tensor that needs it.", remedy)
+            Problem(row.place, f"{row.name} lacks a tensor that needs it, or that row of it.", remedy)
             for row in self.fixed.values()
-            if row.term is not None and row.term[0] not in holders
+            if row.term is not None and row.term[1] >= holders.get(row.term[0], 0)
         ]
         if problems:
             raise PlanError(problems)
+
+
+def _within(ids: Ids, num_rows: int) -> Ids:
+    """The rows of each token, those that a tensor of so many rows has."""
+    found: Ids = np.where(ids < num_rows, ids, ABSENT)
+    return found
 
 
 def _runs(used: _Flags, rows: npt.NDArray[Any], order: Sequence[int]) -> tuple[RowRun, ...]:

@@ -23,11 +23,18 @@ class ModelVocabulary:
     reference: ModelReference
     """What the recipe calls it."""
     tokenizer: TokenizerFiles | None
-    """Its tokenizer; None where it has no files of one."""
+    """The tokenizer beside its config; None where there are no files of one."""
     num_rows: int
     """Rows of its embedding: a token with a higher id has none."""
     config: Mapping[str, Any]
     """Its ``config.json``."""
+    brought: TokenizerFiles | None = None
+    """The tokenizer that its adapter brings with an embedding of its own."""
+
+    @property
+    def used(self) -> TokenizerFiles | None:
+        """The tokenizer that numbers the rows."""
+        return self.brought or self.tokenizer
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ class MethodRule(Entry):
     sources: tuple[Reference, ...] = ()
     """Which of the models take part; empty for all of them."""
     parameters: Parameters = {}
-    """Settings that hold for these tensors; only a model's own entry is nearer."""
+    """Settings that hold for these tensors, before all others."""
 
     @property
     def selector(self) -> Selector:
@@ -47,3 +47,5 @@ class MethodRule(Entry):
             yield Fault((), "the rule does not say which tensors it is for.", remedy)
         if not any(data.get(key) for key in _CHANGES):
             yield Fault((), "the rule changes nothing.", f"Add one of: {', '.join(_CHANGES)}.")
+        elif data.get("sources") in ([], ()):
+            yield Fault(("sources",), "the list is empty.", "Name models, or remove it: all take part then.")

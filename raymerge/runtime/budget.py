@@ -32,7 +32,7 @@ def fit_budget(plan: Plan, options: RunOptions) -> Projection:
             Problem(
                 "--memory",
                 f"{format_size(projection.budget)} a worker are too little for {projection.least_tensor} "
-                f"with {plan.manifest['method']}.",
+                f"with {projection.least_method}.",
                 f"The smallest budget that works is {projection.least_budget} bytes "
                 f"({format_size(projection.least_budget)}).",
             )

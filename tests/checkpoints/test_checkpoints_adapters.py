@@ -198,7 +198,8 @@ class TestScales:
 class TestRefusals:
     def test_a_model_in_the_place_of_an_adapter(self, tmp_path: Path) -> None:
         text = refusal(tiny_llama(tmp_path, 0))
-        assert "is a model, not an adapter" in text
+        assert "is a model, not an adapter: it has no adapter_config.json. Name the directory of an" in text
+        assert "(a model stands before a '+', or is listed in a recipe without 'adapter')" in text
 
     def test_an_adapter_in_the_place_of_a_model(self, tmp_path: Path) -> None:
         root = write_adapter(tmp_path, linear())
@@ -207,7 +208,19 @@ class TestRefusals:
         assert f"is a LoRA adapter (adapter_config.json), not a model. Name it behind the model that it was trained on: MODEL+{root}." in str(caught.value)  # fmt: skip  # noqa: E501
 
     def test_an_empty_directory(self, tmp_path: Path) -> None:
-        assert "is no adapter" in refusal(tmp_path)
+        text = refusal(tmp_path)
+        assert "is no adapter: it has no adapter_config.json. Check the path: the directory of an" in text
+        assert "+" not in text.partition("is no adapter")[2]
+
+    def test_two_tensors_for_one_part(self, tmp_path: Path) -> None:
+        names = [f"{PREFIX}{Q}.lora_magnitude_vector{suffix}" for suffix in ("", ".weight")]
+        text = refusal(tmp_path, linear() | {name: torch.ones(6) for name in names}, use_dora=True)
+        assert f"1 tensor ({names[1]}) can be neither" in text
+
+    def test_strays_are_listed_in_order(self, tmp_path: Path) -> None:
+        names = [f"{PREFIX}layers.{layer}.q.lora_A.default.weight" for layer in (10, 2)]
+        text = refusal(tmp_path, linear() | {name: torch.ones(4, 5) for name in names})
+        assert f"2 tensors ({names[1]}, {names[0]}) can be neither" in text
 
     def test_no_directory(self, tmp_path: Path) -> None:
         assert "there is no such directory" in refusal(tmp_path / "nowhere")

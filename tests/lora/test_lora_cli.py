@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -13,7 +14,11 @@ import yaml
 from kits.adapter_maker import peft_merge
 from kits.checkpoint_maker import read_tensors, tiny_llama
 from kits.command_line import run_command
+from rich.status import Status
 
+from raymerge.cli.adapters import told_modules
+from raymerge.cli.screen import make_console
+from raymerge.lora import ModuleReport
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "adapters.md"
@@ -94,6 +99,25 @@ def test_errors_as_json(folder: Path) -> None:
     command = ("extract-lora", "tuned", "--base", "nowhere", "-o", "out", "--json")
     outcome = run_command(*command, cwd=folder)
     assert json.loads(outcome.text)["problems"][0]["where"] == "nowhere"
+
+
+def test_a_line_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Status, "update", lambda _, text: said.append(text.plain))
+    with told_modules(make_console(io.StringIO()), "merging the adapters") as tell:
+        tell(ModuleReport("layers.0.up\x1b[2J", 4, 1.0, 1.0), 2)
+        tell(ModuleReport("layers.1.[bold]up", 3, 1.0, 1.0), 2)
+    assert said == [
+        "1 of 2 modules: layers.0.up\\x1b[2J, rank 4",
+        "2 of 2 modules: layers.1.[bold]up, rank 3",
+    ]
+
+
+def test_the_line_is_for_terminals_only() -> None:
+    stream = io.StringIO()
+    with told_modules(make_console(stream), "merging the adapters") as tell:
+        tell(ModuleReport("layers.0.up", 4, 1.0, 1.0), 1)
+    assert stream.getvalue() == ""
 
 
 def test_its_help_imports_nothing_heavy() -> None:

@@ -271,3 +271,15 @@ def test_equal_targets_are_kept(tmp_path: Path) -> None:
     combine_recipe(recipe("linear", roots), tmp_path / "out")
     fields = open_adapter(tmp_path / "out", "m").config.fields
     assert fields["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_modules_are_told_as_they_are_done(tmp_path: Path) -> None:
+    roots = [adapter(tmp_path / "0", 0, [Q0, DOWN]), adapter(tmp_path / "1", 1, [Q0, Q1], r=2)]
+    told: list[tuple[str, int, int]] = []
+    combination = combine_recipe(
+        recipe("ties", roots),
+        tmp_path / "out",
+        on_module=lambda module, total: told.append((module.name, module.rank, total)),
+    )
+    assert told == [(module.name, module.rank, 3) for module in combination.modules]
+    assert {name for name, _, _ in told} == {Q0, DOWN, Q1}

@@ -10,9 +10,12 @@ import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
 from kits.adapter_merges import Q0, adapter, add, recipe, with_heads
 
+from raymerge.checkpoints.adapters import open_adapter
 from raymerge.errors import NonFiniteError, PlanError, TargetError
 from raymerge.lora import combine_recipe
-from raymerge.recipes import Recipe
+from raymerge.lora.compatible import check_adapters
+from raymerge.methods import find_method
+from raymerge.recipes import Recipe, parse_recipe
 
 
 def refusal(made: Recipe, root: Path) -> str:
@@ -43,6 +46,38 @@ class TestRefusals:
         method = fields.pop("merge_method", "ties")
         entries = [{}, {}] if method == "slerp" else [{"weight": 1.0}] * 2
         assert said in refusal(recipe(method, self.two(tmp_path), entries, **fields), tmp_path)
+
+    @pytest.mark.parametrize(
+        ("text", "line"),
+        [
+            ("merge_method: slerp\nmodels: [{model: a0}, {model: a1}]\n", "recipe.yml:1:1: slerp does not"),
+            (
+                "merge_method: ties\nmodels: [{model: a0}, {model: a1}]\nadapter:\n  combine: concatenate\n",
+                "recipe.yml:4:3: ties changes single elements",
+            ),
+            (
+                "merge_method: linear\nmodels: [{model: a0}]\nadapter: {}\n",
+                "recipe.yml:2:1: 1 adapter is given",
+            ),
+        ],
+    )
+    def test_places_in_the_recipe(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str
+    ) -> None:
+        for seed in range(2):
+            adapter(tmp_path / f"a{seed}", seed)
+        monkeypatch.chdir(tmp_path)
+        values = "{t: 0.5}" if "slerp" in text else "{weight: 1.0}"
+        made = parse_recipe(f"{text}parameters: {values}\n", "recipe.yml")
+        assert isinstance(made, Recipe)
+        assert line in refusal(made, tmp_path)
+
+    def test_without_a_recipe_a_field_is_named_by_its_path(self, tmp_path: Path) -> None:
+        method = find_method("ties")
+        assert method is not None
+        opened = [open_adapter(root, root.name) for root in self.two(tmp_path)]
+        problems = check_adapters(opened, method, concatenates=True)
+        assert [problem.where for problem in problems] == ["adapter.combine"]
 
     def test_one_adapter(self, tmp_path: Path) -> None:
         assert "1 adapter is given" in refusal(recipe("linear", self.two(tmp_path)[:1]), tmp_path)
@@ -115,7 +150,25 @@ class TestSavedWhole:
 
     def test_other_methods_need_the_model(self, tmp_path: Path) -> None:
         text = refusal(recipe("task_arithmetic", with_heads(tmp_path)), tmp_path)
-        assert "lm_head.weight is saved whole, which task_arithmetic cannot merge" in text
+        assert "lm_head.weight is saved whole: task_arithmetic cannot merge that" in text
+
+    def test_an_adapter_that_lacks_many_says_so_once(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / "x", 0), adapter(tmp_path / "y", 1), with_heads(tmp_path)[1]]
+        norms = {f"model__layers__{layer}__input_layernorm__weight": torch.ones(5) for layer in range(2)}
+        add(roots[2], **norms)
+        lines = refusal(recipe("linear", [*roots, roots[0]]), tmp_path).splitlines()
+        assert [line.partition(":")[0] for line in lines] == [str(root) for root in roots[:2]]
+        for line in lines:
+            assert ", ... (3 tensors), which others hold whole, and what they are in the model" in line
+            assert "or extract with --embeddings skip --rest skip." in line
+
+    def test_a_method_that_cannot_merge_many_says_so_once(self, tmp_path: Path) -> None:
+        roots = with_heads(tmp_path)
+        for root in roots:
+            add(root, model__norm__weight=torch.ones(5))
+        lines = refusal(recipe("ties", roots), tmp_path).splitlines()
+        assert len(lines) == 1
+        assert "lm_head.weight, ... (2 tensors) are saved whole: ties cannot merge that" in lines[0]
 
     def test_two_vocabularies(self, tmp_path: Path) -> None:
         roots = with_heads(tmp_path)

@@ -20,9 +20,11 @@ from raymerge.errors import PlanError
 ParentsOf = Callable[[ModelType], Parents]
 INLINE = raymerge.RunOptions(inline=True)
 
-STACKED = {kind.name: kind for kind in (*DENSE, *SPARSE, *RECURRENT, *SEEING)}
 ALONE = {kind.name: kind for kind in ENCODERS if kind.name != "albert"}
-"""Encoders, stacked of one model's layers. ALBERT stores one layer and runs it again and again."""
+"""Encoders. ALBERT stores one layer and runs it again and again."""
+TIED = tuple(kind for kind in ALONE.values() if "tied" in kind.groups)
+"""Those whose head and its bias are tied, a tie that a stack of two models parts."""
+STACKED = {kind.name: kind for kind in (*DENSE, *SPARSE, *RECURRENT, *SEEING, *TIED)}
 BOUND_BY_NAME = {kind.name: kind for kind in BOUND}
 _NUMBER = re.compile(r"^(?P<stack>[\w.]*?)\.(?P<layer>\d+)\.")
 
