@@ -18,6 +18,7 @@ from raymerge.lora import (
     ExtractOptions,
     Limits,
     ModuleReport,
+    OnModule,
     Selection,
     combine_recipe,
     extract_lora,
@@ -181,13 +182,16 @@ def submit(
             pool.close()
 
 
-def merge_adapters(recipe: RecipeLike, output: str | Path) -> Combination:
+def merge_adapters(
+    recipe: RecipeLike, output: str | Path, *, on_module: OnModule | None = None
+) -> Combination:
     """Merge the adapters of a recipe into one adapter that peft loads; in this process, on the CPU.
 
     Args:
         recipe: its ``models`` are adapters of one model, each a directory or a Hub name; its ``adapter``
             block, if there is one, says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
+        on_module: told of progress.
 
     Raises:
         RecipeError: the recipe is not valid, or the file holds several.
@@ -195,7 +199,7 @@ def merge_adapters(recipe: RecipeLike, output: str | Path) -> Combination:
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
-    return combine_recipe(read_recipe(recipe), output)
+    return combine_recipe(read_recipe(recipe), output, on_module=on_module)
 
 
 def merges_adapters(recipes: RecipesLike) -> bool:

@@ -90,7 +90,7 @@ def _by_word(
 ) -> dict[str, torch.Tensor]:
     """The mean of models by words, where a word that one lacks is its row in the other."""
     first = parents[0][1]
-    mean = {name: sum(each[name].double() for _, each in parents) / len(parents)
+    mean = {name: torch.stack([each[name].double() for _, each in parents]).mean(dim=0)
             for name in first if name not in (EMBEDDING, HEAD)}  # fmt: skip
     for name in {EMBEDDING, HEAD} & first.keys():
         rows = torch.zeros(len(ids), HIDDEN, dtype=torch.float64)
@@ -129,14 +129,28 @@ class TestTokenizers:
         own = (WORDS, peft_merge(read_tensors(one), lora))
         _check(found, _by_word(ids, own, ((*OTHERS, "blue"), read_tensors(two))))
 
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_saved_rows_of_the_tokenizer_beside_the_adapter(self, tmp_path: Path, place: int) -> None:
+        one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
+        lora, grown = _grown_lora(tmp_path / "lora", 7, 3), (*WORDS, "blue", "sky")
+        for name, text in _tokenizer(grown).items():
+            (lora / name).write_text(text)
+        models: list[object] = [two]
+        models.insert(place, f"{one}+{lora}")
+        found = _merge(_linear(*models, tokenizer_source="union"), tmp_path / "out")
+        ids = _ids(tmp_path / "out")
+        assert len(ids) == 8
+        own = (grown, peft_merge(read_tensors(one), lora))
+        _check(found, _by_word(ids, own, (OTHERS, read_tensors(two))))
+
     @pytest.mark.parametrize("rows", [7, 4])
     @pytest.mark.parametrize("source", ["union", "base"])
     def test_saved_rows_that_no_tokenizer_numbers(self, tmp_path: Path, rows: int, source: str) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
-        recipe = _linear(f"{one}+{_grown_lora(tmp_path / 'lora', rows, 3)}", two, tokenizer_source=source)
+        lora = _grown_lora(tmp_path / "lora", rows, 3)
+        recipe = _linear(f"{one}+{lora}", two, tokenizer_source=source)
         text = _refusal(recipe, tmp_path / "out")
-        assert f"2 tensors that it holds whole have {rows} rows, one for each token" in text
-        assert "where the model has 5" in text
+        assert f"{lora}: the embedding that it holds whole has {rows} rows where the model has 5" in text
 
     def test_more_rows_without_another_model(self, tmp_path: Path) -> None:
         one = _speaker(tmp_path / "one", 1, WORDS)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from raymerge.errors import CheckpointError, Problem
@@ -14,6 +14,8 @@ from raymerge.errors import CheckpointError, Problem
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """The file that makes a directory an adapter."""
 
+# A pattern of words and dots alone, as ``pattern_of`` makes it; a dot stands for any one character.
+_PLAIN = re.compile(r"\(\?:\.\*\\\.\)\?\(\?:[\w.]*?(\w*)\)\$")
 _T = TypeVar("_T", int, float)
 
 _MEND = "Mend the file, or copy it again from the place the adapter comes from."
@@ -43,10 +45,22 @@ class Patterns(Generic[_T]):
     """What holds where no pattern matches."""
     exceptions: tuple[tuple[re.Pattern[str], _T], ...]
     """Patterns for the end of a module's path, in the order of the file; the first that matches holds."""
+    _by_ending: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # An adapter of experts has tens of thousands of modules, and a pattern for each of its others.
+        found: dict[str, list[int]] = {}
+        for place, (pattern, _) in enumerate(self.exceptions):
+            found.setdefault(_ending(pattern), []).append(place)
+        object.__setattr__(self, "_by_ending", found)
 
     def of(self, module: str) -> _T:
         """The number for a module, by its path in the model."""
-        return next((value for pattern, value in self.exceptions if pattern.match(module)), self.default)
+        places = [
+            each for ending, them in self._by_ending.items() if module.endswith(ending) for each in them
+        ]
+        likely = (self.exceptions[place] for place in sorted(places))
+        return next((value for pattern, value in likely if pattern.match(module)), self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +129,12 @@ def pattern_of(text: str) -> re.Pattern[str]:
         return re.compile(rf"(?:.*\.)?(?:{text})$")
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{text!r} is no regular expression ({error})") from error
+
+
+def _ending(pattern: re.Pattern[str]) -> str:
+    """What every path that a pattern matches ends in; "" where that is not plain to see."""
+    found = _PLAIN.fullmatch(pattern.pattern)
+    return found[1] if found else ""
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raymerge.cli.adapters import Fact, adapter_json, energy_fact, factors_fact, listed, show_adapter
+from raymerge.cli.adapters import (
+    Fact,
+    adapter_json,
+    energy_fact,
+    factors_fact,
+    listed,
+    show_adapter,
+    told_modules,
+)
 from raymerge.cli.messages import guarded
-from raymerge.cli.screen import counted, make_console, own_stdout, printable, put_json
+from raymerge.cli.screen import counted, make_console, own_stdout, put_json
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.api import Extraction, ExtractOptions, ModuleReport
+    from raymerge.api import Extraction, ExtractOptions
 
 Device = Literal["auto", "cpu", "cuda"]
 Embeddings = Literal["adapter", "full", "skip"]
@@ -64,15 +72,7 @@ def _extract(places: tuple[str, str, str], options: ExtractOptions, *, modules: 
     from raymerge.api import extract_lora
 
     model, base, output = places
-    errors = make_console(sys.stderr)
-    with own_stdout() as stdout, errors.status("reading headers") as status:
-        done = 0
-
-        def tell(report: ModuleReport, num_modules: int) -> None:
-            nonlocal done
-            done += 1
-            status.update(printable(f"{done} of {num_modules}: {report.name}, rank {report.rank}"))
-
+    with own_stdout() as stdout, told_modules(make_console(sys.stderr), "reading headers") as tell:
         extraction = extract_lora(model, base, output, options, on_module=tell)
     if as_json:
         put_json(stdout, adapter_json(extraction))

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raymerge.cli.adapters import Fact, adapter_json, energy_fact, factors_fact, listed, show_adapter
+from raymerge.cli.adapters import (
+    Fact,
+    adapter_json,
+    energy_fact,
+    factors_fact,
+    listed,
+    show_adapter,
+    told_modules,
+)
 from raymerge.cli.messages import guarded
 from raymerge.cli.plan import default_output, explain_all, read_memory, show_accounts
 from raymerge.cli.progress import make_progress
@@ -138,8 +146,8 @@ def _merge_adapters(request: Request, stdout: IO[str]) -> int:
 
     if problems := list(_unusable(request.options)):
         raise OptionError(problems)
-    with make_console(sys.stderr).status("merging the adapters"):
-        made = merge_adapters(request.recipe, request.output)
+    with told_modules(make_console(sys.stderr), "merging the adapters") as tell:
+        made = merge_adapters(request.recipe, request.output, on_module=tell)
     if request.as_json:
         put_json(stdout, {"event": "adapter_merged", **adapter_json(made)})
     else:

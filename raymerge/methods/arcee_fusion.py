@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, PIECE, MagnitudeSelection, chunk_length
+from raymerge.methods.reduce import HISTOGRAM_BYTES, PIECE, MagnitudeSelection, chunk_length, folded
 from raymerge.methods.rows import row_batches
 from raymerge.methods.task_arithmetic import on_base
 
@@ -120,14 +120,9 @@ def _runs(padded: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
-    """Sum of each row of padded length, folded in halves, so that its order depends on that length alone."""
-    width = values.shape[1] // 2
-    sums = values[:, :width] + values[:, width:]
-    while width > 1:
-        half = (width + 1) // 2
-        sums[:, : width - half].add_(sums[:, half:width])
-        width = half
-    return sums[:, 0]
+    """Sum of each row of padded length, which is even, folded in halves; ``values`` stays as it is."""
+    half = values.shape[1] // 2
+    return folded(values[:, :half] + values[:, half:], dim=1)
 
 
 ARCEE_FUSION = Method(

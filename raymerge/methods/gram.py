@@ -19,6 +19,7 @@ import torch
 
 from raymerge.methods.method import Settings, Tile
 from raymerge.methods.reduce import add_products
+from raymerge.methods.sums import sum_of_products
 from raymerge.methods.task_arithmetic import on_base
 
 Coefficients: TypeAlias = tuple[float, ...]
@@ -163,8 +164,4 @@ def _subtract(
 
 def add_deltas(tile: Tile, coefficients: Coefficients) -> torch.Tensor:
     """``B + sum c_i d_i`` for a tile of deltas."""
-    merged = tile.sources[0] * coefficients[0]
-    term = torch.empty_like(merged)
-    for delta, coefficient in zip(tile.sources[1:], coefficients[1:], strict=True):
-        merged.add_(torch.mul(delta, coefficient, out=term))
-    return on_base(merged, tile)
+    return on_base(sum_of_products(tile.sources, coefficients), tile)

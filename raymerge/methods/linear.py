@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from raymerge.methods.gram import combine
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.sums import check_shares, shares, sum_of_products
 
-_CANCELS = 1e-8
+_NORMALIZE = "normalize"
 
 
 class LinearKernel(SinglePass):
@@ -22,38 +21,20 @@ class LinearKernel(SinglePass):
 
         A mean is added up as changes to one source, so that sources that agree give their very bits.
         """
-        coefficients = _coefficients(settings)
-        if settings.flag("normalize"):
+        coefficients = shares(settings, normalize=_NORMALIZE)
+        if settings.flag(_NORMALIZE):
             return combine(tile.sources, coefficients, None)
-        merged = tile.sources[0] * coefficients[0]
-        product = torch.empty_like(merged)
-        for source, coefficient in zip(tile.sources[1:], coefficients[1:], strict=True):
-            # Not add(alpha=...): it fuses the product into the sum in some lanes and not in others.
-            merged.add_(torch.mul(source, coefficient, out=product))
-        return merged
-
-
-def _coefficients(settings: Settings) -> tuple[float, ...]:
-    weights = settings.per_source("weight")
-    if not settings.flag("normalize"):
-        return weights
-    total = math.fsum(weights)
-    return tuple(weight / total for weight in weights)
+        return sum_of_products(tile.sources, coefficients)
 
 
 def _check(settings: Settings) -> str | None:
-    weights = settings.per_source("weight")
-    cancels = abs(math.fsum(weights)) <= _CANCELS * math.fsum(map(abs, weights))
-    if settings.flag("normalize") and cancels:
-        return "the weights sum to 0, so they cannot be normalised"
-    return None
+    return check_shares(settings, normalize=_NORMALIZE)
 
 
 def _identity(settings: Settings) -> int | None:
     """One source counts as itself: a mean of one, or a sum with weight 1."""
-    weights = settings.per_source("weight")
-    alone = len(weights) == 1 and _check(settings) is None
-    return 0 if alone and _coefficients(settings) == (1.0,) else None
+    alone = len(settings.sources) == 1 and _check(settings) is None
+    return 0 if alone and shares(settings, normalize=_NORMALIZE) == (1.0,) else None
 
 
 LINEAR = Method(
@@ -66,7 +47,7 @@ LINEAR = Method(
     kernel=LinearKernel(),
     parameters=(
         Parameter("weight", "float", "source", "coefficient of the source", required=True),
-        Parameter("normalize", "bool", "global", "divide by the sum of the weights", default=True),
+        Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),
     ),
     check=_check,
     identity=_identity,

@@ -6,8 +6,9 @@ import math
 
 from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+from raymerge.methods.sums import check_shares, shares
 
-_CANCELS = 1e-8
+_NORMALIZE = "normalize_weights"
 
 
 class MultislerpKernel(CombinationKernel):
@@ -19,32 +20,22 @@ class MultislerpKernel(CombinationKernel):
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
         """Shares of the mean direction; the weights themselves where the directions cancel out."""
-        weights, norms, eps = _weights(settings), gram.norms(), settings.number("eps")
+        weights, norms = shares(settings, normalize=_NORMALIZE), gram.norms()
+        eps = settings.number("eps")
         if len(weights) == 1:
             return (1.0,)
         floor = eps * max(norms)
-        shares = [w / norm if norm > floor else 0.0 for w, norm in zip(weights, norms, strict=True)]
-        length = gram.norm_of(shares)
+        mean = [w / norm if norm > floor else 0.0 for w, norm in zip(weights, norms, strict=True)]
+        length = gram.norm_of(mean)
         if length <= eps * math.fsum(map(abs, weights)):
             return weights
         scale = math.fsum(w * norm for w, norm in zip(weights, norms, strict=True)) / length
-        return tuple(share * scale for share in shares)
-
-
-def _weights(settings: Settings) -> Coefficients:
-    weights = settings.per_source("weight")
-    if not settings.flag("normalize_weights"):
-        return weights
-    total = math.fsum(weights)
-    return tuple(weight / total for weight in weights)
+        return tuple(share * scale for share in mean)
 
 
 def _check(settings: Settings) -> str | None:
-    weights = settings.per_source("weight")
-    cancels = abs(math.fsum(weights)) <= _CANCELS * math.fsum(map(abs, weights))
-    if len(weights) > 1 and settings.flag("normalize_weights") and cancels:
-        return "the weights sum to 0, so they cannot be normalised"
-    return None
+    """One source counts whole, whatever its weight."""
+    return check_shares(settings, normalize=_NORMALIZE) if len(settings.sources) > 1 else None
 
 
 def _identity(settings: Settings) -> int | None:
@@ -62,7 +53,7 @@ MULTISLERP = Method(
     kernel=MultislerpKernel(),
     parameters=(
         Parameter("weight", "float", "source", "share of the source", required=True),
-        Parameter("normalize_weights", "bool", "global", "divide by the sum of the weights", default=True),
+        Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),
         Parameter(
             "eps",
             "float",

@@ -5,6 +5,7 @@ column by column."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ from raymerge.methods.method import (
 from raymerge.methods.rows import column_products, row_batches, row_products
 
 _CANCELS = 1e-6
+# Vectors; the numbers of one take about 200 bytes as Python's objects, so these take less than a tile.
+_VECTORS_AT_ONCE = 1024
+# Elements; the numbers of a vector that is shorter take more memory than its elements.
+_SHORT = 16
 
 
 class NuslerpKernel:
@@ -72,7 +77,7 @@ class _Rows(SinglePass):
         """Some rows after the other, so that rows of few elements need no more memory."""
         length, turn = settings.row_length, _turn(settings)
         merged = torch.empty_like(tile.sources[0])
-        for rows in row_batches(merged.numel() // length, length, merged.numel(), merged.device):
+        for rows in _batches(merged, length):
             run = slice(rows.start * length, rows.stop * length)
             part = _cut(tile, run)
             first, second = _vectors(part)
@@ -128,7 +133,7 @@ class _FirstDimension(SinglePass):
         merged, turn = torch.empty_like(tile.sources[0]), _turn(settings)
         num_rows = max(1, settings.shape[0])
         num_columns = merged.numel() // num_rows
-        for columns in row_batches(num_columns, num_rows, merged.numel(), merged.device):
+        for columns in _batches(merged, num_rows):
             part = _cut(tile, columns, num_rows)
             width = columns.stop - columns.start
             sums = torch.zeros(3, width, dtype=torch.float64, device=merged.device)
@@ -136,6 +141,12 @@ class _FirstDimension(SinglePass):
             blended = _blended(part, _factors(sums, turn).unsqueeze(1), turn, width)
             merged.view(num_rows, num_columns)[:, columns] = blended.view(num_rows, width)
         return merged
+
+
+def _batches(elements: torch.Tensor, length: int) -> Iterator[slice]:
+    """Runs of vectors of ``length`` elements each, as many as may be in work at once."""
+    count = elements.numel()
+    return row_batches(count // length, max(length, _SHORT), count, elements.device)
 
 
 def _cut(tile: Tile, columns: slice, num_rows: int = 1) -> Tile:
@@ -166,6 +177,7 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
     """What ``_blended`` needs of each vector.
 
     Angles one by one, in Python: a library's sine of many numbers may depend on where in memory each stands.
+    Some vectors after the other, for numbers take more memory in Python than in a tensor.
 
     Args:
         sums: float64 ``[3, vectors]``, inner products.
@@ -174,11 +186,16 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
     Returns:
         float32 ``[2, vectors]``: the sum of both coefficients less 1, and the farther source's coefficient.
     """
-    pairs = [arc_coefficients(*products, t=turn) for products in zip(*sums.tolist(), strict=True)]
-    excess = [of_first + of_second - 1.0 for of_first, of_second in pairs]
-    settled = [0.0 if abs(each) < NEGLIGIBLE else each for each in excess]
-    farther = [pair[0 if turn >= 0.5 else 1] for pair in pairs]
-    return torch.tensor([settled, farther], dtype=torch.float32, device=sums.device)
+    factors = torch.empty(2, sums.shape[1], dtype=torch.float32, device=sums.device)
+    for begin in range(0, sums.shape[1], _VECTORS_AT_ONCE):
+        vectors = slice(begin, begin + _VECTORS_AT_ONCE)
+        products = zip(*sums[:, vectors].tolist(), strict=True)
+        pairs = [arc_coefficients(*each, t=turn) for each in products]
+        excess = [of_first + of_second - 1.0 for of_first, of_second in pairs]
+        settled = [0.0 if abs(each) < NEGLIGIBLE else each for each in excess]
+        farther = [pair[0 if turn >= 0.5 else 1] for pair in pairs]
+        factors[:, vectors] = torch.tensor([settled, farther], dtype=torch.float32)
+    return factors
 
 
 def _blended(tile: Tile, factors: torch.Tensor, turn: float, row_length: int) -> torch.Tensor:

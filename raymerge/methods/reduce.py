@@ -75,14 +75,22 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 def _add_pieces(total: float, values: torch.Tensor) -> float:
     """Fold each piece of ``values`` in place and add the folded sums to ``total`` in order."""
-    pieces = values.view(-1, PIECE)
-    width = PIECE
-    while width > 1:
-        width //= 2
-        pieces[:, :width].add_(pieces[:, width : 2 * width])
-    for partial in pieces[:, 0].tolist():
+    for partial in folded(values.view(-1, PIECE), dim=1).tolist():
         total += partial
     return total
+
+
+def folded(values: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """Sums along a dimension that is not empty, folded in halves, so that all depends on its length alone.
+
+    ``values`` is overwritten; of an odd number the one in the middle waits for the next round.
+    """
+    width = values.shape[dim]
+    while width > 1:
+        half = (width + 1) // 2
+        values.narrow(dim, 0, width - half).add_(values.narrow(dim, half, width - half))
+        width = half
+    return values.select(dim, 0)
 
 
 class MagnitudeSelection:

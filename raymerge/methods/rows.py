@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from raymerge.methods.method import ROW_GROUP
-from raymerge.methods.reduce import PIECE, chunk_length
+from raymerge.methods.reduce import PIECE, chunk_length, folded
 
 
 def row_products(left: torch.Tensor, right: torch.Tensor, row_length: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def row_products(left: torch.Tensor, right: torch.Tensor, row_length: int) -> to
         for begin in range(0, row_length, PIECE):
             columns = slice(begin, begin + PIECE)
             # Never by a name, which would keep it alive while the next one is made.
-            totals[rows].add_(_folded(lefts[rows, columns].double().mul_(rights[rows, columns]), dim=1))
+            totals[rows].add_(folded(lefts[rows, columns].double().mul_(rights[rows, columns]), dim=1))
     return totals
 
 
@@ -67,18 +67,7 @@ def row_batches(num_rows: int, row_length: int, num_elements: int, device: torch
 def _add_groups(total: torch.Tensor, products: torch.Tensor) -> None:
     """Add the sums of each group of ROW_GROUP rows, and of the rest; ``products`` is overwritten."""
     whole = products.shape[0] // ROW_GROUP * ROW_GROUP
-    for group in _folded(products[:whole].view(-1, ROW_GROUP, products.shape[1]), dim=1):
+    for group in folded(products[:whole].view(-1, ROW_GROUP, products.shape[1]), dim=1):
         total.add_(group)
     if whole < products.shape[0]:
-        total.add_(_folded(products[whole:], dim=0))
-
-
-def _folded(values: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Sums along a dimension that is not empty, folded in halves in place, so that all depends on its
-    length alone."""
-    width = values.shape[dim]
-    while width > 1:
-        half = (width + 1) // 2
-        values.narrow(dim, 0, width - half).add_(values.narrow(dim, half, width - half))
-        width = half
-    return values.select(dim, 0)
+        total.add_(folded(products[whole:], dim=0))

@@ -69,7 +69,7 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     for laid in supplies.adapters.values():
         for problem in laid.problems():
             findings.add(problem)
-    tokenizer, problems = plan_tokenizer(recipe, sources, donor=donor)
+    tokenizer, problems = plan_tokenizer(recipe, supplies, donor=donor)
     for problem in problems:
         findings.add(problem)
     builder = OutputBuilder(recipe, treatments, supplies, findings, vocabulary=tokenizer.vocabulary)
@@ -81,7 +81,7 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     config, objections = plan_config(recipe, sources[donor], sources, logical, sections, outputs, tie)
     for objection in objections:
         findings.add(objection)
-    resized = builder.embeddings.num_rows
+    resized = builder.embeddings.settle(outputs, sources[donor])
     config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
     shards = place_shards(outputs, recipe.shard_size)
     for problem in _disagreements(shards, config, sources[donor]) if findings.is_empty else ():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from raymerge.checkpoints.tokenizer import TokenizerFiles
 from raymerge.errors import Problem
@@ -79,6 +82,8 @@ _EXAONE = """\
 {%- endif -%}
 """
 
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
 BUILT_IN: Mapping[str, str] = {
     "alpaca": _ALPACA,
     "chatml": _CHATML,
@@ -104,9 +109,10 @@ def resolve_template(
     if asked in BUILT_IN:
         return BUILT_IN[asked], []
     found = most_frequent(tokenizers) if asked == AUTO else asked if _is_literal(asked) else None
-    if found is not None:
-        return found, []
     place = recipe.where("chat_template")
+    if found is not None:
+        fault = _fault(found)
+        return (found, []) if fault is None else (None, [Problem(place, fault, "Correct the template.")])
     names = (AUTO, *BUILT_IN)
     if asked == AUTO:
         what, remedy = "no model has a chat template.", f"Write one of: {', '.join(BUILT_IN)}; or a template."
@@ -122,6 +128,17 @@ def most_frequent(tokenizers: Sequence[TokenizerFiles | None]) -> str | None:
     counts = Counter(text for text in found if text)
     # max gives the first of equals, and a counter keeps the order in which it met them.
     return max(counts, key=lambda text: counts[text], default=None)
+
+
+def _fault(template: str) -> str | None:
+    """Why a template cannot be compiled, as a sentence; None for a sound one."""
+    # transformers marks what the assistant says by a tag of its own, which changes no syntax.
+    plain = _GENERATION.sub("", template)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"], autoescape=False).parse(plain)
+    except TemplateSyntaxError as error:
+        return f"the template cannot be compiled: {error.message} (line {error.lineno})."
+    return None
 
 
 def _is_literal(text: str) -> bool:

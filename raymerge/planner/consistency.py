@@ -7,6 +7,7 @@ compared within a kind; what a config does not say is left alone.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,11 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
+from raymerge.planner.vocabulary_tensors import counts_tokens
 
 _REMEDY = "Correct the config, or merge again from complete models."
 _SHOWN = 3
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 Layers = Sequence[Mapping[str, StoredTensor]]
 """For each layer of the main stack its tensors, by what follows the layer number in their names."""
@@ -139,13 +142,29 @@ def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterato
         what = f"the hidden size is {said}, but {embedding.name} is {embedding.shape[1]} wide."
         yield Problem(where, what, _REMEDY)
     size = text_section(config).get("vocab_size")
-    for tensor in (embedding, head):
+    own = [tensor for tensor in (embedding, head) if tensor is not None]
+    for tensor in (*own, *_more_rows(checkpoint, rules, pair)):
         # More rows than tokens are padding. A smaller vocabulary of its own has a field of its own.
-        if tensor is None or not isinstance(size, int) or tensor.shape[0] in _sizes(config, "vocab"):
-            continue
-        if tensor.shape[0] < size:
+        if isinstance(size, int) and tensor.shape[0] < size and tensor.shape[0] not in _sizes(config, "vocab"):
             what = f"vocab_size is {size}, but {tensor.name} has {tensor.shape[0]} rows."
             yield Problem(where, what, "Correct vocab_size.")
+
+
+def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator[StoredTensor]:
+    """Embeddings and heads beside the pair, and the biases of heads, of the same text model's vocabulary."""
+    others = set(_nested_sizes(checkpoint.config, "vocab"))
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for name, tensor in checkpoint.tensors.items():
+        # Tensors of many layers and experts whose names differ in numbers alone are looked at once.
+        key = _NUMBER.sub(".", name), tensor.shape
+        is_known = name in (pair.embedding, pair.head) or not name.endswith((".weight", ".bias"))
+        if is_known or key in seen or not tensor.shape or tensor.shape[0] in others:
+            continue
+        seen.add(key)
+        info = describe(name, rules)
+        is_plain = tensor.dtype.is_mergeable and len(tensor.shape) == (1 if info.is_bias else 2)
+        if is_plain and info.role is not Role.VISION and counts_tokens(name, info):
+            yield tensor
 
 
 def layer_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
@@ -342,6 +361,15 @@ def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
         for key, value in fields
         if word in key and key != "vocab_size" and isinstance(value, int) and not isinstance(value, bool)
     }
+
+
+def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
+    """Whole numbers of all fields of a config and its sections whose name has a word in it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _nested_sizes(value, word)
+        elif word in key and type(value) is int:
+            yield value
 
 
 def _some(things: Collection[Any]) -> str:

@@ -101,7 +101,7 @@ class Explanation:
     digest: str
     """Digest of the plan."""
     method: str
-    """Merge method."""
+    """Merge method, and after it those that rules choose."""
     sources: tuple[SourceLine, ...]
     """The sources, by index, and after them the adapters laid over them."""
     output: OutputLine
@@ -178,7 +178,7 @@ def explain(
     shards = plan["shards"]
     return Explanation(
         digest=plan.digest,
-        method=str(plan.manifest["method"]),
+        method=", ".join(dict.fromkeys([plan.manifest["method"], *plan.manifest["rules"]])),
         sources=tuple(_source_line(each, index == giver) for index, each in enumerate(holders)),
         output=_output_line(plan),
         dispositions=_disposition_lines(plan, holders),

@@ -115,6 +115,10 @@ class OutputBuilder:
     def _from_lead(self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values in another dtype."""
         source = aligned.span.lead.source
+        renumbered = self.embeddings.alone(aligned, lead, dtype)
+        if renumbered is not None:
+            self._settle_rest(aligned)
+            return renumbered
         if self._supplies.is_changed(source, aligned.lead):
             return self._adapted(aligned, lead, dtype)
         store, stored = self._supplies.stored(source, aligned.lead) or (source, lead)
@@ -223,8 +227,10 @@ class OutputBuilder:
         if stored.shape != lead.shape or stored.dtype is not dtype:
             return None
         self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
-        for other, other_name in self._held(aligned):
-            self.fates.settle(other, other_name, Fate(Disposition.DROPPED, Rule.METHOD, aligned.output))
+        for other, other_name in chosen.members():
+            if self._logical[other.source].stored(other_name) is not None:
+                fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
+                self.fates.settle(other.source, other_name, fate)
         return _copy_row(aligned, stored, store)
 
     def _all_plain(self, chosen: Chosen) -> bool:

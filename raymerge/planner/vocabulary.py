@@ -268,7 +268,8 @@ def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
     notes += [f"{role} {text!r} has no row and is no longer the {role}" for role, text in gone.items()]
     own = {} if decided.giver.tokenizer is None else decided.giver.tokenizer.roles
     notes += [
-        f"{role} is {text!r} as in {lead.model.name}, in the configs too; {decided.giver.name} has {own[role]!r}"
+        f"{role} is {text!r} as in {lead.model.name}, also in the configs; {decided.giver.name} has "
+        f"{own[role]!r}"
         for role, text in _other_roles(decided).items()
         if role in own
     ]

@@ -39,7 +39,9 @@ class Renumbering:
         for path in sections:
             section = _at(config, path)
             changes |= {_dotted(path, key): value for key, value in self._changed(section)}
-            changes |= {_dotted(path, key): value for key, value in row_counts(section, self.num_rows).items()}
+            changes |= {
+                _dotted(path, key): value for key, value in row_counts(section, self.num_rows).items()
+            }
             if path == text and VOCABULARY_KEY not in section:
                 changes[_dotted(path, VOCABULARY_KEY)] = self.num_rows
         return changes

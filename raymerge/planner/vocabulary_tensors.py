@@ -40,9 +40,16 @@ class VocabularyTensors:
             return 0
         return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
 
+    def rows(self, source: int) -> int:
+        """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
+        pair = self._supplies.sources[source].pair
+        found = self._supplies.stored(source, pair.embedding) if pair is not None else None
+        return found[1].shape[0] if found is not None else 0
+
     def is_doubtful(self, source: int, name: str) -> bool:
-        """Whether a tensor counts tokens by its name, in a way that cannot be told: transposed, or in a number
-        of its own that the config gives beside ``vocab_size``.
+        """Whether a tensor counts tokens by its name, and nothing tells which on what axis.
+
+        It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
         """
         model = self._supplies.sources[source]
         shape = model.checkpoint.tensors[name].shape

@@ -1,7 +1,8 @@
 """Several merges that use each other's results, carried out one after the other towards one output.
 
 The results between lie in a directory beside the output, as checkpoints that ordinary runs made. The same
-command keeps those that are still what their plans say; they are removed when the output is in place.
+command keeps those that are still what their plans say, and that nobody wrote to since; they are removed
+when the output is in place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.run import Run, RunResult, file_versions
-from raymerge.runtime.staging import RECORD, Staging
+from raymerge.runtime.staging import RECORD, Staging, is_untouched
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
 
@@ -93,12 +94,17 @@ class Chain:
         return result
 
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
-        """Have the result of a merge that others need: the one that is there, or a new one."""
-        sources = sources_of(merge, self._root)
-        if _is_made(self._place(merge), merge, sources, pool.numerics):
+        """Have the result of a merge that others need: the one that is there, or a new one.
+
+        One that was touched is run again from where it was: its receipts tell which of its bytes are right.
+        """
+        place, sources = self._place(merge), sources_of(merge, self._root)
+        if _is_made(place, merge, sources, pool.numerics):
             self._on_event(StepKept(*self._step(merge)))
             return
         self._on_event(StepStarted(*self._step(merge)))
+        if _digest_at(place) == merge.plan.digest:
+            Staging(Path(os.path.realpath(place)), merge.plan).take_back()
         _carried_out(self._run(merge, sources), pool)
 
     def _possible_runs(self) -> tuple[Run, ...]:
@@ -136,9 +142,10 @@ def steps_directory(output: Path) -> Path:
 
 
 def kept_steps(merges: Sequence[PlannedMerge], output: Path) -> frozenset[str]:
-    """Names of the merges that are made already, as far as can be told before workers are there.
+    """Names of the merges that are made already, as far as can be told without workers and without weights.
 
-    A worker with another device or another version of torch makes them again.
+    A worker with another device or another version of torch makes them again. One whose files were touched
+    is not among them, though it may turn out that all its bytes are right.
     """
     root = steps_directory(output)
     found: set[str] = set()
@@ -184,7 +191,7 @@ def _is_made(
     sources: Sequence[Source],
     numerics: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether a directory holds what a merge would make of these sources; None for any numerics."""
+    """Whether a directory holds, untouched, what a merge makes of these sources; None for any numerics."""
     if _digest_at(place) != merge.plan.digest:
         return False
     before = Ledger.conditions(place / RECORD / NAME) or {}
@@ -192,7 +199,9 @@ def _is_made(
         return False
     if numerics is not None and before.get("numerics") != numerics:
         return False
-    return _has_companions(place, merge, sources) and not verify_structure(place).problems
+    if not (is_untouched(place) and _has_companions(place, merge, sources)):
+        return False
+    return not verify_structure(place).problems
 
 
 def _digest_at(place: Path) -> str | None:

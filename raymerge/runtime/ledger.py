@@ -1,10 +1,11 @@
-"""The ledger of a run: which segments are durable. One writer, the driver; one JSON line an entry."""
+"""The ledger of a run: which segments are durable, and at the end what the files are that were published.
+One writer, the driver; one JSON line an entry."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ class Ledger:
         found = lines[0].get("conditions") if lines else None
         return found if isinstance(found, dict) else None
 
+    @staticmethod
+    def files(path: Path) -> Mapping[str, Any] | None:
+        """The marks of the files that were last published, or None where none were."""
+        found = [line["files"] for line in _lines(path) if isinstance(line.get("files"), dict)]
+        return found[-1] if found else None
+
     def receipts(self) -> dict[int, Receipt]:
         """Receipts by segment; a line that is not whole, as after a crash, is left out."""
         found = (_receipt(line) for line in _lines(self._path) if "receipt" in line)
@@ -49,7 +56,14 @@ class Ledger:
 
     def record(self, receipt: Receipt) -> None:
         """Add a receipt and return when it is durable."""
-        text = _line({"receipt": receipt.to_json()})
+        self._append({"receipt": receipt.to_json()})
+
+    def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
+        """Add what tells the files that are published from any that are written later, by their keys."""
+        self._append({"files": marks})
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        text = _line(entry)
         if not _ends_whole(self._path):
             text = "\n" + text
         with self._path.open("a", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -116,12 +116,24 @@ class Staging:
         After a crash between two steps the old output or the new one is whole; the same command ends it.
         """
         self._check_output(replace=replace)
+        Ledger(self.ledger_path, {}).record_files(_marks(self.root))
         if self._is_filled():
             self.output.rename(self._free_place())
         self.root.rename(self.output)
         _sync_directory(self.output.parent)
         for old in self._replaced():
             shutil.rmtree(old, ignore_errors=True)
+
+    def take_back(self) -> None:
+        """Make what this plan published an unfinished run again, under ``lock``.
+
+        The run that takes it up compares every byte with its receipt, and makes again what differs. Where
+        there is an unfinished run already, that one goes on.
+        """
+        # What cannot be renamed is made anew, and publishing says why it cannot be replaced.
+        with suppress(OSError):
+            if not self.root.exists():
+                self.output.rename(self.root)
 
     def discard(self) -> None:
         """Remove the directory with all that is in it."""
@@ -254,6 +266,26 @@ class Staging:
                     "Free some space or choose another -o.",
                 )
             )
+
+
+def is_untouched(output: Path) -> bool:
+    """Whether the files of a checkpoint are still those that were published; reads none of them."""
+    published = Ledger.files(output / RECORD / NAME)
+    if published is None:
+        return False
+    marks = _marks(output)
+    return all(marks.get(key) == mark for key, mark in published.items())
+
+
+def _marks(root: Path) -> dict[str, list[int]]:
+    """Size, time of the last change and number of every file beside the run record, by its key."""
+    found: dict[str, list[int]] = {}
+    for path in root.rglob("*"):
+        key = path.relative_to(root)
+        if path.is_file() and key.parts[0] != RECORD:
+            status = path.stat()
+            found[key.as_posix()] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return found
 
 
 def _prefix(output: Path) -> str:

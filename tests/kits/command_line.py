@@ -36,8 +36,9 @@ def run_command(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> 
         contextlib.redirect_stdout(written),
         contextlib.redirect_stderr(written),
     ):
+        code: object = 0
         try:
-            code: object = main()
+            main()
         except SystemExit as end:
             code = end.code
     return Outcome(code if isinstance(code, int) else int(code is not None), written.getvalue())

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits, threads
+from kits.method_kit import (
+    FEW_BYTES,
+    Case,
+    MemoryMeter,
+    MethodKit,
+    make_settings,
+    merge,
+    random_inputs,
+    same_bits,
+    threads,
+)
 from numpy.typing import NDArray
 
-from raymerge.methods import Access, BaseUse, Method, Settings, Value, find_method
+from raymerge.methods import BLOCK, Access, BaseUse, Method, Settings, Value, find_method
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
@@ -83,17 +94,12 @@ class TestNuslerpWithoutABase(MethodKit):
     cases = tuple(Case(values, weights_of(0.7, 0.3)) for values in (FLAT, ROWS))
 
     def method(self) -> Method:
-        return replace(method_named("nuslerp"), base=BaseUse.UNUSED, access=Access.TENSOR)
+        return replace(method_named("nuslerp"), base=BaseUse.UNUSED)
 
 
 class TestNuslerpOfRowsAndColumns(MethodKit):
-    """Shapes and tilings of a method that takes rows."""
-
     name = "nuslerp"
     cases = (*_nuslerp_cases(ROWS)[:2], *_nuslerp_cases(COLUMNS))
-
-    def method(self) -> Method:
-        return replace(method_named("nuslerp"), access=Access.ROW)
 
 
 @pytest.mark.parametrize("with_base", [False, True])
@@ -201,6 +207,30 @@ def test_nuslerp_weights_count_by_their_ratio(weights: tuple[float, float], t: f
     _, sources = random_inputs(2, SHAPE)
     expected = run("nuslerp", Case(sources=weights_of(1 - t, t)), None, sources)
     torch.testing.assert_close(run("nuslerp", Case(sources=weights_of(*weights)), None, sources), expected)
+
+
+@pytest.mark.parametrize("values", [ROWS, COLUMNS])
+@pytest.mark.parametrize(
+    "shape", [(BLOCK, 1), (BLOCK // 4, 4), (2 * BLOCK, 4), (1, BLOCK), (2, BLOCK // 2, 1), (3, 200_000, 1)]
+)
+def test_the_numbers_of_many_vectors_stay_within_the_declaration(
+    shape: tuple[int, ...], values: dict[str, Value]
+) -> None:
+    """In tensors and in Python's objects, which the kit's meter does not see."""
+    method, case = method_named("nuslerp"), Case(values, weights_of(0.7, 0.3))
+    settings = settings_for("nuslerp", case, shape)
+    base, sources = random_inputs(2, shape)
+    nbytes, columns = 4 * base.numel(), settings.row_length if method.kernel.passes(settings) else 0
+    scratch = method.scratch * max(nbytes, 4 * BLOCK) + 2 * columns * method.state_bytes_per_column
+    # ``merge`` makes two results of its own: the tile's and what the tiles are joined to.
+    with MemoryMeter() as tensors:
+        merge(method, settings, base, sources)
+    tracemalloc.start()
+    merge(method, settings, base, sources)
+    objects = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert tensors.peak_bytes - 2 * nbytes + objects <= scratch + FEW_BYTES
+    assert objects < 4 * BLOCK * 2
 
 
 def test_threads_do_not_change_a_bit_of_nuslerps_modes() -> None:

@@ -188,7 +188,8 @@ def test_only_lines_asks_for_the_position() -> None:
 @hypothesis_settings(deadline=None, max_examples=20)
 @given(
     name=st.sampled_from(["consensus_ta", "lines"]),
-    weights=st.lists(st.floats(-1, 1, width=32), min_size=2, max_size=4),
+    # Of half precision: products of the smallest float32 are subnormal, and round by their size.
+    weights=st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=4),
     exponent=st.integers(-40, 10),
 )
 def test_deltas_of_another_size_give_the_same_merge(name: str, weights: list[float], exponent: int) -> None:

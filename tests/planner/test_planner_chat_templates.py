@@ -192,3 +192,23 @@ def test_a_donor_without_a_tokenizer_cannot_take_a_template(tmp_path: Path) -> N
     found = " ".join(map(str, problems))
     assert "no model has a chat template" in found
     assert "m0 has no tokenizer that a chat template could go with" in found
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}{{ m.content }", "cannot be compiled"),
+        ("{{ messages[0].content }} and {% endfor %}", "line 1"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_refused(template: str, words: str, tmp_path: Path) -> None:
+    found, problems = resolve_template(recipe_of([_model(tmp_path, 0)], chat_template=template), [])
+    assert found is None
+    assert words in str(problems[0])
+
+
+def test_what_transformers_adds_to_the_language_is_no_fault(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{%- endgeneration -%}{% break %}{% endfor %}"
+    )
+    assert resolve_template(recipe_of([_model(tmp_path, 0)], chat_template=template), []) == (template, [])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
-from kits.plan_maker import good, planned, refusals
+from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, tiny_llama, write_checkpoint
+from kits.plan_maker import Planned, good, planned, refusals
+from kits.tokenizer_maker import word_level
 
 import raymerge
 
@@ -115,3 +116,172 @@ def test_rows_of_another_width_are_no_matter_of_vocabulary(tmp_path: Path) -> No
     b = tiny_llama(tmp_path / "b", 1, hidden=16, vocab=70)
     problems = planned(_linear(a, b, embedding_sizes="common")).plan.problems
     assert any("other shapes" in problem.what for problem in problems)
+
+
+# Vocabulary tensors beside the pair, and sizes that do not fit together
+
+A, B = ("<unk>", "a", "b", "c", "d", "e"), ("<unk>", "e", "d", "c", "b", "a", "new")
+"""Words of two vocabularies by id; the second one moves all and adds one."""
+
+
+def _speaker(
+    root: Path, seed: int, words: tuple[str, ...], more: Mapping[str, tuple[int, ...]], **config: Any
+) -> Path:
+    """A Llama with a row for each word, further tensors, and its tokenizer."""
+    made = llama_config(layers=1, hidden=8, vocab=len(words), dtype=torch.float32) | config
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {**llama_shapes(made), **more}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tokenizer = {"tokenizer.json": json.dumps(word_level(words))}
+    return write_checkpoint(root, tensors, made, extra=tokenizer)
+
+
+def _one_and_other(root: Path, *names: str, columns: tuple[int, ...] = (8,)) -> tuple[Path, Path]:
+    a, b = (
+        _speaker(root / key, seed, words, {name: (len(words), *columns) for name in names})
+        for seed, (key, words) in enumerate((("a", A), ("b", B)))
+    )
+    return a, b
+
+
+def _mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The mean of two tables by words, of A's words first."""
+    own = [(a[A.index(word)] + b[B.index(word)]) / 2 for word in A]
+    return torch.stack([*own, b[B.index("new")]])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.mtp.embed_tokens.weight", "mtp_layers.0.shared_head.head.weight", "encoder.embed_tokens.weight"],
+)
+def test_every_embedding_and_head_goes_by_the_tokens(tmp_path: Path, name: str) -> None:
+    a, b = _one_and_other(tmp_path, name)
+    found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")
+    for each in (EMBEDDING, HEAD, name):
+        torch.testing.assert_close(found[each], _mean(read_tensors(a)[each], read_tensors(b)[each]))
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "predictions.bias", "final_logits_bias"])
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_bias_for_each_token_goes_by_the_tokens_too(tmp_path: Path, name: str, is_row: bool) -> None:
+    a, b = (
+        _speaker(tmp_path / key, seed, words, {name: (1, len(words)) if is_row else (len(words),)})
+        for seed, (key, words) in enumerate((("a", A), ("b", B)))
+    )
+    found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")[name]
+    assert found.shape == ((1, 7) if is_row else (7,))
+    mine, theirs = (read_tensors(each)[name].flatten() for each in (a, b))
+    torch.testing.assert_close(found.flatten(), _mean(mine, theirs))
+
+
+def test_a_bias_beside_its_matrix_is_none_of_tokens(tmp_path: Path) -> None:
+    a, b = (
+        _speaker(tmp_path / key, seed, words, {"dense.bias": (6,), "dense.weight": (6, 4)})
+        for seed, (key, words) in enumerate((("a", A), ("b", B)))
+    )
+    found = _merged(_linear(a, b, tokenizer_source="union"), tmp_path / "out")
+    mean = (read_tensors(a)["dense.bias"] + read_tensors(b)["dense.bias"]) / 2
+    torch.testing.assert_close(found["dense.bias"], mean)
+
+
+def test_a_vocabulary_tensor_that_lies_otherwise_is_refused_by_name(tmp_path: Path) -> None:
+    name = "model.embed_tokens_per_layer.weight"
+    a, b = (
+        _speaker(tmp_path / key, seed, words, {name: (4, 8)}, vocab_size_per_layer_input=4)
+        for seed, (key, words) in enumerate((("a", A), ("b", B)))
+    )
+    (problem,) = refusals(_linear(a, b, tokenizer_source="union"))
+    assert (
+        "the output has 7 rows, one for each token of its vocabulary, and 1 tensors would not have" in problem
+    )
+    assert f"{name} [4, 8]" in problem
+    # With one vocabulary there is nothing to tell.
+    c = _speaker(tmp_path / "c", 3, A, {name: (4, 8)}, vocab_size_per_layer_input=4)
+    assert good(_linear(a, c, tokenizer_source="union")).config["vocab_size"] == 6
+
+
+def test_embeddings_of_each_layer_are_counted_by_a_field_of_their_own(tmp_path: Path) -> None:
+    name = "model.embed_tokens_per_layer.weight"
+    a, b = (
+        _speaker(tmp_path / key, n, words, {name: (len(words), 8)}, vocab_size_per_layer_input=len(words))
+        for n, (key, words) in enumerate((("a", A), ("b", B)))
+    )
+    config = good(_linear(a, b, tokenizer_source="union")).config
+    assert config["vocab_size"] == config["vocab_size_per_layer_input"] == 7
+
+
+def test_a_head_of_fewer_rows_lacks_the_tokens_beyond(tmp_path: Path) -> None:
+    a = _speaker(tmp_path / "a", 1, A, {})
+    b = _speaker(tmp_path / "b", 2, B, {HEAD: (5, 8)})
+    for models in ((a, b), (b, a)):
+        found = _merged(_linear(*models, tokenizer_source="union"), tmp_path / f"out-{models[0].name}")
+        words = (*A, "new") if models[0] is a else B
+        mine, theirs = read_tensors(a)[HEAD], read_tensors(b)[HEAD]
+        assert found[HEAD].shape == found[EMBEDDING].shape == (7, 8)
+        torch.testing.assert_close(found[HEAD][words.index("a")], mine[1])
+        torch.testing.assert_close(found[HEAD][words.index("e")], (mine[5] + theirs[1]) / 2)
+        assert not found[HEAD][words.index("new")].any()
+
+
+@pytest.mark.parametrize("sizes", ["pad", "common"])
+def test_tensors_that_would_end_with_other_rows_are_refused(tmp_path: Path, sizes: str) -> None:
+    a = tiny_llama(tmp_path / "a", 0, vocab=64)
+    b = tiny_llama(tmp_path / "b", 1, vocab=70)
+    rule = [{"role": "head", "merge_method": "passthrough", "sources": [str(b if sizes == "common" else a)]}]
+    problems = refusals(_linear(a, b, embedding_sizes=sizes, methods=rule))
+    text = "\n".join(problems)
+    assert "would not have the same tokens in the same order: lm_head.weight" in text
+    assert "Correct vocab_size" not in text
+
+
+def _shape(made: Planned, name: str) -> tuple[int, ...]:
+    table = made.plan["tensors"].select(["name", "shape"]).to_pylist()
+    return next(tuple(row["shape"]) for row in table if row["name"] == name)
+
+
+def test_only_who_takes_part_counts(tmp_path: Path) -> None:
+    a, c, b = (tiny_llama(tmp_path / key, n, vocab=rows) for n, (key, rows) in enumerate(
+        (("a", 64), ("c", 64), ("b", 70))
+    ))  # fmt: skip
+    rules = [
+        {"role": role, "merge_method": "linear", "sources": [str(a), str(c)]}
+        for role in ("head", "embedding")
+    ]
+    made = good(_linear(a, c, b, methods=rules))
+    assert {_shape(made, name) for name in (EMBEDDING, HEAD)} == {(64, 32)}
+    assert made.fate(2, EMBEDDING)[1] == "not_chosen"
+    only_b = [{**rule, "sources": [str(b), str(b)][:1], "merge_method": "passthrough"} for rule in rules]
+    (problem,) = refusals(_linear(a, c, b, methods=only_b))
+    assert f"{b}: 2 of its tensors have 70 rows" in problem
+    # What is asked for on purpose is consistent, and the config follows.
+    assert good(_linear(a, c, b, methods=only_b, embedding_sizes="pad")).config["vocab_size"] == 70
+
+
+def test_a_stack_that_ends_in_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    a = tiny_llama(tmp_path / "a", 0, vocab=64)
+    b = tiny_llama(tmp_path / "b", 1, vocab=70)
+    slices = [{"sources": [{"model": str(each), "layer_range": [0, 1]}]} for each in (a, b)]
+    (problem,) = refusals({"merge_method": "passthrough", "slices": slices})
+    assert "the output has 64 rows" in problem
+    assert "lm_head.weight [70, 32]" in problem
+
+
+def test_rows_that_end_below_special_tokens_are_refused(tmp_path: Path) -> None:
+    a = _speaker(tmp_path / "a", 1, A, {}, pad_token_id=5, eos_token_id=[0, 4], bos_token_id=0)
+    (a / "generation_config.json").write_text(json.dumps({"eos_token_id": 5, "top_k": 5}))
+    b = _speaker(tmp_path / "b", 2, A[:4], {})
+    problems = refusals(_linear(a, b, embedding_sizes="common"))
+    assert len(problems) == 2
+    assert "2 tokens of its tokenizer ('d', 'e') would have no row: the output has 4 and" in problems[0]
+    named = "pad_token_id 5, eos_token_id 4, generation_config.json: eos_token_id 5"
+    for each in named.split(", "):
+        assert each in problems[1]
+    assert "tokenizer_source: base" in problems[1]
+    # The other way round nothing is lost.
+    assert good(_linear(b, a, embedding_sizes="common")).config["vocab_size"] == 4
+
+
+def test_spare_rows_may_be_cut(tmp_path: Path) -> None:
+    a = _speaker(tmp_path / "a", 1, A, {EMBEDDING: (8, 8), HEAD: (8, 8)}, pad_token_id=5)
+    b = _speaker(tmp_path / "b", 2, A, {})
+    assert good(_linear(a, b, embedding_sizes="common")).config["vocab_size"] == 6

@@ -44,6 +44,7 @@ def test_attention_by_slerp_norms_from_the_base_and_the_rest_by_ties(models: Mod
     assert [source for source, _ in made.reads(Q.format(2))] == [0, 1]
     assert made.method(NORM.format(2)) == "copy"
     assert made.reads(NORM.format(2)) == [(0, NORM.format(2))]
+    assert made.fate(1, NORM.format(2)) == ("dropped", "not_chosen", NORM.format(2))
     assert made.method(UP.format(2)) == made.method(EMBEDDING) == "ties"
     assert [source for source, _ in made.reads(UP.format(2))] == [0, 1, 2]
     assert made.plan.manifest["rules"] == ["slerp", "passthrough"]

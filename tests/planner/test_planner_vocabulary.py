@@ -30,8 +30,8 @@ def _models(root: Path, *tokenizers: Any, rows: dict[int, int] | None = None) ->
     ]
 
 
-def _everybody(models: list[ModelVocabulary]) -> frozenset[int]:
-    return frozenset(range(len(models)))
+def _everybody(models: list[ModelVocabulary]) -> dict[int, int]:
+    return {model.index: model.num_rows for model in models}
 
 
 def _texts(plan: VocabularyPlan) -> str:
@@ -183,7 +183,7 @@ def test_rows_are_rounded_up(tmp_path: Path, multiple: int | None, num_rows: int
     models = _models(tmp_path, bpe(_BASE), bpe(["x", "y"]))
     plan = planned(models, tokenizer={"source": "union", "pad_to_multiple_of": multiple})
     assert (plan.num_tokens, plan.num_rows) == (5, num_rows)
-    assert sum(run.count for run in plan.rows_of(0, frozenset({0, 1}))) == 5
+    assert sum(run.count for run in plan.rows_of(0, {0: 99, 1: 99})) == 5
     assert plan.config_changes == {"vocab_size": num_rows}
 
 
@@ -223,7 +223,7 @@ def test_matrices_come_out_as_the_rules_say(tmp_path: Path) -> None:
     mean = (matrices[1][1] + matrices[2][0]) / 2
     assert np.array_equal(found, np.vstack([matrices[0], mean]))
     # Without the first model in the tensor, a gap is filled from the others.
-    alone = gathered(plan.rows_of(2, frozenset({1, 2})), matrices)
+    alone = gathered(plan.rows_of(2, {1: 99, 2: 99}), matrices)
     assert np.array_equal(alone, np.vstack([matrices[1][2], matrices[2][1], matrices[1][0], matrices[2][0]]))
 
 
@@ -233,7 +233,7 @@ def test_a_source_without_effect_is_told(tmp_path: Path) -> None:
     assert note.startswith("the source of 'a' has no effect, since every model has the token")
     forced = planned(models, **_tokens(a={"source": "m1", "force": True}))
     assert "no effect" not in " ".join(forced.notes())
-    assert forced.rows_of(0, frozenset({0, 1}))[0] == RowRun(0, 1, ((1, 0),))
+    assert forced.rows_of(0, {0: 99, 1: 99})[0] == RowRun(0, 1, ((1, 0),))
 
 
 # Models without a tokenizer
@@ -242,7 +242,7 @@ def test_a_source_without_effect_is_told(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_goes_by_the_bases_where_its_rows_are_as_many(tmp_path: Path) -> None:
     models = _models(tmp_path, bpe(_BASE), None, bpe(["z"]), rows={1: 3})
     plan = planned(models, tokenizer_source="union")
-    assert plan.rows_of(1, frozenset({0, 1})) == (RowRun(0, 3, ((1, 0),)), RowRun(3, 1, ()))
+    assert plan.rows_of(1, {0: 99, 1: 99}) == (RowRun(0, 3, ((1, 0),)), RowRun(3, 1, ()))
     assert "m1 has no tokenizer files and is taken to go by m0's" in plan.notes()
     others = _models(tmp_path / "others", bpe(_BASE), None, rows={1: 4})
     (problem,) = refused(others, tokenizer_source="union")
@@ -262,7 +262,7 @@ def test_a_tokenizer_may_come_from_a_model_that_gives_no_weights(tmp_path: Path)
     problems = refused(merged, **recipe_models)
     assert "'m1' is not one of the models of this merge. Name one of: m0." in problems[0]
     plan = planned(models, **recipe_models)
-    assert plan.rows_of(0, frozenset({0}))[-1] == RowRun(3, 1, ())
+    assert plan.rows_of(0, {0: 99})[-1] == RowRun(3, 1, ())
 
 
 # What is wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_another_models_tokenizer_replaces_the_bases_files(tmp_path: Path) -> No
     for key in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (out / key).read_bytes() == (tmp_path / "m1" / key).read_bytes()
     assert (out / "LICENSE").exists()
-    assert "eos_token is '<x>', as m1 has it; m0 has '</s>'" in plan.notes()
+    assert "eos_token is '<x>' as in m1, also in the configs; m0 has '</s>'" in plan.notes()
 
 
 def test_tokens_without_a_row_are_stripped_with_their_merges(tmp_path: Path) -> None:
@@ -258,11 +259,49 @@ def test_ids_of_special_tokens_follow_their_tokens(tmp_path: Path) -> None:
         "image_token_index": 2,
         "sep_token_id": 1,
         "text_config.vocab_size": 8,
+        # The new tokenizer says which token ends a text; m0's does not.
+        "text_config.eos_token_id": 5,
     }
     assert "config.json: text_config.vocab_size becomes 8" in plan.notes()
     written = json.loads(plan.files["generation_config.json"])
-    assert written == {**generation, "eos_token_id": [4], "suppress_tokens": [2, 0]}
+    assert written == {**generation, "eos_token_id": [5, 4], "suppress_tokens": [2, 0]}
     assert json.loads((donor / "generation_config.json").read_text()) == generation
+
+
+def test_roles_of_a_chosen_tokenizer_go_before_the_ids_of_the_configs(tmp_path: Path) -> None:
+    generation = {"eos_token_id": 4, "bos_token_id": 3, "forced_eos_token_id": 4}
+    config = {"vocab_size": 5, "eos_token_id": [4, 0], "bos_token_id": 3, "pad_token_id": None}
+    files = {"generation_config.json": generation, "tokenizer_config.json": CHATML_CONFIG}
+    models, _ = _pair(tmp_path, _BASE, config=config, files=files)
+    files = {"tokenizer_config.json": {**CHATML_CONFIG, "eos_token": "<x>"}}
+    models[1] = vocabulary(tmp_path / "m1", _OTHER, index=1, files=files)
+    chosen = planned(models, tokenizer_source="m1")
+    ids = {text: number for number, text in enumerate(chosen.tokens)}
+    assert chosen.config_changes["eos_token_id"] == [ids["<x>"], ids["</s>"], ids["a"]]
+    assert chosen.config_changes.get("bos_token_id", 3) == ids["<s>"]
+    assert "pad_token_id" not in chosen.config_changes
+    written = json.loads(chosen.files["generation_config.json"])
+    assert written["eos_token_id"] == written["forced_eos_token_id"] == ids["<x>"]
+    # The base's own tokenizer leaves what its configs say, be it another token than the role's.
+    kept = planned(models, tokenizer_source="union")
+    assert "eos_token_id" not in kept.config_changes
+    assert "generation_config.json" not in kept.files
+
+
+def test_an_adapters_tokenizer_numbers_the_rows_and_the_files_are_told_from_the_models_own(
+    tmp_path: Path,
+) -> None:
+    config = {"vocab_size": 5, "eos_token_id": 4}
+    models, donor = _pair(tmp_path, _BASE, config=config)
+    grown = bpe(["a", "b", "ab"], added=["<s>", "</s>", "<y>"])
+    write_tokenizer(tmp_path / "lora", grown, {**CHATML_CONFIG, "eos_token": "<y>"})
+    models[0] = replace(models[0], brought=read(tmp_path / "lora"), num_rows=6)
+    plan = planned(models[:1], tokenizer_source="base")
+    assert plan.tokens[5] == "<y>"
+    assert plan.config_changes == {"vocab_size": 6, "eos_token_id": 5}
+    out = _out(tmp_path, plan, donor)
+    for key in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((out / key).read_text()) == json.loads((tmp_path / "lora" / key).read_text())
 
 
 def test_ids_beyond_the_rows_are_no_ids_any_more(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def _sources(
     return RowSources(ids=arrays, base=base, fixed=rows, forced=frozenset(forced))
 
 
-def _terms(sources: RowSources, member: int, holders: Sequence[int], row: int) -> list[tuple[int, int]]:
+def _terms(sources: RowSources, member: int, holders: Mapping[int, int], row: int) -> list[tuple[int, int]]:
     """The rule for one row, said plainly."""
     has = {source: int(sources.ids[source][row]) for source in sorted(holders)}
-    has = {source: own for source, own in has.items() if own != ABSENT}
+    has = {source: own for source, own in has.items() if ABSENT != own < holders[source]}
     if member in has and row not in sources.forced:
         return [(member, has[member])]
     if row in sources.fixed:
@@ -47,12 +47,12 @@ def _expand(runs: Sequence[RowRun]) -> list[list[tuple[int, int]]]:
 
 def test_one_run_for_a_vocabulary_that_stays() -> None:
     sources = _sources([range(5), range(5)])
-    assert sources.runs(1, frozenset({0, 1})) == (RowRun(0, 5, ((1, 0),)),)
+    assert sources.runs(1, {0: 99, 1: 99}) == (RowRun(0, 5, ((1, 0),)),)
 
 
 def test_own_rows_then_the_base_then_the_mean_then_zeros() -> None:
     sources = _sources([[0, 1, 2, -1, -1, -1], [-1, 5, -1, 7, -1, -1], [3, -1, -1, 4, 9, -1]])
-    everybody = frozenset({0, 1, 2})
+    everybody = {0: 99, 1: 99, 2: 99}
     assert sources.runs(0, everybody) == (
         RowRun(0, 3, ((0, 0),)),
         RowRun(3, 1, ((1, 7), (2, 4))),
@@ -69,54 +69,69 @@ def test_own_rows_then_the_base_then_the_mean_then_zeros() -> None:
 
 def test_only_holders_give_rows() -> None:
     sources = _sources([[0, 1], [2, -1], [3, 4]])
-    assert sources.runs(1, frozenset({1, 2})) == (RowRun(0, 1, ((1, 2),)), RowRun(1, 1, ((2, 4),)))
+    assert sources.runs(1, {1: 99, 2: 99}) == (RowRun(0, 1, ((1, 2),)), RowRun(1, 1, ((2, 4),)))
     # A model that lacks the tensor is filled from those that have it.
-    assert sources.runs(0, frozenset({1, 2})) == (RowRun(0, 1, ((1, 2), (2, 3))), RowRun(1, 1, ((2, 4),)))
+    assert sources.runs(0, {1: 99, 2: 99}) == (RowRun(0, 1, ((1, 2), (2, 3))), RowRun(1, 1, ((2, 4),)))
 
 
 def test_fixed_rows_fill_gaps_and_forced_ones_replace_all() -> None:
     ids = [[0, 1, 2, 3], [0, -1, 2, -1]]
     sources = _sources(ids, fixed={1: None, 2: (0, 9), 3: (1, 7)}, forced=[2])
-    both = frozenset({0, 1})
+    both = {0: 99, 1: 99}
     assert _expand(sources.runs(0, both)) == [[(0, 0)], [(0, 1)], [(0, 9)], [(0, 3)]]
     assert _expand(sources.runs(1, both)) == [[(1, 0)], [], [(0, 9)], [(1, 7)]]
 
 
 def test_forced_without_a_row_of_its_own_is_the_default_for_all() -> None:
     sources = _sources([[0, -1], [5, 3], [6, 4]], forced=[0, 1])
-    found = [_expand(sources.runs(member, frozenset({0, 1, 2}))) for member in range(3)]
+    found = [_expand(sources.runs(member, {0: 99, 1: 99, 2: 99})) for member in range(3)]
     assert found == [[[(0, 0)], [(1, 3), (2, 4)]]] * 3
 
 
 def test_a_fixed_row_of_a_source_without_the_tensor_is_refused_with_its_place() -> None:
     sources = _sources([[0, 1], [0, -1], [5, 6]], fixed={1: (2, 6)})
     with pytest.raises(PlanError, match=r"recipe\.yml:1:1: row 1 lacks a tensor that needs it"):
-        sources.runs(1, frozenset({0, 1}))
-    assert sources.runs(1, frozenset({0, 1, 2}))[-1] == RowRun(1, 1, ((2, 6),))
+        sources.runs(1, {0: 99, 1: 99})
+    assert sources.runs(1, {0: 99, 1: 99, 2: 99})[-1] == RowRun(1, 1, ((2, 6),))
+
+
+def test_a_token_beyond_the_rows_of_one_tensor_is_absent_there() -> None:
+    sources = _sources([[0, 1, 2], [2, 1, 0]])
+    assert _expand(sources.runs(1, {0: 3, 1: 2})) == [[(0, 0)], [(1, 1)], [(1, 0)]]
+    assert _expand(sources.runs(0, {0: 2, 1: 3})) == [[(0, 0)], [(0, 1)], [(1, 0)]]
+    assert _expand(sources.runs(0, {0: 2, 1: 0})) == [[(0, 0)], [(0, 1)], []]
+
+
+def test_a_fixed_row_beyond_a_tensor_is_refused_with_its_place() -> None:
+    sources = _sources([[0, 1], [0, -1]], fixed={1: (0, 6)})
+    with pytest.raises(PlanError, match="or that row of it"):
+        sources.runs(1, {0: 6, 1: 6})
+    assert sources.runs(1, {0: 7, 1: 6})[-1] == RowRun(1, 1, ((0, 6),))
 
 
 def test_no_tokens_no_runs() -> None:
-    assert _sources([[], []]).runs(0, frozenset({0, 1})) == ()
+    assert _sources([[], []]).runs(0, {0: 99, 1: 99}) == ()
 
 
 def test_planning_leaves_its_arrays_alone() -> None:
     sources = _sources([[0, 1], [1, 0]], fixed={0: (1, 5)}, forced=[0])
     before = {source: each.copy() for source, each in sources.ids.items()}
-    sources.runs(0, frozenset({0, 1}))
+    sources.runs(0, {0: 99, 1: 99})
     assert all((before[source] == each).all() for source, each in sources.ids.items())
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[RowSources, list[int], int]:
+def _cases(draw: st.DrawFn) -> tuple[RowSources, dict[int, int], int]:
     num_sources, num_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 12))
     row = st.one_of(st.integers(ABSENT, 14), st.just(ABSENT))
     plain = st.lists(row, min_size=num_tokens, max_size=num_tokens)
     # Consecutive rows, so that runs come about.
     shifted = st.integers(0, 3).map(lambda start: list(range(start, start + num_tokens)))
     ids = [draw(st.one_of(plain, shifted)) for _ in range(num_sources)]
-    holders = draw(st.lists(st.integers(0, num_sources - 1), min_size=1, unique=True))
-    member = draw(st.sampled_from(holders))
-    term = st.tuples(st.sampled_from(holders), st.integers(0, 14))
+    rows = st.integers(6, 18)
+    holders = draw(st.dictionaries(st.integers(0, num_sources - 1), rows, min_size=1))
+    member = draw(st.sampled_from(sorted(holders)))
+    term = st.tuples(st.sampled_from(sorted(holders)), st.integers(0, 5))
     at = st.integers(0, num_tokens - 1)
     fixed = draw(st.dictionaries(at, st.one_of(st.none(), term), max_size=3))
     forced = draw(st.lists(at, max_size=3))
@@ -126,9 +141,9 @@ def _cases(draw: st.DrawFn) -> tuple[RowSources, list[int], int]:
 
 @settings(deadline=None, max_examples=150)
 @given(_cases())
-def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, list[int], int]) -> None:
+def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, dict[int, int], int]) -> None:
     sources, holders, member = case
-    runs = sources.runs(member, frozenset(holders))
+    runs = sources.runs(member, holders)
     num_tokens = len(sources.ids[0])
     assert _expand(runs) == [_terms(sources, member, holders, row) for row in range(num_tokens)]
     ends = [run.to_row + run.count for run in runs]
@@ -138,9 +153,9 @@ def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, list[int
 
 @settings(deadline=None, max_examples=80)
 @given(_cases())
-def test_runs_are_as_long_as_can_be(case: tuple[RowSources, list[int], int]) -> None:
+def test_runs_are_as_long_as_can_be(case: tuple[RowSources, dict[int, int], int]) -> None:
     sources, holders, member = case
-    runs = sources.runs(member, frozenset(holders))
+    runs = sources.runs(member, holders)
     for run, following in pairwise(runs):
         grown = tuple((source, first + run.count) for source, first in run.terms)
         assert grown != following.terms
@@ -149,7 +164,7 @@ def test_runs_are_as_long_as_can_be(case: tuple[RowSources, list[int], int]) -> 
 def test_gathering_takes_the_mean_of_the_terms() -> None:
     sources = _sources([[0, -1, -1], [-1, 2, -1], [-1, 0, -1]])
     matrices = {source: np.arange(6.0).reshape(3, 2) + 10 * source for source in range(3)}
-    found = gathered(sources.runs(0, frozenset({0, 1, 2})), matrices)
+    found = gathered(sources.runs(0, {0: 99, 1: 99, 2: 99}), matrices)
     assert found.tolist() == [[0.0, 1.0], [17.0, 18.0], [0.0, 0.0]]
 
 
@@ -157,12 +172,12 @@ def test_a_large_vocabulary_is_compressed() -> None:
     size = 150_000
     moved = np.roll(np.arange(size), 1000)
     sources = RowSources(ids={0: np.arange(size), 1: moved}, base=0, fixed={}, forced=frozenset())
-    assert sources.runs(1, frozenset({0, 1})) == (
+    assert sources.runs(1, {0: size, 1: size}) == (
         RowRun(0, 1000, ((1, size - 1000),)),
         RowRun(1000, size - 1000, ((1, 0),)),
     )
     shuffled = np.random.default_rng(0).permutation(size)
     sources = RowSources(ids={0: np.arange(size), 1: shuffled}, base=0, fixed={}, forced=frozenset())
-    runs = sources.runs(1, frozenset({0, 1}))
+    runs = sources.runs(1, {0: size, 1: size})
     assert sum(run.count for run in runs) == size
     assert all(run.terms == ((1, shuffled[run.to_row]),) for run in runs[::997])

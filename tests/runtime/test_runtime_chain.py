@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -243,10 +244,38 @@ def _cut_short(place: Path) -> None:
         file.truncate(path.stat().st_size - 1)
 
 
+def _flip(place: Path) -> None:
+    """Change the last byte of the weights."""
+    path = place / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def _touch(place: Path) -> None:
+    os.utime(place / "model.safetensors", ns=(1, 1))
+
+
+def _exchange(place: Path) -> None:
+    """Put another file of the same size and time in the place of the weights."""
+    path = place / "model.safetensors"
+    shutil.copy(path, place / "other")
+    _flip(place)
+    status = (place / "other").stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (place / "other").unlink()
+    shutil.copy2(path, place / "other")
+    (place / "other").replace(path)
+
+
 @pytest.mark.parametrize(
     "harm",
     [
         _cut_short,
+        _flip,
+        _exchange,
         lambda place: (place / "config.json").unlink(),
         lambda place: (place / "config.json").write_text('{"model_type": "llama"}'),
         lambda place: (place / "tokenizer.json").unlink(),
@@ -262,8 +291,100 @@ def test_what_is_not_sound_is_made_again(
     _submit(chain, output)
     before = digests(output)
     harm(steps_directory(output) / "left")
-    assert _again(chain, output) == MADE
+    # What uses it stays where its weights were never written to.
+    assert _again(chain, output)[0] == ("left", "made")
     assert digests(output) == before
+
+
+def _done_before(events: list[Event]) -> tuple[int, int]:
+    """Segments of the first merge that were done when it started, and all of them."""
+    started = next(event for event in events if isinstance(event, Started))
+    planned = next(event for event in events if isinstance(event, Planned))
+    return started.done_segments, planned.segments
+
+
+@pytest.mark.parametrize(("harm", "num_lost"), [(_flip, 1), (_touch, 0)])
+def test_what_was_touched_is_compared_with_its_receipts(
+    harm: Callable[[Path], None], num_lost: int, chain: list[dict[str, Any]], output: Path
+) -> None:
+    """Only what differs is computed again, and then nothing is in doubt any more."""
+    _submit(chain, output)
+    before = digests(output)
+    harm(steps_directory(output) / "left")
+    _, events = _submit(chain, output, AGAIN)
+    done, total = _done_before(events)
+    assert done == total - num_lost > 1
+    assert digests(output) == before
+    assert _again(chain, output) == KEPT
+
+
+def test_a_copy_is_compared_with_its_receipts_and_taken(chain: list[dict[str, Any]], output: Path) -> None:
+    _submit(chain, output)
+    left = steps_directory(output) / "left"
+    left.rename(output.parent / "moved")
+    shutil.copytree(output.parent / "moved", left)
+    _, events = _submit(chain, output, AGAIN)
+    done, total = _done_before(events)
+    assert done == total
+
+
+def test_a_file_that_somebody_laid_beside_the_weights_does_no_harm(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    _submit(chain, output)
+    (steps_directory(output) / "left" / "notes.txt").write_text("mine")
+    assert _again(chain, output) == KEPT
+
+
+def test_a_tokenizer_that_was_made_and_changed_by_hand_is_made_again(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    chain[0]["chat_template"] = "{{ messages }}, as the first merge has it"
+    chain[2]["chat_template"] = "auto"
+    _submit(chain, output)
+    before = digests(output)
+    (path,) = steps_directory(output).glob("left/tokenizer_config.json")
+    path.write_text(path.read_text().replace("first merge", "third merge"))
+    assert _again(chain, output)[0] == ("left", "made")
+    assert digests(output) == before
+
+
+def test_a_touched_result_that_cannot_be_taken_back_is_made_anew(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(chain, output)
+    before = digests(output)
+    left = steps_directory(output) / "left"
+    _flip(left)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == left and target.name.startswith(".left.raymerge-"):
+            raise PermissionError(13, "not yours")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    _, events = _submit(chain, output, AGAIN)
+    assert _done_before(events)[0] == 0
+    assert digests(output) == before
+
+
+def test_an_unfinished_run_goes_on_before_a_touched_result(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a source was changed, which makes the result stale, and its new run was stopped."""
+    _submit(chain, output)
+    before = digests(output)
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    left = steps_directory(output) / "left"
+    (plan, *_) = plan_for(chain, output)
+    shutil.copytree(left, Staging(left, plan.plan).root)
+    _flip(left)
+    with pytest.raises(IncompleteError):
+        _submit(chain, output, AGAIN, _Interrupter("left", after=4))
+    _, events = _submit(chain, output, AGAIN)
+    assert _done_before(events)[0] >= 4
+    assert {**digests(output), "raymerge/numerics.json": ""} == {**before, "raymerge/numerics.json": ""}
 
 
 def test_a_source_that_was_written_again_is_read_again(
@@ -300,7 +421,7 @@ def test_it_is_told_without_workers_what_is_kept(chain: list[dict[str, Any]], ou
     assert kept_steps(plan_for(chain, output), output) == frozenset()
     _submit(chain, output)
     assert kept_steps(plan_for(chain, output), output) == {"left", "right"}
-    _cut_short(steps_directory(output) / "right")
+    _flip(steps_directory(output) / "right")
     assert kept_steps(plan_for(chain, output), output) == {"left"}
     shutil.rmtree(steps_directory(output) / "left")
     assert kept_steps(plan_for(chain, output), output) == frozenset()

@@ -33,6 +33,25 @@ def test_receipts_come_back_as_they_were(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "ledger", {"other": 1}).receipts() == ledger.receipts()
 
 
+def test_the_files_are_those_that_were_published_last(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = _filled(path, 2)
+    assert Ledger.files(path) is None
+    for size in (1, 2):
+        ledger.record_files({"model.safetensors": [size, 5, 6]})
+    assert Ledger.files(path) == {"model.safetensors": [2, 5, 6]}
+    assert ledger.receipts() == {segment: _receipt(segment) for segment in range(2)}
+    with path.open("a") as file:
+        file.write('{"files": 3}\n')
+    assert Ledger.files(path) == {"model.safetensors": [2, 5, 6]}
+    ledger.begin(ledger.receipts())
+    assert Ledger.files(path) is None
+
+
+def test_nothing_was_published_without_a_ledger(tmp_path: Path) -> None:
+    assert Ledger.files(tmp_path / "absent") is None
+
+
 def test_conditions_are_those_it_was_begun_under(tmp_path: Path) -> None:
     _filled(tmp_path / "ledger", 1)
     Ledger(tmp_path / "ledger", {"numerics": {"device": "cuda"}})
