@@ -282,11 +282,74 @@ class TestNames:
         assert f"{len(layers) - 1} of its {len(layers)} changes have a tensor to go to" in text
         assert "these have none: model.language_model.layers.2.self_attn.q_proj" in text
 
-    @pytest.mark.parametrize("text", ["", "model."])
-    def test_a_stack_that_cannot_be_told(self, tmp_path: Path, text: str) -> None:
+    @pytest.mark.parametrize("text", ["", "model.", "language_model.transformer."])
+    def test_wrappers_alone_mean_the_text(self, tmp_path: Path, text: str) -> None:
         model = _pictures(tmp_path / "model")
-        lora, _ = _renamed(tmp_path, model, {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
+        modules = {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"}
+        lora, merged = _renamed(tmp_path, model, modules)
+        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+
+    @pytest.mark.parametrize("start", ["encoder.", "audio_tower.encoder.", "mtp.", "talker.model."])
+    def test_words_that_name_another_stack(self, tmp_path: Path, start: str) -> None:
+        model = _pictures(tmp_path / "model")
+        lora, _ = _renamed(tmp_path, model, {f"{start}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
         assert "0 of its 1 changes have a tensor" in _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+
+    @pytest.mark.parametrize("tower", ["vision_tower.encoder.", "model.vision_model.encoder."])
+    def test_the_tower_with_a_word_less(self, tmp_path: Path, tower: str) -> None:
+        model = _pictures(tmp_path / "model")
+        modules = {f"{tower}layers.{n}.{MODULES[0]}": f"{TOWER}layers.{n}.{MODULES[0]}" for n in range(3)}
+        lora, merged = _renamed(tmp_path, model, modules)
+        _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
+
+    def test_a_tower_on_a_model_of_text_alone(self, tmp_path: Path) -> None:
+        model = tiny_llama(tmp_path / "model", 1, layers=1, hidden=HIDDEN, dtype=torch.float32)
+        module = f"model.layers.0.{MODULES[0]}"
+        lora, _ = _renamed(tmp_path, model, {f"model.vision_tower.encoder.layers.0.{MODULES[0]}": module})
+        text = _refusal(_linear(f"{model}+{lora}"), tmp_path / "out")
+        assert f"these have none: model.vision_tower.encoder.layers.0.{MODULES[0]}" in text
+
+
+class TestModules:
+    """Changes in modules that a recipe does not name."""
+
+    @staticmethod
+    def _both(root: Path, model: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+        names = [f"{TEXT}layers.0.{MODULES[0]}", f"{TOWER}layers.0.{MODULES[0]}"]
+        return _renamed(root, model, {name: name for name in names})
+
+    @staticmethod
+    def _recipe(base: object, model: object, **text: Any) -> dict[str, Any]:
+        entries = {"models": [{"model": str(model), "parameters": {"weight": 1}}]}
+        return {
+            "merge_method": "linear",
+            "base_model": str(base),
+            "modules": {"text_decoder": text or entries},
+        }
+
+    def test_a_change_that_would_be_left_out_is_refused(self, tmp_path: Path) -> None:
+        model = _pictures(tmp_path / "model")
+        lora, _ = self._both(tmp_path, model)
+        text = _refusal(self._recipe(model, f"{model}+{lora}"), tmp_path / "out")
+        assert f"{lora}: 1 tensors that it changes are in the module 'vision_tower' of {model}+{lora}" in text
+        assert f"Name 'vision_tower' below 'modules' too, make {model}+{lora} the base_model" in text
+
+    def test_what_is_copied_from_the_base_has_its_changes(self, tmp_path: Path) -> None:
+        model = _pictures(tmp_path / "model")
+        lora, merged = self._both(tmp_path, model)
+        recipe = self._recipe(f"{model}+{lora}", f"{model}+{lora}")
+        _check(_merge(recipe, tmp_path / "out"), merged)
+        assert "deltas applied 2 of 2" in _notes(recipe)
+
+    def test_layers_outside_the_slices_of_a_named_module_are_a_note(self, tmp_path: Path) -> None:
+        model = _pictures(tmp_path / "model")
+        names = [f"{TEXT}layers.{n}.{MODULES[0]}" for n in range(2)]
+        lora, merged = _renamed(tmp_path, model, {name: name for name in names})
+        sources = [{"model": f"{model}+{lora}", "layer_range": [0, 1], "parameters": {"weight": 1}}]
+        recipe = self._recipe(model, None, slices=[{"sources": sources}])
+        found = _merge(recipe, tmp_path / "out")
+        torch.testing.assert_close(found[f"{names[0]}.weight"].double(), merged[f"{names[0]}.weight"])
+        assert "deltas applied 1 of 2; the recipe leaves out the tensors of 1" in _notes(recipe)
 
 
 class TestTiedHeads:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from kits.adapter_maker import PREFIX, lora_config, write_adapter
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import raymerge
@@ -74,8 +76,8 @@ def _merge(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, to
     return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options)).output)
 
 
-def _linear(one: Path, two: Path, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in (one, two)]
+def _linear(*models: object, **more: Any) -> dict[str, Any]:
+    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
     return {"merge_method": "linear", "models": entries, **more}
 
 
@@ -199,6 +201,147 @@ def test_memory_changes_no_byte(tmp_path: Path, method: str) -> None:
         weights = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
         digests.add(hashlib.sha256(weights).hexdigest())
     assert len(digests) == 1
+
+
+def test_rows_that_only_the_base_has_are_renumbered_with_the_rest(tmp_path: Path) -> None:
+    bias = "lm_head.bias"
+    one = _with_bias(_model(tmp_path / "plain", 1, TWO), tmp_path / "one", bias)
+    two = _model(tmp_path / "two", 2, ONE)
+    recipe = _linear(one, two, base_model=str(one), missing_tensors="copy_base", tokenizer_source=str(two))
+    found = _merge(recipe, tmp_path / "out")
+    own = read_tensors(one)[bias]
+    assert found[HEAD].shape == (5, 8)
+    assert found[bias].tolist() == [own[TWO.index(word)] if word != "a" else 0.0 for word in ONE]
+
+
+def test_common_cuts_what_only_the_base_has(tmp_path: Path) -> None:
+    bias = "lm_head.bias"
+    one = _with_bias(_model(tmp_path / "plain", 1, ONE, spare=3), tmp_path / "one", bias)
+    two = _model(tmp_path / "two", 2, ONE)
+    more = {"missing_tensors": "copy_base", "base_model": str(one)}
+    found = _merge(_linear(one, two, embedding_sizes="common", **more), tmp_path / "out")
+    assert torch.equal(found[bias], read_tensors(one)[bias][:5])
+    short = _shorter(one, tmp_path / "short", bias)
+    recipe = _linear(short, two, embedding_sizes="pad", **{**more, "base_model": str(short)})
+    with pytest.raises(PlanError, match=r"would not have the same tokens in the same order: lm_head\.bias"):
+        _merge(recipe, tmp_path / "pad")
+
+
+def test_a_text_model_whose_module_is_not_named_is_renumbered_too(tmp_path: Path) -> None:
+    one, two = (
+        _seeing(tmp_path / key, n, words) for n, (key, words) in enumerate((("one", ONE), ("two", TWO)))
+    )
+    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in (one, two)]
+    modules = {"vision_tower": {"models": entries}}
+    recipe = {
+        "merge_method": "linear",
+        "base_model": str(one),
+        "modules": modules,
+        "tokenizer_source": "union",
+    }
+    found = _merge(recipe, tmp_path / "out")
+    mine, theirs = read_tensors(one), read_tensors(two)
+    for name in (f"language_model.{EMBEDDING}", f"language_model.{HEAD}"):
+        assert torch.equal(found[name], torch.cat([mine[name], theirs[name][[TWO.index("green")]]]))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == 6
+
+
+def _with_bias(model: Path, root: Path, name: str) -> Path:
+    """The model with a bias for each token."""
+    tensors, config = read_tensors(model), json.loads((model / "config.json").read_text())
+    tensors[name] = torch.arange(1.0, 1.0 + len(tensors[HEAD]))
+    files = {key: (model / key).read_text() for key in ("tokenizer.json", "tokenizer_config.json")}
+    return write_checkpoint(root, tensors, config, extra=files)
+
+
+def _shorter(model: Path, root: Path, bias: str) -> Path:
+    """The model without its spare rows."""
+    tensors, config = read_tensors(model), json.loads((model / "config.json").read_text())
+    tensors |= {name: tensors[name][:4].clone() for name in (EMBEDDING, HEAD, bias)}
+    return write_checkpoint(root, tensors, {**config, "vocab_size": 4})
+
+
+def _seeing(root: Path, seed: int, words: tuple[str, ...]) -> Path:
+    """A model with a text decoder and a layer that sees."""
+    text = llama_config(layers=1, hidden=8, vocab=len(words)) | {"torch_dtype": "float32"}
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {f"language_model.{name}": shape for name, shape in llama_shapes(text).items()}
+    shapes["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = (8, 8)
+    config = {"model_type": "llava", "text_config": text, "vision_config": {"num_hidden_layers": 1}}
+    config |= {"architectures": ["LlavaForConditionalGeneration"], "torch_dtype": "float32"}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return write_checkpoint(root, tensors, config, extra=_tokenizer_files(words))
+
+
+def test_a_chosen_tokenizers_end_of_text_is_written_everywhere(tmp_path: Path) -> None:
+    one = _model(tmp_path / "one", 1, ONE, added=("</s>",))
+    two = _model(tmp_path / "two", 2, TWO, added=("</s>", "<|im_end|>"))
+    for root, eos in ((one, "</s>"), (two, "<|im_end|>")):
+        place = root / "tokenizer_config.json"
+        place.write_text(json.dumps({**json.loads(place.read_text()), "eos_token": eos}))
+    config = json.loads((one / "config.json").read_text())
+    (one / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    (one / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 0]}))
+    _merge(_linear(one, two, tokenizer={"source": str(two)}), tmp_path / "out")
+    ids = _ids(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == ids["<|im_end|>"]
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [ids["<|im_end|>"], ids["</s>"], ids["<unk>"]]
+
+
+# Adapters that bring an embedding
+
+
+def _grown(root: Path, rows: int, words: tuple[str, ...] | None) -> Path:
+    """An adapter with an embedding and a head of its own, and the tokenizer of that."""
+    generator = torch.Generator().manual_seed(rows)
+    tensors = {PREFIX + name: torch.randn(rows, 8, generator=generator) for name in (EMBEDDING, HEAD)}
+    write_adapter(root, tensors, lora_config(modules_to_save=["embed_tokens", "lm_head"]))
+    for key, text in (_tokenizer_files(words) if words is not None else {}).items():
+        (root / key).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+def test_an_adapters_rows_go_by_its_own_tokenizer(tmp_path: Path, is_base: bool) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, ONE)
+    words = ("new", *TWO, "<extra>")
+    adapter = _grown(tmp_path / "adapter", len(words), words)
+    base = f"{one}+{adapter}" if is_base else str(two)
+    recipe = _linear(f"{one}+{adapter}", two, base_model=base, tokenizer_source="union")
+    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
+    ids = _ids(tmp_path / "out")
+    assert set(ids) == {*ONE, *words}
+    mine = read_tensors(two)[EMBEDDING]
+    brought = load_file(adapter / "adapter_model.safetensors")[PREFIX + EMBEDDING]
+    torch.testing.assert_close(found[ids["red"]], (brought[words.index("red")] + mine[3]) / 2)
+    torch.testing.assert_close(found[ids["<extra>"]], brought[6])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == len(ids)
+
+
+def test_rows_of_an_adapter_that_no_tokenizer_numbers_are_refused(tmp_path: Path) -> None:
+    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
+    adapter = _grown(tmp_path / "adapter", 7, None)
+    with pytest.raises(PlanError, match="has 7 rows where the model has 5, and it has no tokenizer"):
+        _merge(_linear(f"{one}+{adapter}", two, tokenizer_source="union"), tmp_path / "out")
+    # Alone, it is as the adapter has it.
+    found = _merge(_linear(f"{one}+{adapter}"), tmp_path / "alone")
+    assert found[EMBEDDING].shape == (7, 8)
+    assert json.loads((tmp_path / "alone" / "config.json").read_text())["vocab_size"] == 7
+
+
+def test_an_adapters_tokenizer_is_not_left_behind(tmp_path: Path) -> None:
+    one = _model(tmp_path / "one", 1, ONE)
+    adapter = _grown(tmp_path / "adapter", 6, (*ONE, "new"))
+    recipe = _linear(f"{one}+{adapter}")
+    with pytest.raises(PlanError, match="it brings an embedding and a tokenizer of its own"):
+        _merge(recipe, tmp_path / "out")
+    recipe |= {"tokenizer_source": "base", "base_model": f"{one}+{adapter}"}
+    assert _merge(recipe, tmp_path / "out")[EMBEDDING].shape == (6, 8)
+    assert _ids(tmp_path / "out")["new"] == 5
+    same = _grown(tmp_path / "same", 5, ONE)
+    assert _merge(_linear(f"{one}+{same}"), tmp_path / "as-is")[EMBEDDING].shape == (5, 8)
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said_before_a_byte_is_written(tmp_path: Path) -> None:

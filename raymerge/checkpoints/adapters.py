@@ -72,8 +72,8 @@ class Factor:
     scale: float
     """How many times the product counts."""
     transposed: bool
-    """Whether the adapter says that the model stores this weight [in, out] (GPT-2's Conv1D). The model has
-    the last word: where the shapes allow one orientation only, that is the right one."""
+    """Whether the model stores this weight [in, out] (GPT-2's Conv1D), so far as the adapter's file says.
+    There stands what peft decided last, for another module perhaps: the model has the last word."""
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raymerge.architectures import Role
+from raymerge.architectures import Role, module_of
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import FileLayout
 from raymerge.checkpoints.source import natural_key
@@ -296,6 +296,8 @@ def _settle_rest(
                 continue  # That it has no tensor to go to is said already.
         role = supplies.logical[source].part(changed)
         rule = _rule(recipe, aligner, source, changed, used=used, role=role)
+        if store in models and rule is Rule.OUTSIDE_MODULES:
+            _check_named(recipe, supplies, source, changed, builder.findings)
         if rule is not None:
             builder.fates.settle(store, name, Fate(Disposition.DROPPED, rule))
             continue
@@ -307,6 +309,23 @@ def _settle_rest(
             "the recipe to leave them out.",
             example=name,
         )
+
+
+def _check_named(recipe: Recipe, supplies: Supplies, source: int, changed: str, findings: Findings) -> None:
+    """Refuse to leave out an adapter's change because the recipe does not name the module that it is in."""
+    model = supplies.sources[source]
+    module = module_of(changed, model.checkpoint.config, model.stacks)
+    if module in recipe.modules:
+        return
+    findings.tensor(
+        ("unnamed module", model.name, module),
+        where=supplies.adapters[source].adapter.name,
+        what=f"{{count}} tensors that it changes are in the module '{module}' of {model.name}, which the "
+        "recipe does not name, so that the changes would be left out",
+        remedy=f"Name '{module}' below 'modules' too, make {model.name} the base_model, or use an adapter "
+        "without these changes.",
+        example=changed,
+    )
 
 
 def _rule(

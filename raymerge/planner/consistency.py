@@ -145,7 +145,11 @@ def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterato
     own = [tensor for tensor in (embedding, head) if tensor is not None]
     for tensor in (*own, *_more_rows(checkpoint, rules, pair)):
         # More rows than tokens are padding. A smaller vocabulary of its own has a field of its own.
-        if isinstance(size, int) and tensor.shape[0] < size and tensor.shape[0] not in _sizes(config, "vocab"):
+        if (
+            isinstance(size, int)
+            and tensor.shape[0] < size
+            and tensor.shape[0] not in _sizes(config, "vocab")
+        ):
             what = f"vocab_size is {size}, but {tensor.name} has {tensor.shape[0]} rows."
             yield Problem(where, what, "Correct vocab_size.")
 

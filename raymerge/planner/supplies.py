@@ -89,16 +89,16 @@ class Supplies:
         return (self.adapters[source].store, replaced) if replaced is not None else (source, own)
 
     def is_changed(self, source: int, name: str) -> bool:
-        """Whether an adapter adds to a stored tensor, or to a part of it."""
+        """Whether an adapter adds to a stored tensor or to a part of it, or replaces a part of it."""
         return source in self.adapters and self.adapters[source].touches(name)
 
     def holders(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
-        """Every stored tensor that a supply of a source is made of, and what an adapter puts another for."""
+        """Every stored tensor that a supply of a source is made of, and what an adapter replaces whole."""
         yield from supply.holders()
         laid = self.adapters.get(source)
         if laid is not None and supply.store == laid.store:
             replaced = laid.changed_by(supply.place.tensor.name)
-            if replaced is not None:
+            if replaced is not None and laid.is_all_replaced(replaced):
                 yield source, replaced
 
     def find(self, source: int, name: str, logical: str) -> Supply | None:
@@ -118,7 +118,7 @@ class Supplies:
             return Supply(source, place)
         factor = laid.factor(called)
         adapter = laid.store if factor is not None else -1
-        replaced = laid.replacement(place.tensor.name)
+        replaced = laid.replaced(called)
         if replaced is None:
             return Supply(source, place, factor, adapter)
         whole = Place(replaced, 0, replaced.num_elements, replaced.shape, None)

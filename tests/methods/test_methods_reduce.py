@@ -14,7 +14,7 @@ from kits.method_kit import threads
 
 from raymerge.methods import BLOCK
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.reduce import PIECE, MagnitudeSelection, add_products, add_values, chunks
+from raymerge.methods.reduce import PIECE, MagnitudeSelection, add_products, add_values, chunks, folded
 
 CPU = torch.device("cpu")
 LENGTHS = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 333]
@@ -30,6 +30,23 @@ def test_chunks_cover_everything_once_in_whole_pieces(count: int) -> None:
     assert [index for run in runs for index in range(run.start, run.stop)] == list(range(count))
     assert all(run.start % PIECE == 0 for run in runs)
     assert all(16 * (run.stop - run.start) <= 4 * max(count, BLOCK) for run in runs)
+
+
+def _halved(values: list[float]) -> float:
+    """By the definition: the upper half is added to the lower one, the middle of an odd number stays."""
+    while len(values) > 1:
+        half = (len(values) + 1) // 2
+        values = [x + y for x, y in itertools.zip_longest(values[:half], values[half:], fillvalue=0.0)]
+    return values[0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(width=st.integers(1, 300), others=st.integers(0, 4), dim=st.integers(0, 1))
+def test_folding_is_by_halves_along_either_dimension(width: int, others: int, dim: int) -> None:
+    values = numbers(width * others).double().view(others, width)
+    expected = [_halved(row) for row in values.tolist()]
+    turned = values.t().contiguous() if dim == 0 else values
+    assert folded(turned, dim=dim).tolist() == expected
 
 
 @pytest.mark.parametrize("count", LENGTHS)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.dtypes import DType
-from raymerge.planner.config_fields import config_bytes, output_config
+from raymerge.planner.config_fields import config_bytes, output_config, vocabulary_size
 
 
 def test_nothing_to_change_gives_an_equal_copy() -> None:
@@ -103,3 +103,23 @@ def test_a_config_is_read_back_as_it_was_in_its_order(config: dict[str, Any]) ->
     read = json.loads(config_bytes(config))
     assert read == config
     assert list(read) == list(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({"vocab_size": 8}, {}),
+        ({"vocab_size": 6}, {"vocab_size": 8}),
+        ({"hidden_size": 6}, {}),
+        (
+            {"vocab_size": 6, "vocab_size_per_layer_input": 6},
+            {"vocab_size": 8, "vocab_size_per_layer_input": 8},
+        ),
+        ({"vocab_size": 6, "vocab_size_per_layer_input": 4}, {"vocab_size": 8}),
+        ({"vocab_size": 9, "text_config": {"vocab_size": 6}}, {"vocab_size": 8, "text_config.vocab_size": 8}),
+    ],
+)
+def test_every_field_that_counts_the_rows_follows_them(
+    config: dict[str, Any], changes: dict[str, int]
+) -> None:
+    assert vocabulary_size(config, 8) == changes

@@ -81,6 +81,32 @@ def test_too_few_rows_for_the_vocabulary(name: str, tmp_path: Path) -> None:
 # Layers
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.mtp.embed_tokens.weight", (60, 32)),
+        ("mtp_layers.0.shared_head.head.weight", (60, 32)),
+        ("encoder.embed_tokens.weight", (60, 32)),
+        ("lm_head.bias", (60,)),
+    ],
+)
+def test_too_few_rows_of_a_tensor_beside_the_pair(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    shapes, config = llama()
+    problem = only(said(tmp_path / "short", {**shapes, name: shape}, config))
+    assert f"vocab_size is 64, but {name} has 60 rows" in problem
+    assert said(tmp_path / "whole", {**shapes, name: (64, *shape[1:])}, config) == []
+    # A vocabulary of its own has a field of its own, wherever that stands.
+    assert said(tmp_path / "own", {**shapes, name: shape}, {**config, "audio": {"vocab_size": 60}}) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["visual.embed_tokens.weight", "encoder.embed_positions.weight", "wpe.weight"]
+)
+def test_what_counts_no_tokens_is_left_alone(name: str, tmp_path: Path) -> None:
+    shapes, config = llama()
+    assert said(tmp_path, {**shapes, name: (60, 32)}, config) == []
+
+
 def test_an_absent_layer(tmp_path: Path) -> None:
     shapes, config = llama()
     rest = {name: shape for name, shape in shapes.items() if ".layers.1." not in name}

@@ -261,8 +261,8 @@ def test_a_stack_that_ends_in_another_vocabulary_is_refused(tmp_path: Path) -> N
     a = tiny_llama(tmp_path / "a", 0, vocab=64)
     b = tiny_llama(tmp_path / "b", 1, vocab=70)
     slices = [{"sources": [{"model": str(each), "layer_range": [0, 1]}]} for each in (a, b)]
-    (problem,) = refusals({"merge_method": "passthrough", "slices": slices})
-    assert "the output has 64 rows" in problem
+    problems = refusals({"merge_method": "passthrough", "slices": slices})
+    (problem,) = (each for each in problems if "the output has 64 rows" in each)
     assert "lm_head.weight [70, 32]" in problem
 
 

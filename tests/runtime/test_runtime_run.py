@@ -152,7 +152,9 @@ def test_the_card_and_the_record_say_what_was_done(small: Family, tmp_path: Path
     numerics = json.loads((record / "numerics.json").read_text())
     assert numerics == {"device": "cpu", "torch": torch.__version__}
     lines = [json.loads(line) for line in (record / "ledger.jsonl").read_text().splitlines()]
-    assert len(lines) == 1 + len(merged.result.receipts)
+    # The conditions, the receipts, and what tells the files that were published.
+    assert [*lines[0], *lines[-1]] == ["conditions", "files"]
+    assert len(lines) == 1 + len(merged.result.receipts) + 1
 
 
 def test_equal_rows_may_share_extents(small: Family, tmp_path: Path) -> None:

@@ -1,0 +1,325 @@
+"""How an adapter is laid over a model: what it replaces, how squares lie, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+
+import raymerge
+from raymerge.errors import PlanError
+
+EXPERTS, WIDTH, HIDDEN = 4, 6, 8
+BLOCK = "model.layers.0.mlp.experts"
+Q = "model.layers.0.self_attn.q_proj"
+K = "model.layers.0.self_attn.k_proj"
+UP = "model.layers.0.mlp.up_proj"
+
+
+def _merge(recipe: Mapping[str, Any], out: Path) -> dict[str, torch.Tensor]:
+    plain = json.loads(json.dumps(recipe, default=str))
+    return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True)).output)
+
+
+def _alone(model: object) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "models": [{"model": str(model)}]}
+
+
+def _linear(*models: object) -> dict[str, Any]:
+    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
+    return {"merge_method": "linear", "models": entries}
+
+
+def _refusal(recipe: Mapping[str, Any]) -> str:
+    with pytest.raises(PlanError) as caught:
+        raymerge.plan(json.loads(json.dumps(recipe, default=str))).require()
+    return str(caught.value)
+
+
+def _check(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=3e-6, atol=3e-7)
+
+
+def _generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _saved(root: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    return write_adapter(root, {PREFIX + name: each for name, each in tensors.items()}, lora_config(**config))
+
+
+def _product(factors: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    up, down = (factors[f"{PREFIX}{module}.lora_{part}.weight"].double() for part in "BA")
+    return 2.0 * up @ down
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A Llama of one layer in float32."""
+    return tiny_llama(tmp_path / "llama", 1, layers=1, hidden=32, dtype=torch.float32)
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> Path:
+    """A layer whose experts are stored in two tensors."""
+    generator = _generator(4)
+    shapes = {
+        "model.embed_tokens.weight": (16, HIDDEN),
+        "lm_head.weight": (16, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "model.layers.0.mlp.gate.weight": (EXPERTS, HIDDEN),
+        f"{BLOCK}.gate_up_proj": (EXPERTS, 2 * WIDTH, HIDDEN),
+        f"{BLOCK}.down_proj": (EXPERTS, HIDDEN, WIDTH),
+    }
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": WIDTH,
+        "vocab_size": 16,
+        "tie_word_embeddings": False,
+    }
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return write_checkpoint(tmp_path / "fused", tensors, config)
+
+
+class TestFused:
+    """What is saved whole of one expert, over a tensor that holds all."""
+
+    def test_one_expert_is_replaced_and_the_others_stay(self, tmp_path: Path, fused: Path) -> None:
+        own = torch.randn(HIDDEN, WIDTH, generator=_generator())
+        lora = _saved(tmp_path / "lora", {f"{BLOCK}.2.down_proj.weight": own})
+        expected = read_tensors(fused)
+        expected[f"{BLOCK}.down_proj"][2] = own
+        model = f"{fused}+{lora}"
+        for number, recipe in enumerate((_alone(model), _linear(model))):
+            _check(_merge(recipe, tmp_path / f"out{number}"), expected)
+
+    def test_half_of_an_expert(self, tmp_path: Path, fused: Path) -> None:
+        own = torch.randn(WIDTH, HIDDEN, generator=_generator())
+        lora = _saved(tmp_path / "lora", {f"{BLOCK}.1.up_proj.weight": own})
+        expected = read_tensors(fused)
+        expected[f"{BLOCK}.gate_up_proj"][1, WIDTH:] = own
+        _check(_merge(_alone(f"{fused}+{lora}"), tmp_path / "out"), expected)
+
+    def test_all_experts_leave_nothing_of_the_model_s(self, tmp_path: Path, fused: Path) -> None:
+        own = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=_generator())
+        lora = _saved(tmp_path / "lora", {f"{BLOCK}.{n}.down_proj.weight": own[n] for n in range(EXPERTS)})
+        recipe = _linear(f"{fused}+{lora}")
+        _check(_merge(recipe, tmp_path / "out"), read_tensors(fused) | {f"{BLOCK}.down_proj": own})
+        assert "deltas applied 4 of 4" in "\n".join(raymerge.plan(recipe).manifest["notes"])
+
+    def test_beside_a_model_without_it(self, tmp_path: Path, fused: Path) -> None:
+        own = torch.randn(HIDDEN, WIDTH, generator=_generator())
+        lora = _saved(tmp_path / "lora", {f"{BLOCK}.0.down_proj.weight": own})
+        tensors = read_tensors(fused)
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        expected[f"{BLOCK}.down_proj"][0] = (own + tensors[f"{BLOCK}.down_proj"][0]) / 2
+        for number, models in enumerate(((f"{fused}+{lora}", fused), (fused, f"{fused}+{lora}"))):
+            _check(_merge(_linear(*models), tmp_path / f"out{number}"), expected)
+
+    def test_a_replaced_expert_takes_its_factor_too(self, tmp_path: Path, fused: Path) -> None:
+        own = torch.randn(HIDDEN, WIDTH, generator=_generator())
+        module = f"{BLOCK}.3.down_proj"
+        factors = factor_tensors(module, (HIDDEN, WIDTH), 4, _generator(2))
+        lora = write_adapter(tmp_path / "lora", factors | {f"{PREFIX}{module}.weight": own}, lora_config())
+        expected = read_tensors(fused)
+        expected[f"{BLOCK}.down_proj"][3] = own.double() + _product(factors, module)
+        _check(_merge(_alone(f"{fused}+{lora}"), tmp_path / "out"), expected)
+
+    def test_an_expert_of_another_size(self, tmp_path: Path, fused: Path) -> None:
+        lora = _saved(tmp_path / "lora", {f"{BLOCK}.2.down_proj.weight": torch.zeros(HIDDEN, WIDTH + 1)})
+        text = _refusal(_alone(f"{fused}+{lora}"))
+        assert f"{lora}: {BLOCK}.2.down_proj.weight: what it holds in place of" in text
+        assert f"is [8, 7], but that of {fused}+{lora} is [8, 6]" in text
+
+
+class TestReplaced:
+    def test_another_shape_names_adapter_and_model(self, tmp_path: Path, llama: Path) -> None:
+        lora = _saved(tmp_path / "lora", {f"{UP}.weight": torch.zeros(40, 32), f"{Q}.weight": torch.zeros(4)})
+        text = _refusal(_linear(f"{llama}+{lora}", llama))
+        assert f"{lora}: {UP}.weight: what it holds in place of {UP}.weight is [40, 32]" in text
+        assert f"{lora}: {Q}.weight: what it holds in place of {Q}.weight is [4]" in text
+        assert "other shapes than" not in text
+
+    def test_an_embedding_of_another_width(self, tmp_path: Path, llama: Path) -> None:
+        lora = _saved(tmp_path / "lora", {"model.embed_tokens.weight": torch.zeros(70, 31)})
+        assert "is [70, 31], but that of" in _refusal(_alone(f"{llama}+{lora}"))
+
+    def test_two_of_one_target(self, tmp_path: Path, llama: Path) -> None:
+        names = (f"{UP}.weight", f"{UP.removeprefix('model.')}.weight")
+        lora = _saved(tmp_path / "lora", {name: torch.zeros(64, 32) for name in names})
+        text = _refusal(_alone(f"{llama}+{lora}"))
+        assert f"it changes {UP}.weight of {llama}+{lora}, and {PREFIX}" in text
+        assert "does the same; one of them is expected" in text
+
+    def test_two_factors_of_one_target(self, tmp_path: Path, llama: Path) -> None:
+        factors = factor_tensors(Q, (32, 32), 4, _generator())
+        factors |= factor_tensors(Q.removeprefix("model."), (32, 32), 4, _generator())
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(target_modules=["q_proj"]))
+        assert "does the same; one of them is expected" in _refusal(_alone(f"{llama}+{lora}"))
+
+    def test_a_projection_of_what_is_stored_as_one(self, tmp_path: Path) -> None:
+        config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": 1}
+        block = "gpt_neox.layers.0.attention"
+        tensors = {"gpt_neox.embed_in.weight": torch.zeros(16, 8)}
+        tensors |= {f"{block}.query_key_value.weight": torch.zeros(24, 8)}
+        base = write_checkpoint(tmp_path / "base", tensors, config)
+        lora = _saved(tmp_path / "lora", {f"{block}.q_proj.weight": torch.ones(8, 8)})
+        assert "0 of its 1 changes have a tensor to go to" in _refusal(_alone(f"{base}+{lora}"))
+
+
+def _gpt2(root: Path, model_type: str = "gpt2") -> Path:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": model_type, "n_layer": 1, "n_head": 2}
+    config |= {"n_embd": 8, "vocab_size": 32, "tie_word_embeddings": False}
+    shapes = {
+        "transformer.wte.weight": (32, 8),
+        "transformer.h.0.attn.c_attn.weight": (8, 24),
+        "transformer.h.0.attn.c_proj.weight": (8, 8),
+        "transformer.h.0.mlp.c_fc.weight": (8, 16),
+        "transformer.h.0.mlp.c_proj.weight": (16, 8),
+        "lm_head.weight": (32, 8),
+    }
+    generator = _generator(9)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return write_checkpoint(root, tensors, config)
+
+
+C_PROJ = "transformer.h.0.attn.c_proj"
+OTHERS = {"transformer.h.0.attn.c_attn": (24, 8), "transformer.h.0.mlp.c_proj": (8, 16), "lm_head": (32, 8)}
+
+
+class TestSquares:
+    """peft goes by the class of a module; what its file says of the orientation is that of the last."""
+
+    @pytest.mark.parametrize("declared", [True, False])
+    @pytest.mark.parametrize(
+        "others", [(), tuple(OTHERS)[:1], tuple(OTHERS)[1:2], tuple(OTHERS)[2:], tuple(OTHERS)]
+    )
+    def test_on_gpt2(self, tmp_path: Path, declared: bool, others: tuple[str, ...]) -> None:
+        base = _gpt2(tmp_path / "base")
+        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
+        for other in others:
+            factors |= factor_tensors(other, OTHERS[other], 4, _generator(2))
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
+        expected = {name: tensor.double() for name, tensor in read_tensors(base).items()}
+        for module in (C_PROJ, *others):
+            change = _product(factors, module)
+            expected[f"{module}.weight"] += change if module == "lm_head" else change.T
+        _check(_merge(_alone(f"{base}+{lora}"), tmp_path / "out"), expected)
+
+    @pytest.mark.parametrize("declared", [True, False])
+    def test_on_a_llama(self, tmp_path: Path, llama: Path, declared: bool) -> None:
+        rows = read_tensors(llama)[f"{K}.weight"].shape[0]
+        shapes = {Q: (32, 32), UP: (64, 32), K: (rows, 32)}
+        factors: dict[str, torch.Tensor] = {}
+        for module, shape in shapes.items():
+            factors |= factor_tensors(module, shape, 4, _generator(len(module)))
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
+        expected = {name: tensor.double() for name, tensor in read_tensors(llama).items()}
+        for module in shapes:
+            expected[f"{module}.weight"] += _product(factors, module)
+        _check(_merge(_alone(f"{llama}+{lora}"), tmp_path / "out"), expected)
+
+    @pytest.mark.parametrize("declared", [True, False])
+    def test_where_nothing_else_tells_the_file_does(self, tmp_path: Path, declared: bool) -> None:
+        base = _gpt2(tmp_path / "base", "of_its_own")
+        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(fan_in_fan_out=declared))
+        change = _product(factors, C_PROJ)
+        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        own = read_tensors(base)[f"{C_PROJ}.weight"].double()
+        torch.testing.assert_close(found, own + (change.T if declared else change), rtol=3e-6, atol=3e-7)
+
+    def test_where_modules_disagree_those_of_the_same_name_tell(self, tmp_path: Path) -> None:
+        base = _gpt2(tmp_path / "base", "of_its_own")
+        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
+        for other, shape in OTHERS.items():
+            factors |= factor_tensors(other, shape, 4, _generator(2))
+        lora = write_adapter(tmp_path / "lora", factors, lora_config())
+        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        expected = read_tensors(base)[f"{C_PROJ}.weight"].double() + _product(factors, C_PROJ).T
+        torch.testing.assert_close(found, expected, rtol=3e-6, atol=3e-7)
+
+    def test_a_gpt2_within_another_model(self, tmp_path: Path) -> None:
+        base = _gpt2(tmp_path / "base", "of_its_own")
+        config = json.loads((base / "config.json").read_text()) | {"decoder": {"model_type": "gpt2"}}
+        write_checkpoint(base, read_tensors(base), config)
+        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
+        own = read_tensors(base)[f"{C_PROJ}.weight"].double()
+        lora = write_adapter(tmp_path / "lora", factors, lora_config())
+        found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")[f"{C_PROJ}.weight"].double()
+        torch.testing.assert_close(found, own + _product(factors, C_PROJ).T, rtol=3e-6, atol=3e-7)
+
+    def test_dora_on_a_square_of_gpt2(self, tmp_path: Path) -> None:
+        base = _gpt2(tmp_path / "base")
+        factors = factor_tensors(C_PROJ, (8, 8), 4, _generator())
+        factors |= {f"{PREFIX}{C_PROJ}.lora_magnitude_vector": torch.ones(8)}
+        lora = write_adapter(tmp_path / "lora", factors, lora_config(use_dora=True))
+        text = _refusal(_alone(f"{base}+{lora}"))
+        assert f"{C_PROJ}: it is a DoRA adapter on a weight that is stored [in, out]" in text
+
+
+def test_dora_on_an_embedding_is_called_that(tmp_path: Path, llama: Path) -> None:
+    module = f"{PREFIX}model.embed_tokens"
+    rows = read_tensors(llama)["model.embed_tokens.weight"].shape[0]
+    factors = {
+        f"{module}.lora_embedding_A": torch.zeros(4, rows),
+        f"{module}.lora_embedding_B": torch.zeros(32, 4),
+        f"{module}.lora_magnitude_vector": torch.ones(32),
+    }
+    lora = write_adapter(tmp_path / "lora", factors, lora_config(use_dora=True))
+    text = _refusal(_alone(f"{llama}+{lora}"))
+    assert "model.embed_tokens: it is a DoRA adapter on an embedding, which raymerge does not apply" in text
+
+
+class TestStacks:
+    """A model with an encoder and a decoder, and one with a decoder alone."""
+
+    @staticmethod
+    def _model(root: Path, *stacks: str) -> Path:
+        names = [f"model.{stack}.layers.0.fc1.weight" for stack in stacks]
+        tensors = {name: torch.zeros(8, 8) for name in names} | {"model.shared.weight": torch.zeros(16, 8)}
+        return write_checkpoint(root, tensors, {"model_type": "of_its_own", "num_hidden_layers": 1})
+
+    @settings(deadline=None, max_examples=12)
+    @given(
+        words=st.lists(st.sampled_from(["model", "of_its_own", "transformer"]), max_size=2, unique=True),
+        stack=st.sampled_from(["encoder", "decoder"]),
+    )
+    def test_each_finds_its_own(
+        self, tmp_path_factory: pytest.TempPathFactory, words: list[str], stack: str
+    ) -> None:
+        root = tmp_path_factory.mktemp("stacks")
+        base = self._model(root / "base", "encoder", "decoder")
+        lora = _saved(root / "lora", {".".join([*words, stack, "layers.0.fc1.weight"]): torch.ones(8, 8)})
+        found = _merge(_alone(f"{base}+{lora}"), root / "out")
+        assert [name for name, tensor in found.items() if tensor.any()] == [
+            f"model.{stack}.layers.0.fc1.weight"
+        ]
+
+    @pytest.mark.parametrize(("stacks", "is_found"), [(("decoder",), True), (("encoder", "decoder"), False)])
+    def test_the_decoder_s_word_counts_beside_an_encoder(
+        self, tmp_path: Path, stacks: tuple[str, ...], is_found: bool
+    ) -> None:
+        base = self._model(tmp_path / "base", *stacks)
+        lora = _saved(tmp_path / "lora", {"model.layers.0.fc1.weight": torch.ones(8, 8)})
+        if is_found:
+            found = _merge(_alone(f"{base}+{lora}"), tmp_path / "out")
+            assert found["model.decoder.layers.0.fc1.weight"].all()
+        else:
+            assert "0 of its 1 changes have a tensor" in _refusal(_alone(f"{base}+{lora}"))
