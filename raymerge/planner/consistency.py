@@ -150,7 +150,7 @@ def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterato
             and tensor.shape[0] < size
             and tensor.shape[0] not in _sizes(config, "vocab")
         ):
-            what = f"vocab_size is {size}, but {tensor.name} has {rows} rows."
+            what = f"vocab_size is {size}, but {tensor.name} has {tensor.shape[0]} rows."
             yield Problem(where, what, "Correct vocab_size.")
 
 
