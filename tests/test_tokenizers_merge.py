@@ -344,6 +344,30 @@ def test_an_adapters_tokenizer_is_not_left_behind(tmp_path: Path) -> None:
     assert _merge(_linear(f"{one}+{same}"), tmp_path / "as-is")[EMBEDDING].shape == (5, 8)
 
 
+@pytest.mark.parametrize("tie", [False, True])
+def test_layers_of_models_with_other_vocabularies_are_stacked(tmp_path: Path, tie: bool) -> None:
+    """The first slice gives the embedding, the last one the head; both go by the one vocabulary."""
+    one, two = (
+        _model(tmp_path / "one", 1, ONE, tie=tie),
+        _model(tmp_path / "two", 2, TWO, added=("<|x|>",), tie=tie),
+    )
+    slices = [{"sources": [{"model": str(each), "layer_range": [0, 1]}]} for each in (one, two)]
+    recipe = {"merge_method": "passthrough", "slices": slices, "tokenizer_source": "union"}
+    found = _merge(recipe, tmp_path / "out")
+    ids, mine, theirs = _ids(tmp_path / "out"), read_tensors(one), read_tensors(two)
+    words = (*TWO, "<|x|>")
+    assert found[EMBEDDING].shape == found[HEAD].shape == (7, 8)
+    last = theirs[EMBEDDING] if tie else theirs[HEAD]
+    for word, number in ids.items():
+        if word in ONE:
+            torch.testing.assert_close(found[EMBEDDING][number], mine[EMBEDDING][ONE.index(word)])
+        if word in words:
+            torch.testing.assert_close(found[HEAD][number], last[words.index(word)])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["num_hidden_layers"]) == (7, 2)
+    assert config["tie_word_embeddings"] is False
+
+
 def test_what_is_wrong_with_a_tokenizer_is_said_before_a_byte_is_written(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
     tokens = {"green": {"source": str(one)}}

@@ -16,21 +16,22 @@ from raymerge.checkpoints.source import natural_key
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, find_method, methods
 from raymerge.planner.align import Aligner, modules_of
-from raymerge.planner.bind import check_parameter_names, written_parameters
+from raymerge.planner.bind import check_parameter_names
 from raymerge.planner.check import check_plan
 from raymerge.planner.config import plan_config
 from raymerge.planner.config_fields import vocabulary_size, with_fields
 from raymerge.planner.consistency import config_problems
-from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
-from raymerge.planner.families import config_notes, other_families, other_meanings
+from raymerge.planner.families import other_families, other_meanings
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.notes import adapter_notes, base_notes, recipe_notes
 from raymerge.planner.outputs import OutputBuilder
 from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.sources import Holding, Path_, Source, holdings, model_references
-from raymerge.planner.spans import UNLISTED, Section, SpanBuilder
+from raymerge.planner.spans import Section, SpanBuilder
 from raymerge.planner.stacking import check_stacks
 from raymerge.planner.supplies import Supplies
 from raymerge.planner.tables import make_tables
@@ -73,7 +74,8 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     for problem in problems:
         findings.add(problem)
     builder = OutputBuilder(recipe, treatments, supplies, findings, vocabulary=tokenizer.vocabulary)
-    check_stacks(sections, aligner.placed, donor=donor, findings=findings)
+    by_token = tokenizer.vocabulary is not None
+    check_stacks(sections, aligner.placed, donor=donor, findings=findings, by_token=by_token)
     outputs = _outputs(recipe, builder, aligner, sections, sources)
     treatments.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=sources[donor])
@@ -106,10 +108,10 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
         "left_out": list(tokenizer.left_out),
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
         "notes": [
-            *_notes(recipe, (method, *ruled), sources, sections),
-            *_counted_in(treatments, sections, sources),
+            *recipe_notes(recipe, (method, *ruled), sources, sections, donor=donor),
+            *base_notes(treatments, sections, sources),
             *tokenizer.notes,
-            *_applied(supplies, builder.fates),
+            *adapter_notes(supplies, builder.fates),
         ],
     }
     return make_plan(manifest, tables, findings.problems())
@@ -347,51 +349,3 @@ def _fingerprint(holding: Holding) -> dict[str, Any]:
         "num_tensors": len(holding.tensors),
         "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
     }
-
-
-def _notes(
-    recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source], sections: Sequence[Section]
-) -> list[str]:
-    notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
-    giver = sources[donor_of(recipe, sources)]
-    donor = giver.name
-    if not giver.checkpoint.is_raw:
-        notes.append(f"config, tokenizer and companion files come from {donor}")
-    notes += config_notes(sections, sources, donor=giver)
-    notes += [
-        f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
-        for method in dict.fromkeys(chosen)
-        for parameter in method.parameters
-        if not parameter.effective and parameter.name in written_parameters(recipe)
-    ]
-    if sections[0].module is not None:
-        named = ", ".join(str(section.module) for section in sections)
-        notes.append(f"modules named in the recipe: {named}; all others are copied from {donor}")
-    return notes
-
-
-def _counted_in(
-    treatments: Treatments, sections: Sequence[Section], sources: Sequence[Source]
-) -> Iterator[str]:
-    """Which base counts as one more source, though it is not among the models listed."""
-    for section in sections:
-        for span in section.spans:
-            own = treatments.made(span)
-            if own is None:
-                continue
-            for member in own.members:
-                if member.path == UNLISTED:
-                    name = sources[member.source].name
-                    yield f"{name} is not listed, and counts as one more source of {own.method.name}"
-
-
-def _applied(supplies: Supplies, fates: Fates) -> Iterator[str]:
-    """How many of each adapter's changes go into the output."""
-    dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
-    for index, laid in supplies.adapters.items():
-        changes = laid.changes()
-        used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
-        outside = len(changes) - len(used)
-        rest = f"; the recipe leaves out the tensors of {outside}" if outside else ""
-        model = supplies.sources[index].checkpoint.name
-        yield f"{laid.adapter.name} on {model}: deltas applied {len(used)} of {len(changes)}{rest}"

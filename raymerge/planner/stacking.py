@@ -45,6 +45,7 @@ def check_stacks(
     *,
     donor: int,
     findings: Findings,
+    by_token: bool = False,
 ) -> None:
     """Report every source whose slices do not fit those of the others, or the config of the donor.
 
@@ -53,6 +54,7 @@ def check_stacks(
         placed: the tensors of each module and source.
         donor: index of the source that gives the config.
         findings: receives what does not fit, with the tensors and both shapes.
+        by_token: whether rows of embedding and head are matched by token, so that they may be more or fewer.
     """
     for section in sections:
         if section.is_whole:
@@ -64,7 +66,7 @@ def check_stacks(
             del parts[donor]
         if len(parts) > 1:
             _check_layers(section, parts, donor, findings)
-            _check_ends(section, parts, donor, findings)
+            _check_ends(section, parts, donor, findings, by_token=by_token)
 
 
 def _check_layers(
@@ -176,14 +178,21 @@ def _text(shape: tuple[int, ...], codes: DType | None) -> str:
     return f"{codes.value if codes is not None else ''}{list(shape)}"
 
 
-def _check_ends(section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings) -> None:
+def _check_ends(
+    section: Section,
+    parts: Mapping[int, PlacedTensors],
+    donor: int,
+    findings: Findings,
+    *,
+    by_token: bool,
+) -> None:
     """What stands before and after the layers, against the donor's, and by the names of the first source."""
     first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]
     giver = parts.get(donor)
     if giver is not None:
-        _check_head(last, giver, findings)
-        _check_end(first, giver, "before", findings)
-        _check_end(last, giver, "after", findings)
+        _check_head(last, giver, findings, by_token=by_token)
+        _check_end(first, giver, "before", findings, by_token=by_token)
+        _check_end(last, giver, "after", findings, by_token=by_token)
     if last.prefix != first.prefix:
         _check_names(last, first, findings)
 
@@ -208,13 +217,16 @@ def _has_name(name: str, own: PlacedTensors, other: PlacedTensors) -> bool:
     return is_head or counterpart(name, own, other) in other.source.checkpoint.tensors
 
 
-def _check_end(lead: PlacedTensors, giver: PlacedTensors, end: End, findings: Findings) -> None:
+def _check_end(
+    lead: PlacedTensors, giver: PlacedTensors, end: End, findings: Findings, *, by_token: bool
+) -> None:
     mine, theirs = _end(lead, end), _end(giver, end)
     called = {counterpart(name, lead, giver): tensor for name, tensor in mine.items()}
     for name in [*called, *(name for name in theirs if name not in called)]:
         here, there = called.get(name), theirs.get(name)
         if here is not None and there is not None:
-            _compare(here, there, lead, giver, findings=findings)
+            if not (by_token and _is_embedding(here, lead) and here.shape[1:] == there.shape[1:]):
+                _compare(here, there, lead, giver, findings=findings)
             continue
         findings.tensor(
             ("ends", lead.source.name),
@@ -234,10 +246,18 @@ def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
     return {name: tensors[name] for name in names if name != head and part.is_compared(name)}
 
 
-def _check_head(lead: PlacedTensors, giver: PlacedTensors, findings: Findings) -> None:
+def _check_head(lead: PlacedTensors, giver: PlacedTensors, findings: Findings, *, by_token: bool) -> None:
     mine, theirs = lead.source.pair, giver.source.pair
-    if mine is not None and theirs is not None:
-        _compare(_head(lead, mine), _head(giver, theirs), lead, giver, findings=findings)
+    if mine is None or theirs is None:
+        return
+    here, there = _head(lead, mine), _head(giver, theirs)
+    if not (by_token and here.shape[1:] == there.shape[1:]):
+        _compare(here, there, lead, giver, findings=findings)
+
+
+def _is_embedding(tensor: StoredTensor, part: PlacedTensors) -> bool:
+    pair = part.source.pair
+    return pair is not None and tensor.name == pair.embedding
 
 
 def _head(part: PlacedTensors, pair: TiedPair) -> StoredTensor:

@@ -177,7 +177,8 @@ class MethodKit:
     """Whether the order of the sources, with their settings, does not matter (but for rounding)."""
 
     @pytest.fixture(autouse=True, scope="class")
-    def one_thread(self) -> Iterator[None]:
+    @classmethod
+    def one_thread(cls) -> Iterator[None]:
         """Where the tests do not ask for more: on a busy machine threads take their time waiting."""
         with threads(1):
             yield

@@ -1,0 +1,68 @@
+"""Things worth telling of a plan that stand in nobody's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raymerge.methods import Method
+from raymerge.planner.bind import written_parameters
+from raymerge.planner.dispositions import Disposition, Fates
+from raymerge.planner.families import config_notes
+from raymerge.planner.sources import Source
+from raymerge.planner.spans import UNLISTED, Section
+from raymerge.planner.supplies import Supplies
+from raymerge.planner.treatments import Treatments
+from raymerge.recipes import Recipe
+
+
+def recipe_notes(
+    recipe: Recipe,
+    chosen: Sequence[Method],
+    sources: Sequence[Source],
+    sections: Sequence[Section],
+    *,
+    donor: int,
+) -> list[str]:
+    """What the sources' files and configs give rise to, and what the recipe says without effect."""
+    notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
+    giver = sources[donor]
+    if not giver.checkpoint.is_raw:
+        notes.append(f"config, tokenizer and companion files come from {giver.name}")
+    notes += config_notes(sections, sources, donor=giver)
+    notes += [
+        f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
+        for method in dict.fromkeys(chosen)
+        for parameter in method.parameters
+        if not parameter.effective and parameter.name in written_parameters(recipe)
+    ]
+    if sections[0].module is not None:
+        named = ", ".join(str(section.module) for section in sections)
+        notes.append(f"modules named in the recipe: {named}; all others are copied from {giver.name}")
+    return notes
+
+
+def base_notes(
+    treatments: Treatments, sections: Sequence[Section], sources: Sequence[Source]
+) -> Iterator[str]:
+    """Which base counts as one more source, though it is not among the models listed."""
+    for section in sections:
+        for span in section.spans:
+            own = treatments.made(span)
+            if own is None:
+                continue
+            for member in own.members:
+                if member.path == UNLISTED:
+                    name = sources[member.source].name
+                    yield f"{name} is not listed, and counts as one more source of {own.method.name}"
+
+
+def adapter_notes(supplies: Supplies, fates: Fates) -> Iterator[str]:
+    """How many of each adapter's changes go into the output."""
+    dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
+    for index, laid in supplies.adapters.items():
+        changes = laid.changes()
+        used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
+        outside = len(changes) - len(used)
+        rest = f"; the recipe leaves out the tensors of {outside}" if outside else ""
+        model = supplies.sources[index].checkpoint.name
+        yield f"{laid.adapter.name} on {model}: deltas applied {len(used)} of {len(changes)}{rest}"
