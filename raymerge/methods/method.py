@@ -9,6 +9,7 @@ needs to know of a tensor beside its elements (parameters, random keys, shape) c
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -213,6 +214,34 @@ class SinglePass:
 
     def conclude(self, state: None, settings: Settings, pass_index: int) -> None:
         """Nothing to end."""
+
+
+class KernelBySettings(ABC):
+    """A kernel that is one of several, which the settings choose."""
+
+    @abstractmethod
+    def chosen(self, settings: Settings) -> Kernel:
+        """The kernel for these settings."""
+
+    def passes(self, settings: Settings) -> int:
+        """As the chosen one."""
+        return self.chosen(settings).passes(settings)
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
+        """As the chosen one."""
+        return self.chosen(settings).begin(settings, num_elements, device)
+
+    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """As the chosen one."""
+        self.chosen(settings).observe(state, tile, settings, pass_index)
+
+    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
+        """As the chosen one."""
+        self.chosen(settings).conclude(state, settings, pass_index)
+
+    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
+        """As the chosen one."""
+        return self.chosen(settings).apply(tile, settings, state)
 
 
 def no_objection(settings: Settings) -> str | None:  # noqa: ARG001

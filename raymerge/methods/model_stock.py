@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from raymerge.methods.method import (
     Access,
     BaseUse,
     Kernel,
+    KernelBySettings,
     Method,
     Parameter,
     Settings,
@@ -33,32 +34,16 @@ Product: TypeAlias = Callable[[int, int], torch.Tensor]
 """The inner products of two sources' deltas, float64 ``[rows]``."""
 
 
-class ModelStockKernel:
+class ModelStockKernel(KernelBySettings):
     """``B + t * mean d_i`` with ``t = N c / (1 + (N - 1) c)``, c the mean cosine of all pairs of N deltas.
 
     A delta of zeros has cosine 0 with any other. The divisor is never negative; where it is within 1e-6 of 0
     the deltas all but cancel each other, and t is 0. Under ``filter_wise`` each row has a t of its own.
     """
 
-    def passes(self, settings: Settings) -> int:
-        """One for the angles of the tensor; none for those of rows."""
-        return _kernel(settings).passes(settings)
-
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
-        """Inner products of nothing."""
-        return _kernel(settings).begin(settings, num_elements, device)
-
-    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add the tile's inner products."""
-        _kernel(settings).observe(state, tile, settings, pass_index)
-
-    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
-        """Choose t."""
-        _kernel(settings).conclude(state, settings, pass_index)
-
-    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
-        """The base plus the mean delta times t."""
-        return _kernel(settings).apply(tile, settings, state)
+    def chosen(self, settings: Settings) -> Kernel:
+        """One for each kind of vectors."""
+        return _kernel(settings)
 
 
 class _Whole(DeltaCombinationKernel):

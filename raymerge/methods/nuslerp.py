@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from raymerge.methods.method import (
     Access,
     BaseUse,
     Kernel,
+    KernelBySettings,
     Method,
     Parameter,
     Settings,
@@ -33,7 +33,7 @@ _VECTORS_AT_ONCE = 1024
 _SHORT = 16
 
 
-class NuslerpKernel:
+class NuslerpKernel(KernelBySettings):
     """The arc from the first to the second source, ``t = w_2 / (w_1 + w_2)`` of the way; from the first to
     the second delta when there is a base.
 
@@ -41,25 +41,9 @@ class NuslerpKernel:
     ``nuslerp_row_wise`` then those along its first one. Each of these is a kernel of its own.
     """
 
-    def passes(self, settings: Settings) -> int:
-        """One for the angles of the tensor or of its columns; none for what a tile brings whole."""
-        return _kernel(settings).passes(settings)
-
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
-        """Inner products of nothing."""
-        return _kernel(settings).begin(settings, num_elements, device)
-
-    def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
-        """Add the tile's inner products."""
-        _kernel(settings).observe(state, tile, settings, pass_index)
-
-    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
-        """Choose the coefficients."""
-        _kernel(settings).conclude(state, settings, pass_index)
-
-    def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
-        """The point of the arc."""
-        return _kernel(settings).apply(tile, settings, state)
+    def chosen(self, settings: Settings) -> Kernel:
+        """One for each kind of vectors."""
+        return _kernel(settings)
 
 
 class _Whole(CombinationKernel):

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.sums import weighted_sum
 
 _ZERO_WEIGHT = 1e-8
 
@@ -32,9 +33,12 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
         merged = agreeing_sum(merged, term, weights, normalize=settings.flag("normalize"))
     else:
         factor /= _total_weight(settings)
-    if factor != 1.0:
-        merged.mul_(factor)
-    return on_base(merged, tile)
+    return _on_base_by(factor, merged, tile)
+
+
+def _on_base_by(factor: float, delta: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The base plus ``factor * delta``, which is overwritten."""
+    return on_base(delta if factor == 1.0 else delta.mul_(factor), tile)
 
 
 def on_base(delta: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -106,12 +110,8 @@ class TaskArithmeticKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """``B + lambda * sum w_i d_i``, the sum divided by ``sum w_i`` under ``normalize``."""
-        weights = settings.per_source("weight")
-
-        def term(index: int, out: torch.Tensor) -> None:
-            torch.mul(tile.sources[index], weights[index], out=out)
-
-        return merge_deltas(tile, settings, term, elect=False)
+        factor = settings.number("lambda") / _total_weight(settings)
+        return _on_base_by(factor, weighted_sum(tile, settings), tile)
 
 
 def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> tuple[Parameter, ...]:
