@@ -14,9 +14,11 @@ from raymerge.lora.combine import CombineOptions, combine_adapters
 from raymerge.lora.compatible import COMBINING
 from raymerge.lora.report import Combination, OnModule
 from raymerge.lora.sources import open_named_adapter
-from raymerge.methods import Method, Parameter, Settings, Value, find_method
-from raymerge.planner.bind import check_parameter_names
-from raymerge.recipes import AdapterOutput, ModelReference, Recipe, Setting, Subject, did_you_mean, evaluate
+from raymerge.methods import Method, Settings, find_method
+from raymerge.planner.bind import Binder, BindError, check_parameter_names
+from raymerge.planner.spans import Member
+from raymerge.planner.treatments import OWN, Treatment
+from raymerge.recipes import AdapterOutput, ModelReference, Recipe, Subject, did_you_mean
 
 AdapterOpener = Callable[[ModelReference], Adapter]
 """Opens the adapter that a reference names."""
@@ -64,7 +66,7 @@ def combine_recipe(
         seed=recipe.seed,
         dtype=recipe.out_dtype or recipe.dtype or DType.F32,
     )
-    binding = _Binding(recipe, method, _num_layers(adapters))
+    binding = _Binding(recipe, method, [each.name for each in adapters], _num_layers(adapters))
     return combine_adapters(
         adapters,
         Path(output),
@@ -116,11 +118,18 @@ def _layer(name: str) -> int | None:
 
 
 class _Binding:
-    """A recipe's parameters for single tensors: the adapter's entry, then the recipe, then the default."""
+    """A recipe's parameters for single tensors, bound as those of a merge of models."""
 
-    def __init__(self, recipe: Recipe, method: Method, num_layers: int) -> None:
-        self._recipe = recipe
-        self._method = method
+    def __init__(self, recipe: Recipe, method: Method, names: Sequence[str], num_layers: int) -> None:
+        members = tuple(
+            Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
+        )
+        treatment = Treatment(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
+        try:
+            self._binder = Binder(recipe, treatment, names)
+        except BindError as error:
+            raise PlanError(error.problem) from error
+        self._num_sources = len(members)
         self._num_layers = num_layers
         # An adapter does not say the family of its model; the general rules name the roles.
         self._rules = load_rules(None)
@@ -129,46 +138,14 @@ class _Binding:
         """The method's parameters for a tensor of the model.
 
         Raises:
-            PlanError: one has no value, or none that can be; all reasons.
+            PlanError: one has no value, or none that can be.
         """
         layer = _layer(name)
         info = describe(name, self._rules)
         subject = Subject(name, frozenset({str(info.role), str(info.part)}), layer)
         last = self._num_layers - 1
         t = 0.0 if layer is None else layer / last if last else 1.0
-        problems: list[Problem] = []
-        shared: dict[str, Value] = {}
-        sources: list[dict[str, Value]] = [{} for _ in self._recipe.models]
-        for parameter in self._method.parameters:
-            outer = self._recipe.parameters.get(parameter.name)
-            if parameter.scope == "global":
-                shared[parameter.name] = self._value(parameter, (outer,), subject, t, problems)
-                continue
-            for own, entry in zip(sources, self._recipe.models, strict=True):
-                chain = (entry.parameters.get(parameter.name), outer)
-                own[parameter.name] = self._value(parameter, chain, subject, t, problems)
-        if problems:
-            raise PlanError(problems)
-        return Settings(values=shared, sources=tuple(sources), position=t if self._method.positional else 0.0)
-
-    def _value(
-        self,
-        parameter: Parameter,
-        chain: Sequence[Setting | None],
-        subject: Subject,
-        t: float,
-        problems: list[Problem],
-    ) -> Value:
-        found = (evaluate(setting, subject, t) for setting in chain if setting is not None)
-        value = next((number for number in found if number is not None), None)
-        if value is None:
-            if parameter.required:
-                what = f"an adapter has no value of '{parameter.name}', which {self._method.name} requires."
-                remedy = f"Add '{parameter.name}' to its parameters, or to those of the recipe."
-                problems.append(Problem(self._recipe.where("models"), what, remedy))
-            return parameter.default
         try:
-            return parameter.coerce(value)
-        except ValueError as error:
-            problems.append(Problem(self._recipe.where("parameters"), f"{error}.", "Correct the value."))
-            return parameter.default
+            return self._binder.settings(subject, (subject,) * self._num_sources, t, depth=t)
+        except BindError as error:
+            raise PlanError(error.problem) from error

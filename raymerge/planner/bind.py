@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from raymerge.errors import Problem
 from raymerge.methods import Method, Parameter, Settings, Value
-from raymerge.planner.sources import Path_, Source
+from raymerge.planner.sources import Path_
 from raymerge.planner.spans import Parameters
 from raymerge.planner.treatments import Treatment
 from raymerge.recipes import (
@@ -33,11 +33,20 @@ NOTHING = Subject("", frozenset(), None)
 class Binder:
     """Binds one treatment's parameters; settings that depend on no name or layer are computed once."""
 
-    def __init__(self, recipe: Recipe, treatment: Treatment, sources: Sequence[Source]) -> None:
+    def __init__(self, recipe: Recipe, treatment: Treatment, names: Sequence[str]) -> None:
+        """
+        Args:
+            recipe: what is asked.
+            treatment: whose parameters are bound.
+            names: what messages call each source, by its index.
+
+        Raises:
+            BindError: as ``settings``, where that depends on no tensor.
+        """
         self._recipe = recipe
         self._method = treatment.method
         self._treatment = treatment
-        self._names = {member.path: sources[member.source].name for member in treatment.members}
+        self._names = {member.path: names[member.source] for member in treatment.members}
         nothing = [NOTHING] * len(treatment.members)
         self._constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
 

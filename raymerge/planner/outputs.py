@@ -47,6 +47,7 @@ class OutputBuilder:
         self._supplies = supplies
         self._sources = supplies.sources
         self._logical = supplies.logical
+        self._names = [source.name for source in supplies.sources]
         self._main = [main_dtype(source.checkpoint) for source in supplies.sources]
         self._plain = PlainNumbers(supplies.sources, findings)
         self._rows = RowMaker(supplies, self._plain, findings, self.fates)
@@ -182,7 +183,7 @@ class OutputBuilder:
         ]
         try:
             if key not in self._binders:
-                self._binders[key] = Binder(self._recipe, treatment, self._sources)
+                self._binders[key] = Binder(self._recipe, treatment, self._names)
             subject = output_subject(aligned, self._logical)
             settings = self._binders[key].settings(subject, members, aligned.t, depth=aligned.depth)
         except BindError as error:
