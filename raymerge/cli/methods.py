@@ -67,7 +67,7 @@ def _show_one(console: Console, method: Method) -> None:
             "the sources themselves" if method.takes.value == "weights" else "deltas: source minus base",
         ),
         ("access", method.access.value),
-        ("chance", "draws random masks, decided by the recipe's seed" if method.random else "none"),
+        ("chance", "draws at random, decided by the recipe's seed" if method.random else "none"),
         ("paper", method.paper if method.paper == "-" else f"arXiv {method.paper}"),
     ]
     console.print(make_table(("", ""), facts))

@@ -1,5 +1,6 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
+from raymerge.methods.draws import normal, uniform
 from raymerge.methods.method import (
     BLOCK,
     ROW_GROUP,
@@ -31,5 +32,7 @@ __all__ = [
     "find_method",
     "keep_mask",
     "methods",
+    "normal",
     "random_key",
+    "uniform",
 ]

@@ -41,7 +41,7 @@ def keep_mask(key: int, start: int, count: int, density: float, device: torch.de
     mask = torch.empty(count, dtype=torch.bool, device=device)
     for chunk in chunks(count, device):
         words = torch.arange(start + chunk.start, start + chunk.stop, dtype=torch.int64, device=device)
-        torch.lt(_hash(key, words), limit, out=mask[chunk])
+        torch.lt(hashed(key, words), limit, out=mask[chunk])
     return mask
 
 
@@ -58,7 +58,7 @@ def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
     """
     if density <= 0 or density >= 1:
         return torch.full(indices.shape, density >= 1, dtype=torch.bool, device=indices.device)
-    return torch.lt(_hash(key, indices), round(density * _WORD) - _WORD // 2)
+    return torch.lt(hashed(key, indices), round(density * _WORD) - _WORD // 2)
 
 
 def keep_by(key: int, start: int, chances: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,10 @@ def keep_by(key: int, start: int, chances: torch.Tensor) -> torch.Tensor:
     """
     indices = torch.arange(start, start + chances.numel(), dtype=torch.int64, device=chances.device)
     limits = (chances - 0.5).mul_(float(_WORD)).clamp_max_(_LARGEST_LIMIT).to(torch.int64)
-    return torch.lt(_hash(key, indices), limits)
+    return torch.lt(hashed(key, indices), limits)
 
 
-def _hash(key: int, words: torch.Tensor) -> torch.Tensor:
+def hashed(key: int, words: torch.Tensor) -> torch.Tensor:
     """The indices in ``words`` (int64 ``[n]``) hashed in place, uniform over all 64-bit values.
 
     The finaliser's last xor would change low bits only, and a comparison looks at high ones: left out.

@@ -27,6 +27,7 @@ from raymerge.methods.slerp_delta import SLERP_DELTA
 from raymerge.methods.spectral import ISO_C, TSV_M
 from raymerge.methods.task_arithmetic import TASK_ARITHMETIC
 from raymerge.methods.ties import TIES
+from raymerge.methods.upcycle import UPCYCLE
 
 _METHODS: Mapping[str, Method] = MappingProxyType(
     {
@@ -58,6 +59,7 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
             MODEL_STOCK,
             ISO_C,
             TSV_M,
+            UPCYCLE,
         )
     }
 )

@@ -25,6 +25,14 @@ LEAST_MEMORY = 16 << 20
 """Bytes of the smallest budget that raymerge runs with."""
 
 
+_UPCYCLED: Mapping[str, Any] = {
+    "noise_scale": 0.01,
+    "scale": [{"filter": "down_proj", "value": 0.5}, {"value": 1}],
+    "reinit_fraction": [{"filter": "mlp", "value": 0.5}, {"value": 0}],
+    "neuron_axis": [{"filter": "down_proj", "value": 1}, {"value": 0}],
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A base and three fine-tunes of it."""
@@ -68,6 +76,11 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
             "base_model": base,
             "models": [{"model": base}, {"model": str(family.tunes[0])}],
             "parameters": {"t": 0.4},
+        },
+        "upcycle": {
+            "merge_method": "upcycle",
+            "models": [{"model": str(family.tunes[0]), "parameters": _UPCYCLED}],
+            "seed": 5,
         },
         **_spherical(family),
         **_of_deltas(family),

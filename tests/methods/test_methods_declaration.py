@@ -44,7 +44,7 @@ def test_table() -> None:
     expected = (
         "linear passthrough slerp nuslerp multislerp karcher slerp_delta geometric_median nearswap "
         "arcee_fusion task_arithmetic ties dare_linear dare_ties breadcrumbs breadcrumbs_ties della "
-        "della_linear sce ram ramplus_tl consensus_ta lines model_stock iso_c tsv_m"
+        "della_linear sce ram ramplus_tl consensus_ta lines model_stock iso_c tsv_m upcycle"
     )
     assert list(methods()) == expected.split()
     assert all(find_method(name) is method for name, method in methods().items())

@@ -1,0 +1,251 @@
+"""A dense feed-forward matrix as one expert of a mixture: some neurons drawn anew, noise added, scaled.
+
+Redrawn neurons are those of Drop-Upcycling (Nakamura et al., ICLR 2025, arXiv 2502.19261), with one choice
+of neurons for all the matrices that are given one ``neuron_key``.
+"""
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from raymerge.methods.draws import normal
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
+from raymerge.methods.random import hashed, random_key
+from raymerge.methods.reduce import PIECE, add_products, add_values, chunks
+
+_LEAST_WORD = -(1 << 63)
+_LARGEST_KEY = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class _Neurons:
+    """Which elements of a tensor belong to redrawn neurons."""
+
+    key: int
+    """Of the hash that chooses."""
+    limit: int
+    """Largest hash, as an int64, of a chosen neuron."""
+    first: int
+    """Number of the tensor's first neuron."""
+    own: int
+    """Neurons of the tensor."""
+    run: int
+    """Consecutive elements that belong to one neuron."""
+
+    def mark(self, start: int, count: int, device: torch.device) -> torch.Tensor:
+        """bool ``[count]``: whether the elements ``[start, start + count)`` are redrawn; count is not 0."""
+        first, last = start // self.run, (start + count - 1) // self.run
+        neurons = torch.arange(first, last + 1, dtype=torch.int64, device=device)
+        chosen = hashed(self.key, neurons.remainder_(self.own).add_(self.first)).le(self.limit)
+        offset = start - first * self.run
+        places = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
+        return chosen[places.floor_divide_(self.run)]
+
+
+@dataclass(slots=True)
+class _Redrawn:
+    """The redrawn part of a tensor, and its statistics."""
+
+    neurons: _Neurons | None
+    """None: no neuron is redrawn."""
+    count: int = 0
+    """Elements of the part."""
+    total: float = 0.0
+    """Their sum."""
+    squares: float = 0.0
+    """The sum of their squares."""
+    mean: float = 0.0
+    """Their mean."""
+    deviation: float = 0.0
+    """Their standard deviation, that of the whole population."""
+
+
+class UpcycleKernel:
+    """``scale * (R + noise_scale * N)``: R is the source with its chosen neurons drawn from a normal
+    distribution of the mean and the standard deviation of what they replace, N is normal."""
+
+    def passes(self, settings: Settings) -> int:
+        """One for mean and deviation, where neurons are redrawn."""
+        return 1 if _is_redrawn(settings) else 0
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Redrawn:
+        """Choose the neurons.
+
+        Raises:
+            ValueError: the tensor has neurons beyond ``num_neurons``.
+        """
+        return _Redrawn(_choose(settings))
+
+    def observe(self, state: _Redrawn, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Add up what is replaced."""
+        if state.neurons is None:
+            return
+        (source,) = tile.sources
+        for chunk in chunks(source.numel(), source.device):
+            mask = state.neurons.mark(tile.start + chunk.start, chunk.stop - chunk.start, source.device)
+            # Chosen by the mask, not a product with it: NaN elsewhere is no part of this.
+            replaced = torch.where(mask, source[chunk], 0.0)
+            state.count += int(mask.sum())
+            state.total = add_values(state.total, replaced)
+            state.squares = add_products(state.squares, replaced, replaced)
+
+    def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> None:
+        """Mean and deviation."""
+        if state.count:
+            state.mean = state.total / state.count
+            state.deviation = math.sqrt(max(0.0, state.squares / state.count - state.mean**2))
+
+    def apply(self, tile: Tile, settings: Settings, state: _Redrawn | None) -> torch.Tensor:
+        """Redraw, add noise, scale."""
+        (source,), (key,) = tile.sources, settings.keys
+        (noise_scale,), (scale,) = settings.per_source("noise_scale"), settings.per_source("scale")
+        result = source.clone()
+        for chunk in chunks(result.numel(), result.device):
+            part, start = result[chunk], tile.start + chunk.start
+            if state is not None and state.neurons is not None:
+                _redraw_(part, start, state, state.neurons, key)
+            if noise_scale:
+                part.add_(normal(key, start, part.numel(), part.device).mul_(noise_scale))
+        return result.mul_(scale)
+
+
+def _redraw_(part: torch.Tensor, start: int, state: _Redrawn, neurons: _Neurons, key: int) -> None:
+    """Replace what ``part``, float32 ``[n]`` from ``start`` on, has of chosen neurons.
+
+    What is not finite there has made the mean so, and stays visible.
+    """
+    drawn = normal(random_key(key, "redrawn", 0), start, part.numel(), part.device)
+    drawn.mul_(state.deviation).add_(state.mean)
+    torch.where(neurons.mark(start, part.numel(), part.device), drawn, part, out=part)
+
+
+def _choose(settings: Settings) -> _Neurons | None:
+    """The chosen neurons of a tensor, or None where there are none."""
+    axis, first, num_neurons = (
+        int(settings.per_source(name)[0]) for name in ("neuron_axis", "neuron_first", "num_neurons")
+    )
+    if axis >= len(settings.shape):
+        return None
+    own = settings.shape[axis]
+    num_neurons = num_neurons or own
+    if first + own > num_neurons:
+        raise ValueError(f"a tensor of the neurons {first} to {first + own - 1} has more than {num_neurons}")
+    wanted = round(settings.per_source("reinit_fraction")[0] * num_neurons)
+    if not wanted:
+        return None
+    key = random_key(int(settings.per_source("neuron_key")[0]), "neurons", 0)
+    limit = _limit(key, num_neurons, wanted)
+    return _Neurons(key, limit, first, own, math.prod(settings.shape[axis + 1 :]))
+
+
+def _limit(key: int, num_neurons: int, wanted: int) -> int:
+    """The ``wanted``-th smallest hash of the numbers below ``num_neurons``; no two have the same.
+
+    Halves the range of hashes until few enough lie in it to be held at once.
+    """
+    low, high, inside = _LEAST_WORD, -_LEAST_WORD - 1, num_neurons
+    while inside > PIECE:
+        middle = (low + high) // 2
+        lower = sum(len(hashes) for hashes in _hashes_within(key, num_neurons, low, middle))
+        if lower >= wanted:
+            high, inside = middle, lower
+        else:
+            low, inside, wanted = middle + 1, inside - lower, wanted - lower
+    left = torch.cat(tuple(_hashes_within(key, num_neurons, low, high)))
+    return int(left.kthvalue(wanted).values)
+
+
+def _hashes_within(key: int, num_neurons: int, low: int, high: int) -> Iterator[torch.Tensor]:
+    """Those hashes of the numbers below ``num_neurons`` from ``low`` to ``high``, both included."""
+    for begin in range(0, num_neurons, PIECE):
+        hashes = hashed(key, torch.arange(begin, min(begin + PIECE, num_neurons), dtype=torch.int64))
+        yield hashes[hashes.ge(low).logical_and_(hashes.le(high))]
+
+
+def _is_redrawn(settings: Settings) -> bool:
+    return settings.per_source("reinit_fraction")[0] > 0
+
+
+def _access(settings: Settings) -> Access:
+    return Access.TENSOR if _is_redrawn(settings) else Access.ELEMENT
+
+
+def _check(settings: Settings) -> str | None:
+    """The neurons of a slice lie within those of the whole."""
+    (first,), (num_neurons,) = settings.per_source("neuron_first"), settings.per_source("num_neurons")
+    if first and first >= num_neurons:
+        return f"neuron_first is {first:.0f} and must be below num_neurons, which is {num_neurons:.0f}"
+    return None
+
+
+def _identity(settings: Settings) -> int | None:
+    (source,) = settings.sources
+    changes = source["scale"] != 1 or source["noise_scale"] or _is_redrawn(settings)
+    return None if changes else 0
+
+
+UPCYCLE = Method(
+    name="upcycle",
+    summary="One source as an expert: some neurons drawn anew, noise added, multiplied by a scale.",
+    paper="2502.19261",
+    access=Access.TENSOR,
+    base=BaseUse.UNUSED,
+    takes=Takes.WEIGHTS,
+    kernel=UpcycleKernel(),
+    parameters=(
+        Parameter("scale", "float", "source", "factor on every element", default=1.0),
+        Parameter(
+            "noise_scale", "float", "source", "standard deviation of added noise", default=0.0, minimum=0.0
+        ),
+        Parameter(
+            "reinit_fraction",
+            "float",
+            "source",
+            "fraction of the neurons drawn anew",
+            default=0.0,
+            minimum=0.0,
+            maximum=1.0,
+        ),
+        Parameter(
+            "neuron_axis",
+            "int",
+            "source",
+            "0 where neurons are the rows, 1 where they are the columns",
+            default=0,
+            minimum=0,
+            maximum=1,
+        ),
+        Parameter(
+            "neuron_key",
+            "int",
+            "source",
+            "chooses the neurons; the same for matrices that share them",
+            default=0,
+            minimum=0,
+            maximum=_LARGEST_KEY,
+        ),
+        Parameter(
+            "neuron_first", "int", "source", "of a slice of the neurons, the first one", default=0, minimum=0
+        ),
+        Parameter(
+            "num_neurons",
+            "int",
+            "source",
+            "of a slice, the neurons of the whole; 0: the tensor's own",
+            default=0,
+            minimum=0,
+        ),
+    ),
+    max_sources=1,
+    scratch=2.5,
+    random=True,
+    access_of=_access,
+    identity=_identity,
+    check=_check,
+)
