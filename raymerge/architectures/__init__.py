@@ -7,32 +7,69 @@ from raymerge.architectures.canonical import (
     logical_name,
     logical_names,
 )
+from raymerge.architectures.dense_models import DenseModel, dense_mlp, dense_model
 from raymerge.architectures.depth import restack_config
 from raymerge.architectures.layers import Stack, rename_layer, stacks
 from raymerge.architectures.modules import module_of
+from raymerge.architectures.moe_config import moe_config
+from raymerge.architectures.moe_names import (
+    AddedTensor,
+    FusedExperts,
+    added_tensors,
+    expert_names,
+    fused_names,
+    is_fused,
+    router_name,
+    shared_gate_name,
+    shared_names,
+    trunk_name,
+)
+from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
+from raymerge.architectures.moe_targets import Layout, MoeTarget, named_targets, targets
 from raymerge.architectures.roles import TensorInfo, describe
 from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules
 from raymerge.architectures.ties import TiedPair, declared_tie, tied_pair
 
 __all__ = [
+    "AddedTensor",
+    "DenseModel",
+    "FusedExperts",
     "FusedLayout",
+    "Layout",
     "LayoutKind",
+    "Mixture",
+    "MoeTarget",
     "Projection",
+    "Refusal",
     "Role",
     "Rules",
     "Stack",
     "TensorInfo",
     "TiedPair",
+    "added_tensors",
     "canonical_block",
     "declared_tie",
+    "dense_mlp",
+    "dense_model",
     "describe",
+    "expert_names",
     "fused_layout",
+    "fused_names",
+    "is_fused",
     "load_rules",
     "logical_name",
     "logical_names",
     "module_of",
+    "moe_config",
+    "named_targets",
+    "refusals",
     "rename_layer",
     "restack_config",
+    "router_name",
+    "shared_gate_name",
+    "shared_names",
     "stacks",
+    "targets",
     "tied_pair",
+    "trunk_name",
 ]

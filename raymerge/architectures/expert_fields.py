@@ -1,0 +1,166 @@
+"""Config fields that count routed experts, and what else in a config another number of experts has to fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.architectures.rules import Rules
+from raymerge.architectures.sections import text_path
+
+_CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_k", "moe_top_k", "num_selected_experts", "ffn_config.moe_top_k"),
+)
+# How many experts each token goes to; a number, or a list of one number a layer.
+_GROUPS = ("n_group", "num_expert_group")
+# Experts are chosen among those of the best groups of neighbours ...
+_USED_GROUPS = ("topk_group", "n_limited_groups")
+# ... of which there are so many.
+_FOLLOWING = ("moe_capacity",)
+# Fields that repeat the number of experts for purposes of their own.
+_QUANTISED = ("quantization_config", "compression_config")
+_NAMES_EXPERT = re.compile(r"experts\W{1,3}[0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A whole number of a config, with its place."""
+
+    key: str
+    """Dotted path."""
+    value: int
+    """The number; of a list the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFields:
+    """What a config says of its routed experts."""
+
+    count: Field
+    """How many there are in each layer."""
+    chosen: Field | None
+    """How many each token goes to."""
+    groups: Field | None
+    """How many groups they are chosen by, where there are several."""
+    used_groups: Field | None
+    """How many groups are used for a token."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of neighbouring experts; 1 where there is no grouping."""
+        return self.groups.value if self.groups is not None else 1
+
+    def objections(self, count: int, *, by_pairs: bool) -> Iterator[str]:
+        """Sentences on why there cannot be ``count`` experts in each layer.
+
+        Args:
+            count: the number wanted.
+            by_pairs: whether a group is judged by its two best experts, so that it needs two.
+        """
+        per_token, groups = self.chosen, self.num_groups
+        if per_token is not None and count < per_token.value:
+            yield f"{per_token.key} is {per_token.value}, but there would be {count} experts."
+        if self.groups is None:
+            return
+        if count % groups:
+            yield f"{self.groups.key} is {groups}, and {count} experts are not so many equal groups."
+            return
+        least = 2 if by_pairs else 1
+        if count // groups < least:
+            yield f"{self.groups.key} is {groups}, and a group is judged by its {least} best experts."
+        used = min(groups, self.used_groups.value if self.used_groups is not None else groups)
+        within = used * count // groups
+        if per_token is not None and within < per_token.value <= count:
+            yield (
+                f"{per_token.key} is {per_token.value}, but {used} of {groups} groups "
+                f"would hold {within} experts."
+            )
+
+    def nearest(self, count: int, *, by_pairs: bool) -> tuple[int, ...]:
+        """The numbers of experts next to ``count``, below and above, that nothing speaks against."""
+
+        def works(number: int) -> bool:
+            return not any(self.objections(number, by_pairs=by_pairs))
+
+        top = max(count, self.count.value, self.chosen.value if self.chosen is not None else 0)
+        below = next((n for n in range(count - 1, 0, -1) if works(n)), None)
+        above = next((n for n in range(count + 1, top + 4 * self.num_groups + 1) if works(n)), None)
+        return tuple(number for number in (below, above) if number is not None)
+
+
+def expert_fields(config: Mapping[str, Any], rules: Rules) -> ExpertFields | None:
+    """What a config says of its experts, in its text section or at the top; None without any."""
+    count = _first(config, rules.sizes["num_experts"])
+    if count is None or count.value < 1:
+        return None
+    groups = _first(config, _GROUPS)
+    is_grouped = groups is not None and groups.value > 1
+    return ExpertFields(
+        count=count,
+        chosen=_first(config, _CHOSEN),
+        groups=groups if is_grouped else None,
+        used_groups=_first(config, _USED_GROUPS) if is_grouped else None,
+    )
+
+
+def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> dict[str, Any]:
+    """A copy of a config in which every field that counts the experts of a layer says ``count``."""
+    fields = expert_fields(config, rules)
+    result = copy.deepcopy(dict(config))
+    if fields is None:
+        return result
+    old = fields.count.value
+    for section in _sections(result):
+        for key in (*rules.sizes["num_experts"], *_FOLLOWING):
+            *parents, leaf = key.split(".")
+            holder = _at(section, parents)
+            value = holder.get(leaf) if isinstance(holder, dict) else None
+            if value == old and type(value) is int:
+                holder[leaf] = count
+            elif isinstance(value, list) and value and set(map(repr, value)) == {str(old)}:
+                holder[leaf] = [count] * len(value)
+    return result
+
+
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether what a config says of quantisation speaks of experts by their numbers."""
+    tables = [section.get(key) for section in _sections(config) for key in _QUANTISED]
+    return any(table and _NAMES_EXPERT.search(json.dumps(table, default=str)) for table in tables)
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The top of a config and the sections on the way to the text decoder's."""
+    yield config
+    for key in text_path(config):
+        config = config[key]
+        yield config
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Field | None:
+    """The first of some fields that is a number or a list of numbers, innermost section first."""
+    path = text_path(config)
+    for depth in range(len(path), -1, -1):
+        section = _at(config, path[:depth])
+        for key in keys:
+            value = _largest(_at(section, key.split(".")))
+            if value is not None:
+                return Field(".".join((*path[:depth], key)), value)
+    return None
+
+
+def _largest(value: Any) -> int | None:
+    if type(value) is int:
+        return value
+    is_list = isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return max(value) if is_list else None
+
+
+def _at(section: Any, path: list[str] | tuple[str, ...]) -> Any:
+    for key in path:
+        section = section.get(key) if isinstance(section, Mapping) else None
+    return section

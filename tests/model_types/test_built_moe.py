@@ -1,0 +1,270 @@
+"""Every family that can be built, loaded by transformers: of equal experts it is the dense model again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.dense_maker import HIDDEN, LAYERS, WIDTH, DenseDirectory, load_whole, logits, make_dense
+from safetensors.torch import save_file
+
+from raymerge.architectures import (
+    DenseModel,
+    Layout,
+    Mixture,
+    MoeTarget,
+    added_tensors,
+    dense_mlp,
+    dense_model,
+    expert_names,
+    fused_names,
+    is_fused,
+    moe_config,
+    refusals,
+    router_name,
+    shared_gate_name,
+    shared_names,
+    targets,
+    trunk_name,
+)
+from raymerge.dtypes import DType
+
+Tensors = dict[str, torch.Tensor]
+WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A target and a base that it holds."""
+
+    target: str
+    family: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the base's config."""
+
+    def __str__(self) -> str:
+        return "-".join([self.target, "of", self.family, *self.changes])
+
+
+CASES = (
+    Case("mixtral", "llama"),
+    Case("mixtral", "llama", {"head_dim": 16}),
+    Case("mixtral", "mistral"),
+    Case("mixtral", "mistral", {"sliding_window": WINDOW}),
+    Case("qwen2_moe", "llama"),
+    Case("qwen2_moe", "llama", {"head_dim": 16}),
+    Case("qwen2_moe", "mistral", {"sliding_window": WINDOW}),
+    Case("qwen2_moe", "qwen2"),
+    Case(
+        "qwen2_moe", "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    Case("qwen3_moe", "qwen3"),
+    Case("qwen3_moe", "qwen3", {"attention_bias": True}),
+    Case("qwen3_moe", "qwen3", {"tie_word_embeddings": True}),
+    Case(
+        "qwen3_moe", "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+    ),
+    Case("glm4_moe", "llama", {"hidden_act": "gelu"}),
+    Case("glm4_moe", "mistral"),
+    Case("glm4_moe", "qwen2"),
+    Case("glm4_moe", "qwen3", {"head_dim": 16}),
+    Case("granitemoe", "granite"),
+    Case("granitemoe", "granite", {"attention_bias": True}),
+    Case("granitemoe", "llama"),
+    Case("granitemoe", "mistral", {"head_dim": 16}),
+    Case("flex_olmo", "olmo2"),
+    Case("flex_olmo", "olmo2", {"attention_bias": True}),
+    Case("olmoe", "qwen3", {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HIDDEN}),
+    Case("deepseek_v2", "deepseek_v2"),
+    Case("deepseek_v3", "deepseek_v3"),
+    Case("deepseek_v3", "deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A mixture to be assembled by hand."""
+
+    num_experts: int
+    experts_per_token: int
+    layout: Layout = "hub"
+    routed: float = 1.0
+    """Factor on the down projection of every routed expert."""
+    shared: float = 0.0
+    """Factor on that of the shared expert."""
+    num_shared: int = 1
+    """Shared experts, where the target has such."""
+
+
+def assemble(target: MoeTarget, dense: DenseDirectory, root: Path, build: Build) -> None:
+    """A mixture whose every expert is the dense model's feed-forward network."""
+    base = dense_model("base", dense.config, dense.shapes)
+    num_shared = build.num_shared if target.shared is not None else 0
+    mixture = Mixture((base,), (base,) * num_shared, None, build.num_experts, 1, build.layout)
+    assert refusals(target, base, mixture) == ()
+    tensors = {**trunk(target, dense), **added(target, base, build)}
+    for layer in range(LAYERS):
+        mlp = {word: dense.tensors[base.matrices[layer, word]] for word in ("gate", "up", "down")}
+        tensors |= dict(routed(target, layer, mlp, build))
+        tensors |= dict(shared(target, layer, mlp, build))
+    config = moe_config(
+        target,
+        dense.config,
+        num_experts=build.num_experts,
+        experts_per_token=build.experts_per_token,
+        expert_width=WIDTH,
+        shared_width=WIDTH * num_shared,
+        dtype_name="float32",
+    )
+    root.mkdir()
+    save_file({name: each.contiguous().clone() for name, each in tensors.items()}, root / "model.safetensors")
+    (root / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def trunk(target: MoeTarget, dense: DenseDirectory) -> Tensors:
+    """Everything of the base but its feed-forward networks."""
+    names = {name: trunk_name(target, name) for name in dense.tensors}
+    replaced = {name for name, kept in names.items() if kept is None}
+    assert replaced == set(dense_mlp(dense.tensors, dense.config).values())
+    return {kept: dense.tensors[name] for name, kept in names.items() if kept is not None}
+
+
+def added(target: MoeTarget, base: DenseModel, build: Build) -> Tensors:
+    """What the base lacks."""
+    found = added_tensors(target, base, build.num_experts)
+    assert {each.dtype for each in found} <= {None, DType.F32}
+    return {each.name: torch.full(each.shape, each.value) for each in found}
+
+
+def routed(target: MoeTarget, layer: int, mlp: Tensors, build: Build) -> Iterator[tuple[str, torch.Tensor]]:
+    """The router, of random rows, and its experts."""
+    generator = torch.Generator().manual_seed(layer)
+    rows = torch.randn(build.num_experts, HIDDEN, generator=generator)
+    yield router_name(target, layer, build.layout), rows
+    own = {**mlp, "down": mlp["down"] * build.routed}
+    if is_fused(target, build.layout):
+        names = fused_names(target, layer)
+        pair = torch.cat([own["gate"], own["up"]])
+        yield names.gate_up, pair.expand(build.num_experts, -1, -1)
+        yield names.down, own["down"].expand(build.num_experts, -1, -1)
+        return
+    for expert in range(build.num_experts):
+        for word, name in expert_names(target, layer, expert).items():
+            yield name, own[word]
+
+
+def shared(target: MoeTarget, layer: int, mlp: Tensors, build: Build) -> Iterator[tuple[str, torch.Tensor]]:
+    """The shared experts, side by side, and a gate that halves them where there is one."""
+    own = {**mlp, "down": mlp["down"] * build.shared}
+    for word, name in shared_names(target, layer).items():
+        yield name, torch.cat([own[word]] * build.num_shared, dim=1 if word == "down" else 0)
+    gate = shared_gate_name(target, layer)
+    if gate is not None:
+        yield gate, torch.zeros(1, HIDDEN)
+
+
+def check(case: Case, tmp_path: Path, build: Build) -> Any:
+    """The mixture loads with nothing left over, says what the dense model says, and generates."""
+    target = targets()[case.target]
+    dense = make_dense(case.family, tmp_path / "dense", **case.changes)
+    assemble(target, dense, tmp_path / "moe", build)
+    model, info = load_whole(tmp_path / "moe")
+    assert not any(info.values()), info
+    assert model.config.model_type == case.target
+    assert type(model).__name__ == target.architecture
+    expected = logits(load_whole(tmp_path / "dense")[0])
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    tokens = torch.tensor([[1, 5, 9]])
+    mask = torch.ones_like(tokens)
+    grown = model.generate(tokens, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert grown.shape == (1, 6)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_equal_experts_are_the_dense_model(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, Build(2, 2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_of_four_equal_fused_experts_are_the_dense_model(case: Case, tmp_path: Path) -> None:
+    chosen = 2 if targets()[case.target].weights_sum_to_one else 4
+    check(case, tmp_path, Build(4, chosen, layout="fused"))
+
+
+SHARED = tuple(case for case in CASES if targets()[case.target].shared is not None)
+"""Those with shared experts that transformers loads."""
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_a_shared_expert_that_does_half_of_the_work(case: Case, tmp_path: Path) -> None:
+    # A gate of zeros weighs by the sigmoid of 0.
+    gated = shared_gate_name(targets()[case.target], 0) is not None
+    check(case, tmp_path, Build(2, 2, routed=0.5, shared=1.0 if gated else 0.5))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_shared_experts_side_by_side_are_one_network(name: str, tmp_path: Path) -> None:
+    case = next(case for case in SHARED if case.target == name)
+    model = check(case, tmp_path, Build(2, 2, routed=0.25, shared=0.25, num_shared=3))
+    assert model.config.n_shared_experts == 3
+
+
+def test_a_shared_expert_may_be_as_wide_as_several_routed_ones(tmp_path: Path) -> None:
+    """With pieces for experts, whose width a config counts shared ones by."""
+    config = make_dense("llama", tmp_path / "dense").config
+    sizes = {"num_experts": 4, "experts_per_token": 2, "expert_width": WIDTH // 2, "shared_width": WIDTH}
+    assert moe_config(targets()["glm4_moe"], config, **sizes, dtype_name=None)["n_shared_experts"] == 2
+    qwen = moe_config(targets()["qwen2_moe"], config, **sizes, dtype_name=None)
+    assert (qwen["moe_intermediate_size"], qwen["shared_expert_intermediate_size"]) == (WIDTH // 2, WIDTH)
+
+
+def test_weights_that_do_not_sum_to_one_are_told_of(tmp_path: Path) -> None:
+    """DeepSeek-V2 in transformers: one of two equal experts is less than the dense model."""
+    target = targets()["deepseek_v2"]
+    dense = make_dense("deepseek_v2", tmp_path / "dense")
+    assemble(target, dense, tmp_path / "moe", Build(2, 1))
+    found, expected = (logits(load_whole(tmp_path / name)[0]) for name in ("moe", "dense"))
+    assert not target.weights_sum_to_one
+    assert (found - expected).abs().max() > 1e-3
+    assert [name for name, each in targets().items() if not each.weights_sum_to_one] == ["deepseek_v2"]
+
+
+def test_the_config_of_an_old_release_means_the_same(tmp_path: Path) -> None:
+    """As transformers 4 spelt it: rope_theta and torch_dtype at the top, and most fields left out."""
+    dense = make_dense(
+        "mistral", tmp_path / "dense", rope_parameters={"rope_theta": 5e4, "rope_type": "default"}
+    )
+    kept = {
+        key: dense.config[key] for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size")
+    }
+    sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    old = {**kept, **sizes, "rope_theta": 5e4, "torch_dtype": "float32", "rms_norm_eps": 1e-5}
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(old), encoding="utf-8")
+    for name in ("mixtral", "qwen2_moe"):
+        assemble(
+            targets()[name], DenseDirectory(dense.root, old, dense.tensors), tmp_path / name, Build(2, 2)
+        )
+        model, info = load_whole(tmp_path / name)
+        assert not any(info.values())
+        expected = logits(load_whole(tmp_path / "dense")[0])
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+        assert model.config.sliding_window == 4096
+        assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_a_window_is_kept_where_a_mixture_has_one_and_matters(tmp_path: Path) -> None:
+    """So that the cases with windows above prove something."""
+    case = Case("mixtral", "mistral", {"sliding_window": WINDOW})
+    model = check(case, tmp_path, Build(2, 2))
+    found = logits(model)
+    path = tmp_path / "moe" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "sliding_window": None}), encoding="utf-8")
+    assert (logits(load_whole(tmp_path / "moe")[0]) - found).abs().max() > 1e-4
