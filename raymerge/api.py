@@ -28,6 +28,8 @@ from raymerge.planner.planned import PlannedMerge, plan_merges
 from raymerge.planner.sources import open_reference
 from raymerge.planner.tables import Plan
 from raymerge.recipes import (
+    AnyRecipe,
+    ExpertSetRecipe,
     ModelReference,
     MoeRecipe,
     Recipe,
@@ -71,7 +73,7 @@ __all__ = [
     "verify",
 ]
 
-RecipeLike = Recipe | Mapping[str, object] | str | Path
+RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
 """A recipe, its mapping, or the path of its file."""
 RecipesLike = RecipeLike | Sequence[RecipeLike]
 """One recipe, a file of several, or a sequence of recipes that use each other's results by name."""
@@ -79,12 +81,11 @@ RecipesLike = RecipeLike | Sequence[RecipeLike]
 _EARLY_ERRORS_SECONDS = 1.0
 
 
-def read_recipe(recipe: RecipeLike) -> Recipe:
+def read_recipe(recipe: RecipeLike) -> AnyRecipe:
     """The one recipe that is meant.
 
     Raises:
         RecipeError: it is not valid, or the file holds several.
-        PlanError: it is of a kind that cannot be carried out yet.
     """
     found = read_recipes(recipe)
     if len(found) > 1:
@@ -94,18 +95,13 @@ def read_recipe(recipe: RecipeLike) -> Recipe:
     return found[0]
 
 
-def read_recipes(recipes: RecipesLike) -> tuple[Recipe, ...]:
+def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
     """The recipes that are meant, each behind those whose results it uses; the last is the result of all.
 
     Raises:
         RecipeError: they are not valid, or do not go together.
-        PlanError: one is of a kind that cannot be carried out yet.
     """
-    found = _read_all(recipes)
-    refused = [_not_yet(each) for each in found if isinstance(each, MoeRecipe)]
-    if refused:
-        raise PlanError(refused)
-    return merge_order([each for each in found if isinstance(each, Recipe)])
+    return merge_order(_read_all(recipes))
 
 
 def plan(recipe: RecipeLike) -> Plan:
@@ -141,8 +137,8 @@ def plan_for(recipes: RecipesLike, output: str | Path) -> tuple[PlannedMerge, ..
         output: where it would be submitted to; results that others use would lie beside it.
     """
     found = read_recipes(recipes)
-    if _is_of_adapters(found):
-        raise PlanError(_no_plan(found[0]))
+    if (adapters := _of_adapters(found)) is not None:
+        raise PlanError(_no_plan(adapters))
     return plan_merges(found, steps_directory(Path(output)), version=version("raymerge"))
 
 
@@ -199,7 +195,11 @@ def merge_adapters(
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
-    return combine_recipe(read_recipe(recipe), output, on_module=on_module)
+    asked = read_recipe(recipe)
+    if not isinstance(asked, Recipe):
+        what = "this recipe makes a mixture of experts, and no adapter."
+        raise PlanError(Problem(asked.where("experts"), what, "Use 'submit'."))
+    return combine_recipe(asked, output, on_module=on_module)
 
 
 def merges_adapters(recipes: RecipesLike) -> bool:
@@ -210,9 +210,8 @@ def merges_adapters(recipes: RecipesLike) -> bool:
 
     Raises:
         RecipeError: the recipes are not valid, or do not go together.
-        PlanError: one is of a kind that cannot be carried out yet.
     """
-    return _is_of_adapters(read_recipes(recipes))
+    return _of_adapters(read_recipes(recipes)) is not None
 
 
 def verify(path: str | Path) -> Verdict:
@@ -238,15 +237,15 @@ def inspect(path: str | Path) -> Inspection:
     return inspect_checkpoint(open_reference(reference))
 
 
-def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[Recipe | MoeRecipe, ...]:
+def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[AnyRecipe, ...]:
     """The recipes in their own order; ``name`` is what messages call one that has no file."""
-    if isinstance(recipes, Recipe):
+    if isinstance(recipes, Recipe | MoeRecipe | ExpertSetRecipe):
         return (recipes,)
     if isinstance(recipes, Mapping):
         return (recipe_from_mapping(recipes, name),)
     if isinstance(recipes, str | Path):
         return load_recipes(Path(recipes))
-    found: list[Recipe | MoeRecipe] = []
+    found: list[AnyRecipe] = []
     problems: list[Problem] = []
     for index, each in enumerate(recipes):
         try:
@@ -260,21 +259,15 @@ def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[Recipe | MoeR
     return tuple(found)
 
 
-def _not_yet(recipe: MoeRecipe) -> Problem:
-    return Problem(
-        recipe.where("experts"),
-        "this recipe builds a mixture of experts from dense models, which raymerge does not do yet.",
-        "Recipes that merge whole models ('merge_method' with 'models' or 'slices') work.",
-    )
-
-
-def _is_of_adapters(recipes: Sequence[Recipe]) -> bool:
-    if len(recipes) != 1:
-        return False
-    models = recipes[0].models
+def _of_adapters(recipes: Sequence[AnyRecipe]) -> Recipe | None:
+    """The recipe, where it is one alone and merges adapters."""
+    recipe = recipes[0]
+    if len(recipes) != 1 or not isinstance(recipe, Recipe):
+        return None
+    models = recipe.models
     # One adapter alone stands where a model is needed: planning says how to name it together with its model.
     is_implied = len(models) > 1 and all(_names_adapter(entry.model) for entry in models)
-    return is_implied or recipes[0].adapter is not None
+    return recipe if is_implied or recipe.adapter is not None else None
 
 
 def _names_adapter(reference: ModelReference) -> bool:

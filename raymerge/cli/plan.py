@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from raymerge.runtime.options import RunOptions
 
 _VALUE_SHOWN = 40
+_GROUPS = 5
+"""Groups of equal tensors that are shown."""
 _OUT_HELP = "Where it would be submitted to, to see which merges are made there; RECIPE-merged by default."
 
 
@@ -211,10 +213,15 @@ def _duplicates(explanation: Explanation) -> str:
     found = explanation.duplicates
     if not found.tensors:
         return "none"
-    equal = "; ".join(f"{one} = {other}" for one, other in found.examples[:1])
-    more = f" and {found.tensors - 1} more" if found.tensors > 1 else ""
     size = f"{counted(found.tensors, 'tensor')} ({format_size(found.nbytes)})"
-    return f"{size} written as copies of others, made once: {equal}{more}"
+    shared = "; they may share storage" if found.policy == "share" else ""
+    lines = [
+        f"{group.pattern}: {counted(group.tensors, 'tensor')}, {format_size(group.nbytes)}"
+        for group in found.groups[:_GROUPS]
+    ]
+    hidden = len(found.groups) - _GROUPS
+    more = [f"and {counted(hidden, 'group')} more"] if hidden > 0 else []
+    return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines, *more])
 
 
 def _show_sources(console: Console, explanation: Explanation) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import IO, Protocol
 
@@ -21,10 +21,14 @@ from raymerge.runtime.events import (
     Planned,
     Published,
     SegmentDone,
+    StageKept,
+    StageReport,
+    StageStarted,
     Started,
     StepKept,
     StepStarted,
     Stopping,
+    UnitDone,
     Verified,
     WorkerLost,
 )
@@ -109,9 +113,9 @@ class PlainProgress:
         """Print the event if it is one of those that matter, or the time for a line has come."""
         self._tally.take(event)
         self._report.tell(event, self._tally)
-        if isinstance(event, Started):
+        if isinstance(event, Started | StageStarted):
             self._said_at, self._said_part = self._clock(), self._tally.fraction
-        if isinstance(event, SegmentDone) and self._is_time():
+        if isinstance(event, SegmentDone | UnitDone) and self._is_time():
             self._said_at, self._said_part = self._clock(), self._tally.fraction
             self._console.print(f"{self._tally.fraction:.0%}: {summary(self._tally)}", soft_wrap=True)
 
@@ -154,13 +158,9 @@ class LiveProgress:
 
     def _view(self) -> RenderableType:
         tally = self._tally
-        if tally.started is None:
-            self._waiting.text = Text(
-                "Planning and starting the workers" if tally.step is None else "Starting"
-            )
-            return self._waiting
-        if tally.total_segments and tally.done_segments >= tally.total_segments:
-            self._waiting.text = Text("Finishing, verifying and publishing")
+        waiting = _waiting(tally)
+        if waiting:
+            self._waiting.text = Text(printable(waiting))
             return self._waiting
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
@@ -168,8 +168,11 @@ class LiveProgress:
         bar.add_row(
             ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes), f"{tally.fraction:.0%}"
         )
-        title = [Text(printable(_step(tally.step)))] if tally.step is not None else []
-        return Group(*title, bar, Text(summary(tally)), _worker_table(tally))
+        titles = [] if tally.step is None else [_step(tally.step)]
+        titles += [] if tally.stage is None else [_stage(tally.stage)]
+        return Group(
+            *(Text(printable(title)) for title in titles), bar, Text(summary(tally)), _worker_table(tally)
+        )
 
 
 def summary(tally: Tally) -> str:
@@ -178,17 +181,35 @@ def summary(tally: Tally) -> str:
     parts = (
         f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
         _rate(tally, tally.made_bytes),
-        f"{format_duration(left)} left" if left is not None else "",
-        f"{tally.done_segments} of {tally.total_segments} segments",
+        f"{format_duration(left)} left" if left is not None else _waited(tally),
+        f"{tally.done_segments} of {counted(tally.total_segments, tally.part)}",
     )
     return ", ".join(part for part in parts if part)
+
+
+def _waited(tally: Tally) -> str:
+    """How long a stage goes on without a finished unit; often it has one alone."""
+    return "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
+
+
+def _waiting(tally: Tally) -> str:
+    """What is done while no part of any work is under way; "" while one is."""
+    if isinstance(tally.stage, StageKept):
+        return "Starting"
+    if tally.started is None:
+        return "Planning and starting the workers" if tally.step is None else "Starting"
+    if not tally.total_segments or tally.done_segments < tally.total_segments:
+        return ""
+    return (
+        "Finishing, verifying and publishing" if tally.stage is None else f"Concluding: {tally.stage.title}"
+    )
 
 
 def _worker_table(tally: Tally) -> Table:
     rows = [
         (
             name,
-            counted(worker.segments, "segment"),
+            counted(worker.segments, tally.part),
             _rate(tally, worker.nbytes),
         )
         for name, worker in tally.workers.items()
@@ -208,6 +229,11 @@ class _Report:
         """Print what is worth keeping of an event."""
         if isinstance(event, StepStarted | StepKept):
             self._print(_step(event))
+        elif isinstance(event, StageStarted | StageKept):
+            for line in _begun(event):
+                self._print(line)
+        elif isinstance(event, StageReport) and isinstance(tally.stage, StageStarted):
+            self._print(f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}")
         elif isinstance(event, Planned):
             self._print(_planned(event))
         elif isinstance(event, Started):
@@ -216,9 +242,9 @@ class _Report:
             for line in _merged(tally):
                 self._print(line)
         elif isinstance(event, WorkerLost):
-            self._print(_lost(event), style="yellow")
+            self._print(_lost(event, tally.part), style="yellow")
         elif isinstance(event, Stopping):
-            self._print("stopping: the segments in hand are finished first; Ctrl-C again stops at once")
+            self._print(f"stopping: the {tally.part}s in hand are finished first; Ctrl-C again stops at once")
         elif isinstance(event, Verified):
             self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
         elif isinstance(event, Published):
@@ -234,6 +260,17 @@ def _step(event: StepStarted | StepKept) -> str:
     name = f": {event.name}" if event.name else ""
     kept = ", made already" if isinstance(event, StepKept) else ""
     return f"merge {event.number} of {event.total}{name}{kept}"
+
+
+def _stage(event: StageStarted | StageKept) -> str:
+    kept = ", made already" if isinstance(event, StageKept) else ""
+    return f"stage {event.number} of {event.total}: {event.title}{kept}"
+
+
+def _begun(event: StageStarted | StageKept) -> Iterator[str]:
+    yield _stage(event)
+    if isinstance(event, StageStarted) and event.done_units:
+        yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
 
 
 def _planned(event: Planned) -> str:
@@ -262,9 +299,9 @@ def _rate(tally: Tally, nbytes: int) -> str:
     return f"{format_size(round(tally.speed(nbytes)))}/s"
 
 
-def _lost(event: WorkerLost) -> str:
+def _lost(event: WorkerLost, part: str) -> str:
     given = (
-        f"{counted(len(event.segments), 'segment')} in hand pass to another"
+        f"{counted(len(event.segments), part)} in hand pass to another"
         if event.segments
         else "it had nothing in hand"
     )
@@ -282,5 +319,5 @@ def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _how(started: Started) -> str:
+def _how(started: Started | StageStarted) -> str:
     return f"{counted(len(started.workers), 'worker')} on {started.device}"

@@ -25,6 +25,7 @@ from raymerge.cli.adapters import (
 from raymerge.cli.messages import guarded
 from raymerge.cli.plan import default_output, explain_all, read_memory, show_accounts
 from raymerge.cli.progress import make_progress
+from raymerge.cli.routing import show_routing
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.options import Device, RunOptions
@@ -75,7 +76,8 @@ def submit(
     keep_intermediates: Annotated[
         bool,
         typer.Option(
-            "--keep-intermediates", help="Keep what merges of the recipe made for others, beside OUT."
+            "--keep-intermediates",
+            help="Keep what stages, and merges for others, made on the way, beside OUT.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -135,9 +137,19 @@ def _carry_out(request: Request, stdout: IO[str]) -> int:
 
 def _submit(request: Request, stdout: IO[str]) -> int:
     from raymerge.api import submit
+    from raymerge.runtime.events import Event, StageReport
 
+    reports: list[StageReport] = []
     with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
-        submit(request.recipe, request.output, request.options, on_event=progress)
+
+        def show(event: Event) -> None:
+            if isinstance(event, StageReport):
+                reports.append(event)
+            progress(event)
+
+        submit(request.recipe, request.output, request.options, on_event=show)
+    if reports and not request.as_json:
+        show_routing(make_console(stdout), reports)
     return 0
 
 

@@ -10,9 +10,12 @@ from raymerge.runtime.events import (
     Event,
     Planned,
     SegmentDone,
+    StageKept,
+    StageStarted,
     Started,
     StepKept,
     StepStarted,
+    UnitDone,
     Verified,
     WorkerLost,
 )
@@ -23,7 +26,7 @@ class WorkerTally:
     """One worker's share."""
 
     segments: int = 0
-    """Segments that it made in this run."""
+    """Segments, or units of a stage, that it made in this run."""
     nbytes: int = 0
     """Bytes that it read and wrote."""
     is_lost: bool = False
@@ -33,18 +36,20 @@ class WorkerTally:
 class Tally:
     """Adds up events. Bytes of an earlier run count as done, but not for the speed.
 
-    Of several merges it is always about the one that runs.
+    Of several merges and stages it is always about the one that runs. Units of a stage are counted as the
+    segments of a merge are.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.step: StepStarted | StepKept | None = None
+        self.stage: StageStarted | StageKept | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._began: float | None = None
         self.plan: Planned | None = None
-        self.started: Started | None = None
+        self.started: Started | StageStarted | None = None
         self.verified: Verified | None = None
         self.workers: dict[str, WorkerTally] = {}
         self.made_segments = 0
@@ -55,20 +60,30 @@ class Tally:
         """Add one event."""
         if isinstance(event, StepStarted | StepKept):
             self._begin()
-            self.step = event
+            self.step, self.stage = event, None
+        elif isinstance(event, StageStarted | StageKept):
+            self._begin()
+            self.stage = event
+            if isinstance(event, StageStarted):
+                self._start(event)
         elif isinstance(event, Planned):
-            self.plan = event
+            if self.stage is not None:
+                self._begin()
+            self.plan, self.stage = event, None
         elif isinstance(event, Started):
-            self.started, self._began = event, self._clock()
-            self.workers = {name: WorkerTally() for name in event.workers}
-        elif isinstance(event, SegmentDone):
+            self._start(event)
+        elif isinstance(event, SegmentDone | UnitDone):
             self._add(event)
         elif isinstance(event, WorkerLost):
             self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
         elif isinstance(event, Verified):
             self.verified = event
 
-    def _add(self, event: SegmentDone) -> None:
+    def _start(self, event: Started | StageStarted) -> None:
+        self.started, self._began = event, self._clock()
+        self.workers = {name: WorkerTally() for name in event.workers}
+
+    def _add(self, event: SegmentDone | UnitDone) -> None:
         nbytes = event.read_bytes + event.written_bytes
         worker = self.workers.setdefault(event.worker, WorkerTally())
         worker.segments += 1
@@ -83,24 +98,39 @@ class Tally:
         return self.step is None or self.step.number == self.step.total
 
     @property
+    def part(self) -> str:
+        """What a part of the work is called."""
+        return "segment" if self.stage is None else "unit"
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes to read and write in the whole merge."""
+        """Bytes to read and write in the whole merge; of a stage those to read."""
+        if isinstance(self.stage, StageStarted):
+            return self.stage.total_bytes
         return self.plan.total_bytes if self.plan is not None else 0
 
     @property
     def total_segments(self) -> int:
-        """Segments of the whole merge."""
+        """Segments of the whole merge, or units of the stage."""
+        if isinstance(self.stage, StageStarted):
+            return self.stage.units
         return self.plan.segments if self.plan is not None else 0
 
     @property
     def done_segments(self) -> int:
-        """Segments done, by this run and earlier ones."""
-        return self.made_segments + (self.started.done_segments if self.started is not None else 0)
+        """Segments or units done, by this run and earlier ones."""
+        return self.made_segments + self._done_before
 
     @property
     def done_bytes(self) -> int:
         """Bytes of the plan that are done, by this run and earlier ones."""
         return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
+
+    @property
+    def _done_before(self) -> int:
+        if isinstance(self.started, StageStarted):
+            return self.started.done_units
+        return self.started.done_segments if self.started is not None else 0
 
     @property
     def fraction(self) -> float:

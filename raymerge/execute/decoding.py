@@ -9,19 +9,8 @@ import torch
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.jobs import RowJob
+from raymerge.planner.elements import strided, torch_dtype
 from raymerge.planner.expressions import Read
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype of a stored dtype.
-
-    Raises:
-        ValueError: torch has none; such tensors are only ever copied.
-    """
-    if dtype.torch_name is None:
-        raise ValueError(f"{dtype.value} has no torch dtype; it can only be copied")
-    found: torch.dtype = getattr(torch, dtype.torch_name)
-    return found
 
 
 def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
@@ -34,7 +23,7 @@ def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tenso
     """
     stored = raw.view(torch_dtype(source.dtype)).to(device)
     if source.view is not None:
-        stored = _strided(stored, source.view).contiguous().flatten()
+        stored = strided(stored, source.view).contiguous().flatten()
     return stored.to(torch.float32, copy=True)
 
 
@@ -50,10 +39,6 @@ def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:
     whole = torch.empty(row.num_elements, dtype=torch.float32, device=results[0].device)
     for result, part in zip(results, row.parts, strict=True):
         view = part.view or View(0, part.shape, ())
-        target = _strided(whole, view) if view.strides else whole.view(part.shape)
+        target = strided(whole, view) if view.strides else whole.view(part.shape)
         target.copy_(result.view(part.shape))
     return whole
-
-
-def _strided(flat: torch.Tensor, view: View) -> torch.Tensor:
-    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)

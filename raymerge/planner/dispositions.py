@@ -53,6 +53,18 @@ class Rule(StrEnum):
     """The method or rule that makes the output takes it from other sources."""
     EXTRA_DROPPED = "extra_dropped"
     """The lead lacks it and the recipe says ``extra_tensors: drop``."""
+    EXPERT = "expert"
+    """It becomes an expert, or a part of one."""
+    STAGE = "stage"
+    """A stage made it for this output."""
+    REPLACED_BY_EXPERTS = "replaced_by_experts"
+    """Experts take the place of this feed-forward layer of the base, and none of them is made of it."""
+    ONLY_EXPERTS_TAKEN = "only_experts_taken"
+    """Nothing but the feed-forward layers of this model is taken."""
+    EXPERT_NOT_KEPT = "expert_not_kept"
+    """It belongs to an expert that the recipe leaves out."""
+    ROUTER_OF_DENSE = "router_of_dense"
+    """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
 
 
 _STRENGTH = {

@@ -12,6 +12,7 @@ from raymerge.errors import Problem
 from raymerge.methods import find_method
 from raymerge.planner.assemblies import input_bytes
 from raymerge.planner.dispositions import Disposition
+from raymerge.planner.duplicates import Duplicates, planned_duplicates
 from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Projection, expression_passes
 from raymerge.planner.plan import Plan
@@ -66,20 +67,6 @@ class DispositionLine:
     """Their bytes in the source."""
     examples: tuple[str, ...]
     """The first names; only of what is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Duplicates:
-    """Output that equals other output: computed once, written to each place."""
-
-    policy: str
-    """``duplicates`` of the recipe."""
-    tensors: int
-    """Tensors that equal an earlier one, in whole or in part."""
-    nbytes: int
-    """Bytes that are not computed again."""
-    examples: tuple[tuple[str, str], ...]
-    """The first such tensors with the one that each equals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +173,7 @@ def explain(
         passes=max((expression_passes(each) for each in plan.expressions), default=0),
         written_bytes=sum(shards.column("nbytes").to_pylist()),
         segments=len(plan["segments"]),
-        duplicates=_duplicates(plan),
+        duplicates=planned_duplicates(plan),
         tie=str(plan.manifest["tie"]["reason"]),
         memory=memory,
         config_changes=config_changes(sources[donor].checkpoint.config, plan.manifest["config"]),
@@ -306,19 +293,6 @@ def _read_bytes(plan: Plan) -> int:
         for copy_of, first, count in _columns(plan, "rows", wanted)
         if copy_of < 0
     )
-
-
-def _duplicates(plan: Plan) -> Duplicates:
-    names = plan["tensors"].column("name").to_pylist()
-    owners = plan["rows"].column("tensor").to_pylist()
-    pairs: dict[str, str] = {}
-    nbytes = 0
-    for tensor, copy_of, size in _columns(plan, "rows", ("tensor", "copy_of", "nbytes")):
-        if copy_of >= 0:
-            pairs.setdefault(names[tensor], names[owners[copy_of]])
-            nbytes += size
-    examples = tuple(pairs.items())[:_EXAMPLES]
-    return Duplicates(str(plan.manifest["duplicates"]), len(pairs), nbytes, examples)
 
 
 def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ConfigChange]:

@@ -228,6 +228,9 @@ class OutputBuilder:
         if stored.shape != lead.shape or stored.dtype is not dtype:
             return None
         self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
+        laid = self._supplies.aligned.get(member.source)
+        if laid is not None and laid.store == store:
+            self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
         for other, other_name in chosen.members():
             if self._logical[other.source].stored(other_name) is not None:
                 fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)

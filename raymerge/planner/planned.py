@@ -16,10 +16,11 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem, UserError
-from raymerge.planner.build import build_plan
+from raymerge.planner.kinds import plan_of, stages_of, with_prepared
 from raymerge.planner.plan import Plan, make_plan
 from raymerge.planner.sources import Opener, Source, open_sources, opener_of
-from raymerge.recipes import ModelReference, Recipe, did_you_mean, references
+from raymerge.planner.stages import Stage
+from raymerge.recipes import AnyRecipe, ModelReference, Recipe, did_you_mean, references
 
 _LENGTH_NBYTES = 8
 """Bytes of a file before the JSON of its header."""
@@ -29,12 +30,14 @@ _LENGTH_NBYTES = 8
 class PlannedMerge:
     """One of several merges, decided."""
 
-    recipe: Recipe
+    recipe: AnyRecipe
     """What is asked."""
     plan: Plan
     """What will be done."""
     sources: tuple[Source, ...]
-    """What is read; results of other merges as they will be."""
+    """What is read; results of other merges and of stages as they will be."""
+    stages: tuple[Stage, ...] = ()
+    """What has to be made of weights before it, in order; the sources' ``prepared`` are their results."""
 
     @property
     def uses(self) -> Mapping[int, str]:
@@ -47,7 +50,7 @@ class PlannedMerge:
 
 
 def plan_merges(
-    recipes: Sequence[Recipe], root: Path, *, version: str, opener: Opener | None = None
+    recipes: Sequence[AnyRecipe], root: Path, *, version: str, opener: Opener | None = None
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes of which later ones may use the results of earlier ones by their names.
 
@@ -119,7 +122,7 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
 class _Planner:
     """Plans one recipe after the other and knows what they make."""
 
-    def __init__(self, recipes: Sequence[Recipe], root: Path, version: str, opener: Opener | None) -> None:
+    def __init__(self, recipes: Sequence[AnyRecipe], root: Path, version: str, opener: Opener | None) -> None:
         self._root = root
         self._version = version
         self._opener = opener
@@ -127,12 +130,12 @@ class _Planner:
         self._is_alone = len(recipes) == 1
         self._made: dict[str, PlannedMerge] = {}
 
-    def can_plan(self, recipe: Recipe) -> bool:
+    def can_plan(self, recipe: AnyRecipe) -> bool:
         """Whether every merge that a recipe uses is planned without problems."""
         wanted = {reference.path for _, reference in references(recipe)} & {*self._names}
         return all(name in self._made for name in wanted)
 
-    def absences(self, recipe: Recipe) -> Iterator[Problem]:
+    def absences(self, recipe: AnyRecipe) -> Iterator[Problem]:
         """What is wrong with the models of a recipe, as far as they are no results."""
         opener = self._opener_for(recipe)
         models: dict[ModelReference, str] = {}
@@ -145,7 +148,7 @@ class _Planner:
             except UserError as error:
                 yield from (replace(each, where=f"{place}: {each.where}") for each in error.problems)
 
-    def planned(self, recipe: Recipe) -> PlannedMerge:
+    def planned(self, recipe: AnyRecipe) -> PlannedMerge:
         """The plan of a recipe and its sources; the problems have their places in the file.
 
         Raises:
@@ -155,15 +158,19 @@ class _Planner:
         if refused:
             raise PlanError(refused)
         sources = open_sources(recipe, opener=self._opener_for(recipe))
-        plan = build_plan(recipe, sources, version=self._version)
+        unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
+        made_by = tuple(self._made[name].plan.digest for name in unwritten)
+        stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
+        sources = with_prepared(sources, stages, self._root)
+        plan = plan_of(recipe, sources, version=self._version)
         plan = replace(plan, problems=self.placed(recipe, plan.problems))
-        merge = PlannedMerge(recipe, plan, sources)
+        merge = PlannedMerge(recipe, plan, sources, stages)
         merge = replace(merge, plan=self._signed(merge))
         if recipe.name is not None and not plan.problems:
             self._made[recipe.name] = merge
         return merge
 
-    def placed(self, recipe: Recipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         """Problems that say which of several merges they are about."""
         place = recipe.where()
         file = place.split(":")[0]
@@ -174,7 +181,7 @@ class _Planner:
             for each in problems
         )
 
-    def _opener_for(self, recipe: Recipe) -> Opener:
+    def _opener_for(self, recipe: AnyRecipe) -> Opener:
         """How a recipe's models are opened: results as they will be, others as they are."""
         opener = self._opener or opener_of(recipe)
 
@@ -216,9 +223,9 @@ class _Planner:
         return make_plan(manifest, merge.plan.tables, merge.plan.problems)
 
 
-def _foreign(recipe: Recipe, names: Sequence[str]) -> Iterator[Problem]:
+def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
     """What cannot stand among several merges."""
-    if recipe.adapter is not None:
+    if isinstance(recipe, Recipe) and recipe.adapter is not None:
         what = "this merge makes an adapter, and merges of adapters are carried out one by one."
         yield Problem(recipe.where("adapter"), what, "Put it into a file of its own.")
     for path, reference in references(recipe):

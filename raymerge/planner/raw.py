@@ -9,11 +9,12 @@ from raymerge.checkpoints.index import PICKLE_ENDINGS
 from raymerge.checkpoints.source import Checkpoint, open_tensor_file
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.pickled import conversion_command, read_pickled
-from raymerge.recipes import ModelReference, Recipe, references
+from raymerge.recipes import AnyRecipe, ModelReference, references
 
 _ENDING = ".safetensors"
 _NEEDS_CONFIG = {
     "slices": "has no config that counts its layers, so none of them can be taken.",
+    "experts": "has no config that tells what its tensors are.",
     "modules": "has no config that tells the parts of a model.",
     "tokenizer": "has no tokenizer.",
     "tokenizer_source": "has no tokenizer.",
@@ -52,7 +53,7 @@ def open_raw(reference: ModelReference, *, pickled: bool) -> Checkpoint:
     return open_tensor_file(path, str(reference), read_pickle=read_pickled if is_pickle else None)
 
 
-def raw_problems(recipe: Recipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
+def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
     """What cannot be asked of files of tensors: models beside them, and whatever needs a config."""
     raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
     model = next((each for each in opened.values() if not each.is_raw), None)
@@ -65,6 +66,6 @@ def raw_problems(recipe: Recipe, opened: Mapping[ModelReference, Checkpoint]) ->
             remedy = "Merge files of tensors with each other, or give the directory that the model is in."
             yield Problem(recipe.where(*path), what, remedy)
     for key, reason in _NEEDS_CONFIG.items():
-        if getattr(recipe, key):
+        if getattr(recipe, key, None):
             what = f"'{key}' is given, but {raw[0].name} {reason}"
             yield Problem(recipe.where(key), what, "Remove it, or give models with their configs.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_of, stacks, tied_pair
 from raymerge.architectures.sections import class_names
@@ -20,12 +20,17 @@ from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint,
 from raymerge.errors import PlanError, Problem, UserError
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
-from raymerge.recipes import ModelReference, Recipe, references
+from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
 from raymerge.storage.hub import resolve_model
+
+if TYPE_CHECKING:
+    from raymerge.planner.stages import Prepared
 
 Path_ = tuple[str | int, ...]
 
-_NOT_MERGED = frozenset({"methods", "tokenizer", "tokenizer_source"})
+_CHOOSING = frozenset({"methods", "router"})
+# Keys below which models are chosen that are named elsewhere.
+_NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
 
 
@@ -49,6 +54,8 @@ class Source:
     """Its language-model head and embedding, where it has them."""
     stored_head_is_embedding: bool
     """True when the stored head was found byte-equal to the embedding that the config ties it to."""
+    prepared: tuple[Prepared, ...] = ()
+    """Results of stages that are read with it: aligned experts, router rows."""
 
     @property
     def name(self) -> str:
@@ -76,7 +83,7 @@ class Source:
 
 
 class Holding(Protocol):
-    """Files that a plan reads from: a model's, or an adapter's."""
+    """Files that a plan reads from: those of a model, of an adapter, or of a stage's result."""
 
     @property
     def name(self) -> str:
@@ -96,9 +103,13 @@ class Holding(Protocol):
 
 
 def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
-    """Everything that a plan over these sources may read from, by its index there: models, then adapters."""
+    """Everything that a plan over these sources may read from, by its index there.
+
+    Models come first, then adapters, then what stages prepared.
+    """
     models: list[Holding] = [source.checkpoint for source in sources]
-    return (*models, *(source.adapter for source in sources if source.adapter is not None))
+    adapters = (source.adapter for source in sources if source.adapter is not None)
+    return (*models, *adapters, *(each for source in sources for each in source.prepared))
 
 
 Opener = Callable[[ModelReference], Checkpoint]
@@ -120,12 +131,12 @@ def open_reference(reference: ModelReference, *, pickled: bool = False) -> Check
     return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
-def opener_of(recipe: Recipe) -> Opener:
+def opener_of(recipe: AnyRecipe) -> Opener:
     """How a recipe has its models opened."""
     return partial(open_reference, pickled=recipe.pickled_weights == "read")
 
 
-def open_sources(recipe: Recipe, *, opener: Opener | None = None) -> tuple[Source, ...]:
+def open_sources(recipe: AnyRecipe, *, opener: Opener | None = None) -> tuple[Source, ...]:
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
     Models of which only the tokenizer is taken come last.
@@ -143,8 +154,8 @@ def open_sources(recipe: Recipe, *, opener: Opener | None = None) -> tuple[Sourc
     problems: list[Problem] = []
     opened: dict[ModelReference, int] = {}
     for path, reference in references(recipe):
-        # A rule chooses among models that are named elsewhere; others are refused in planning.
-        if reference in opened or path[0] == "methods":
+        # Rules choose among models that are named elsewhere; others are refused in planning.
+        if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
             continue
         opened[reference] = len(sources)
         try:

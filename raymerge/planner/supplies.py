@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raymerge.checkpoints.adapters import Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.planner.adapted import LaidOver, is_transposed, tensors_of
+from raymerge.planner.aligned import Reordered, aligned_tensors
 from raymerge.planner.expressions import Assembly, Product, Read, Term, assembled
 from raymerge.planner.logical import LogicalTensors, Place
 from raymerge.planner.sources import Source
@@ -18,17 +19,21 @@ class Supply:
     """What one source gives for one logical tensor."""
 
     store: int
-    """Index of the source, or of the adapter, whose files hold the place."""
+    """Index of the source, of the adapter, or of a stage's result, whose files hold the place."""
     place: Place
     """Where it is stored."""
     factor: Factor | None = None
     """The low-rank delta that an adapter adds to it."""
     adapter: int = -1
     """Index of the adapter that holds the factor; -1 without one."""
+    origin: tuple[int, str] | None = None
+    """The stored tensor whose numbers a stage has put into the place: index of the source, and name."""
 
     def holders(self) -> Iterator[tuple[int, str]]:
-        """Every stored tensor that it is made of: index of the source or adapter, and name."""
+        """Every stored tensor that it is made of: index of the source, adapter or result, and name."""
         yield self.store, self.place.tensor.name
+        if self.origin is not None:
+            yield self.origin
         if self.factor is not None:
             yield from ((self.adapter, tensor.name) for tensor in tensors_of(self.factor))
 
@@ -70,7 +75,7 @@ class Supply:
 
 
 class Supplies:
-    """The stored tensors of all sources, adapters included."""
+    """The stored tensors of all sources, adapters and results of stages included."""
 
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
         self.sources = sources
@@ -79,17 +84,26 @@ class Supplies:
         """The logical tensors of each."""
         self.adapters: Mapping[int, LaidOver] = _laid_over(sources, logical)
         """The adapter of each source that has one, by the source's index."""
+        self.aligned: Mapping[int, Reordered] = aligned_tensors(
+            sources, logical, len(sources) + len(self.adapters)
+        )
+        """What stages put in place of tensors of a source, by the source's index."""
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
-        """The stored tensor of that very name, with the index of the source or adapter that holds it."""
+        """The stored tensor of that very name, with the index of what holds it."""
         own = self.logical[source].stored(name)
         if own is None:
             return None
+        moved = self.aligned[source].replacement(name) if source in self.aligned else None
+        if moved is not None:
+            return self.aligned[source].store, moved
         replaced = self.adapters[source].replacement(name) if source in self.adapters else None
         return (self.adapters[source].store, replaced) if replaced is not None else (source, own)
 
     def is_changed(self, source: int, name: str) -> bool:
-        """Whether an adapter adds to a stored tensor or to a part of it, or replaces a part of it."""
+        """Whether an adapter adds to a stored tensor or to a part of it, or parts of it are replaced."""
+        if source in self.aligned and self.aligned[source].touches(name):
+            return True
         return source in self.adapters and self.adapters[source].touches(name)
 
     def holders(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
@@ -113,6 +127,10 @@ class Supplies:
         if found is None:
             return None
         called, place = found
+        moved = self.aligned[source].find(called) if source in self.aligned else None
+        if moved is not None:
+            origin = source, place.tensor.name
+            return Supply(self.aligned[source].store, _whole_place(moved), origin=origin)
         laid = self.adapters.get(source)
         if laid is None:
             return Supply(source, place)
@@ -121,8 +139,7 @@ class Supplies:
         replaced = laid.replaced(called)
         if replaced is None:
             return Supply(source, place, factor, adapter)
-        whole = Place(replaced, 0, replaced.num_elements, replaced.shape, None)
-        return Supply(laid.store, whole, factor, adapter)
+        return Supply(laid.store, _whole_place(replaced), factor, adapter)
 
     def _place(self, source: int, name: str, logical: str) -> tuple[str, Place] | None:
         """The logical tensor's own name in the source, and its place."""
@@ -139,6 +156,11 @@ class Supplies:
                 return logical, places[logical]
         found = tensors.find(logical)
         return (logical, found) if found is not None else None
+
+
+def _whole_place(tensor: StoredTensor) -> Place:
+    """A stored tensor that is one logical tensor."""
+    return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
 def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, LaidOver]:

@@ -54,6 +54,8 @@ class Treatments:
         ruled: Sequence[Method],
         sources: Sequence[Source],
         findings: Findings,
+        *,
+        router_rule: int | None = None,
     ) -> None:
         """
         Args:
@@ -62,7 +64,9 @@ class Treatments:
             ruled: the method of each of its rules.
             sources: its models.
             findings: receives what is wrong.
+            router_rule: the rule that stands for ``router``, if one does.
         """
+        self._router_rule = router_rule
         self._recipe = recipe
         self._methods: Mapping[int, Method] = {OWN: own, **dict(enumerate(ruled))}
         self._sources = sources
@@ -98,14 +102,22 @@ class Treatments:
         """Report every rule that spoke of no tensor: most likely it is misspelled."""
         for index in range(len(self._recipe.methods)):
             if index not in self._spoken:
-                self._findings.add(
-                    Problem(
-                        self._recipe.where("methods", index),
-                        "this rule matches no tensor of the output.",
-                        "Correct its filter, glob, role or layers ('raymerge inspect MODEL' lists names and "
-                        "roles; a head that is tied to the embedding is no tensor of its own), or remove it.",
-                    )
-                )
+                self._findings.add(self._unused(index))
+
+    def _unused(self, rule: int) -> Problem:
+        place = self._recipe.where(*self._rule_path(rule))
+        if rule == self._router_rule:
+            what = "'router' says where routers come from, but these models have none."
+            return Problem(place, what, "Remove it: it is for mixtures of experts.")
+        return Problem(
+            place,
+            "this rule matches no tensor of the output.",
+            "Correct its filter, glob, role or layers ('raymerge inspect MODEL' lists names and "
+            "roles; a head that is tied to the embedding is no tensor of its own), or remove it.",
+        )
+
+    def _rule_path(self, rule: int) -> Path_:
+        return ("router",) if rule == self._router_rule else ("methods", rule)
 
     def _matching(self, subject: Subject) -> list[int]:
         rules = [index for index, rule in enumerate(self._recipe.methods) if rule.selector.matches(subject)]
@@ -113,7 +125,7 @@ class Treatments:
         return rules
 
     def _ambiguous(self, subject: Subject, rules: Sequence[int]) -> None:
-        first, second = (self._recipe.where("methods", index) for index in rules[:2])
+        first, second = (self._recipe.where(*self._rule_path(index)) for index in rules[:2])
         self._findings.tensor(
             ("ambiguous", *map(str, rules)),
             where=second,
@@ -125,7 +137,7 @@ class Treatments:
 
     def _make(self, span: Span, rule: int) -> Treatment | None:
         method = self._methods[rule]
-        path: Path_ = span.path if rule == OWN else ("methods", rule)
+        path = span.path if rule == OWN else self._rule_path(rule)
         if method.base is BaseUse.REQUIRED and span.base is None:
             self._base_missing(method, span, path)
             return None
@@ -150,7 +162,10 @@ class Treatments:
         for position, reference in enumerate(wanted):
             own = [m for m in span.members if self._sources[m.source].reference == reference]
             if not own:
-                self._absent(reference, span, ("methods", rule, "sources", position))
+                own_path = self._rule_path(rule)
+                self._absent(
+                    reference, span, own_path if len(own_path) == 1 else (*own_path, "sources", position)
+                )
                 return None
             found += own
         return found

@@ -1,6 +1,9 @@
 """What the user wrote: recipes, read and checked, with the place of every value."""
 
 from raymerge.recipes.adapter import AdapterOutput
+from raymerge.recipes.expert_change import AddedExpert, ExpertChange
+from raymerge.recipes.expert_ids import ExpertGroups, ExpertIds, PerLayer
+from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import (
     canonical,
     load_recipe,
@@ -9,9 +12,11 @@ from raymerge.recipes.load import (
     parse_recipes,
     recipe_from_mapping,
 )
-from raymerge.recipes.moe import Expert, MoeRecipe
-from raymerge.recipes.order import merge_order, references
+from raymerge.recipes.moe import MoeRecipe, Trunk
+from raymerge.recipes.moe_expert import RANDOM_GATES, Expert, GateMode
+from raymerge.recipes.order import AnyRecipe, merge_order, references
 from raymerge.recipes.reference import ModelReference, parse_reference
+from raymerge.recipes.router import Align
 from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.schema import ModelEntry, ModuleEntry, OutputSlice, Recipe, SliceSource
 from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
@@ -20,11 +25,20 @@ from raymerge.recipes.suggest import did_you_mean
 from raymerge.recipes.tokenizer import TokenEntry, Tokenizer, TokenRow, ZeroRow
 
 __all__ = [
+    "RANDOM_GATES",
     "ROLE_NAMES",
     "AdapterOutput",
+    "AddedExpert",
+    "Align",
+    "AnyRecipe",
     "Choice",
     "Conditional",
     "Expert",
+    "ExpertChange",
+    "ExpertGroups",
+    "ExpertIds",
+    "ExpertSetRecipe",
+    "GateMode",
     "Gradient",
     "MethodRule",
     "ModelEntry",
@@ -32,6 +46,7 @@ __all__ = [
     "ModuleEntry",
     "MoeRecipe",
     "OutputSlice",
+    "PerLayer",
     "Recipe",
     "Scalar",
     "Selector",
@@ -41,6 +56,7 @@ __all__ = [
     "TokenEntry",
     "TokenRow",
     "Tokenizer",
+    "Trunk",
     "ZeroRow",
     "canonical",
     "did_you_mean",

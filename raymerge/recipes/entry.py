@@ -190,6 +190,22 @@ def by(reader: Callable[[object], Any]) -> PlainValidator:
     return PlainValidator(reader)
 
 
+def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | ModelReference]:
+    """A reader that takes one of the given words, and anything else for a model."""
+
+    def read(value: object, info: ValidationInfo) -> str | ModelReference:
+        if isinstance(value, str) and value in words:
+            return value
+        return _reference(value, info)
+
+    return read
+
+
+def plain_word_or_reference(source: str | ModelReference) -> object:
+    """The word, or the reference as a recipe writes it."""
+    return source if isinstance(source, str) else plain_reference(source)
+
+
 Text: TypeAlias = Annotated[str, by(read_text)]
 Reference: TypeAlias = Annotated[ModelReference, PlainValidator(_reference), PlainSerializer(plain_reference)]
 MergeDType: TypeAlias = Annotated[DType, by(_dtype), PlainSerializer(config_name)]

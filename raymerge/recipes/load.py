@@ -12,20 +12,24 @@ from pydantic import ValidationError
 
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import Reading
-from raymerge.recipes.faults import Fault, faults_of
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.faults import Fault, FaultError, faults_of, kind
 from raymerge.recipes.locate import Part, Places, read_document, split_documents, spot
 from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.order import order_problems
+from raymerge.recipes.order import AnyRecipe, order_problems
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
 
 MAX_TEXT_BYTES = 4 * 2**20
 """Bytes of a recipe's text."""
 
-_MOE_KEYS = ("experts", "gate_mode")
+_EXPERTS_FORMS = (
+    "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
+    "or a map to change the experts of one: experts: {keep: [0, 1]}."
+)
 
 
-def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
+def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
     """The only recipe in a YAML file.
 
     Args:
@@ -41,9 +45,7 @@ def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir)
     return parse_recipe(_decode(_read(name), name), name, exists=exists)
 
 
-def load_recipes(
-    path: str | os.PathLike[str], *, exists: Exists = os.path.isdir
-) -> tuple[Recipe | MoeRecipe, ...]:
+def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> tuple[AnyRecipe, ...]:
     """All recipes in a YAML file, in its order; ``merge_order`` has them in that of their merges.
 
     Args:
@@ -57,7 +59,7 @@ def load_recipes(
     return parse_recipes(_decode(_read(name), name), name, exists=exists)
 
 
-def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> Recipe | MoeRecipe:
+def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> AnyRecipe:
     """The only recipe in a YAML text; ``name`` stands before line and column in messages.
 
     Raises:
@@ -75,7 +77,7 @@ def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.is
 
 def parse_recipes(
     text: str, name: str = "recipe", *, exists: Exists = os.path.isdir
-) -> tuple[Recipe | MoeRecipe, ...]:
+) -> tuple[AnyRecipe, ...]:
     """All recipes in a YAML text, in its order; ``name`` stands before line and column in messages.
 
     Raises:
@@ -86,7 +88,7 @@ def parse_recipes(
 
 def recipe_from_mapping(
     data: Mapping[str, Any], name: str = "recipe", *, exists: Exists = os.path.isdir
-) -> Recipe | MoeRecipe:
+) -> AnyRecipe:
     """The recipe that a mapping of plain values means; it has the keys of the YAML form.
 
     Raises:
@@ -95,7 +97,7 @@ def recipe_from_mapping(
     return _validate(data, Reading(Places(name), None, exists), [])
 
 
-def canonical(recipe: Recipe | MoeRecipe) -> str:
+def canonical(recipe: AnyRecipe) -> str:
     """One line of JSON with every field that can change an output byte, for digests.
 
     Equal recipes give equal texts, however they were spelled, laid out or named.
@@ -113,8 +115,8 @@ def _split(text: str, name: str) -> tuple[Part, ...]:
     return split_documents(text, name)
 
 
-def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[Recipe | MoeRecipe, ...]:
-    recipes: list[Recipe | MoeRecipe] = []
+def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRecipe, ...]:
+    recipes: list[AnyRecipe] = []
     problems: list[Problem] = []
     for part in parts:
         try:
@@ -129,17 +131,33 @@ def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[Recip
     return tuple(recipes)
 
 
-def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> Recipe | MoeRecipe:
-    document: type[Recipe] | type[MoeRecipe] = MoeRecipe if any(key in data for key in _MOE_KEYS) else Recipe
+def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> AnyRecipe:
     try:
-        recipe = document.model_validate(data, context=reading)
-    except ValidationError as error:
+        recipe = _kind(data).model_validate(data, context=reading)
+    except (ValidationError, FaultError) as error:
+        found = error.faults if isinstance(error, FaultError) else faults_of(error)
         # What YAML could not give is missing below: one fault for one cause.
         broken = {fault.path for fault in faults}
-        faults = [*faults, *(fault for fault in faults_of(error) if fault.path not in broken)]
+        faults = [*faults, *(fault for fault in found if fault.path not in broken)]
     if faults:
         raise RecipeError(reading.places.problems(faults))
     return recipe
+
+
+def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[ExpertSetRecipe]:
+    """Which kind of recipe is meant, by what ``experts`` is.
+
+    Raises:
+        FaultError: it is there, and neither of the two things that it may be.
+    """
+    experts = data.get("experts")
+    if isinstance(experts, Mapping):
+        return ExpertSetRecipe
+    if isinstance(experts, (list, tuple)) or "gate_mode" in data:
+        return MoeRecipe
+    if "experts" not in data:
+        return Recipe
+    raise FaultError(Fault(("experts",), f"'experts' is {kind(experts)}.", _EXPERTS_FORMS))
 
 
 def _read(name: str) -> bytes:

@@ -6,6 +6,7 @@ aliases may blow up to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,6 +25,7 @@ MAX_DEPTH = 64
 MAX_DOCUMENTS = 100
 """YAML documents in one file, empty ones counted too."""
 
+_NUMBER = re.compile("0|[1-9][0-9]*")
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq"))
 _MERGE_TAG = f"{_TAG}merge"
@@ -173,7 +175,7 @@ class _Walk:
         for key, value in node.value:
             if key.tag == _MERGE_TAG:
                 continue
-            if isinstance(key, ScalarNode) and key.tag == f"{_TAG}str" and _is_text(key.value):
+            if isinstance(key, ScalarNode) and _is_key(key):
                 yield key.value, (key, value)
             else:
                 self._bad_key(key, path)
@@ -299,6 +301,13 @@ def _mark(node: Node) -> tuple[int, int]:
 
 def _error(name: str, node: Node, what: str, remedy: str) -> RecipeError:
     return RecipeError(Problem(spot(name, _mark(node)), what, remedy))
+
+
+def _is_key(key: ScalarNode) -> bool:
+    """Whether it is a text that can be written, or a number, like that of a layer, in its only spelling."""
+    if key.tag == f"{_TAG}int":
+        return _NUMBER.fullmatch(key.value) is not None
+    return key.tag == f"{_TAG}str" and _is_text(key.value)
 
 
 def _is_text(value: str) -> bool:

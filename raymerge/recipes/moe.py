@@ -2,138 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
     Entry,
     MergeDType,
+    Parameters,
     Reference,
     ShardSize,
     Text,
     by,
 )
 from raymerge.recipes.faults import Fault
-from raymerge.recipes.readers import between, choice_of, read_integer, read_number
-from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, Seed
+from raymerge.recipes.moe_expert import Expert, GateMode, enough_experts, routed_faults, shared_faults
+from raymerge.recipes.readers import between, choice_of, read_integer, read_positive, read_switch
+from raymerge.recipes.rule import MethodRule
+from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, ModelEntry, PickledWeights, Seed
 
-GateMode = Literal[
-    "hidden",
-    "hidden_last",
-    "hidden_avg",
-    "cheap_embed",
-    "random",
-    "uniform_random",
-    "router_input",
-    "centroid",
-    "ridge",
-]
-"""How the router's rows are made; all but the two random ones need prompts."""
-
-RANDOM_GATES = frozenset({"random", "uniform_random"})
-"""Gate modes that read no prompts."""
+Layout = Annotated[Literal["hub", "fused"], by(choice_of("hub", "fused"))]
 
 _DEFAULT_EXPERTS_PER_TOKEN = 2
+_DEFAULT_GATE: GateMode = "hidden"
+
+_FLAG_ADVICE: Mapping[str, str] = {
+    **FLAG_ADVICE,
+    "i_understand_this_is_not_useful_without_training": "In mergekit that is the flag of this name; here "
+    "experts of one model are built without asking. Remove the key.",
+    "load_in_4bit": "In mergekit that is the flag --load-in-4bit; it is not needed here, since the base is "
+    "run with one layer in memory at a time. Remove the key.",
+    "load_in_8bit": "In mergekit that is the flag --load-in-8bit; it is not needed here, since the base is "
+    "run with one layer in memory at a time. Remove the key.",
+}
+
+_TRUNK_ADVICE = "Everything but the experts is merged by 'trunk: {merge_method: ..., models: [...]}'."
 
 
-class Expert(Entry):
-    """One expert: the feed-forward layers of a dense model."""
+class Trunk(Entry):
+    """How everything but the experts is made, where it is not the base's (Branch-Train-MiX)."""
 
-    shape: ClassVar[str] = "a map like {source_model: PATH, positive_prompts: [TEXT]}"
+    shape: ClassVar[str] = "a map like {merge_method: linear, parameters: {weight: 1}}"
 
-    source_model: Reference
-    """The source."""
-    positive_prompts: tuple[Text, ...] = ()
-    """Texts for which the router should choose this expert."""
-    negative_prompts: tuple[Text, ...] = ()
-    """Texts for which it should not."""
-    noise_scale: Annotated[float, by(read_number)] | None = None
-    """Standard deviation of noise added to the expert's weights."""
-    residual_scale: Annotated[float, by(read_number)] | None = None
-    """Factor on the expert's down projection."""
+    merge_method: Text
+    """Name of the method; the planner knows which there are."""
+    models: tuple[ModelEntry, ...] = ()
+    """What is merged; empty for every distinct model among the experts, once."""
+    parameters: Parameters = {}
+    """Settings that hold wherever nothing nearer says otherwise."""
+    methods: tuple[MethodRule, ...] = ()
+    """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
 
 
 class MoeRecipe(Document):
-    """A mixture of experts to build; building is not part of this version, reading and checking is."""
+    """A mixture of experts to build from dense models."""
 
     shape: ClassVar[str] = "a map like {base_model: PATH, experts: [...]}"
     advice: ClassVar[Mapping[str, str]] = {
-        **FLAG_ADVICE,
+        **_FLAG_ADVICE,
         "merge_method": "A recipe with 'experts' builds a mixture of experts and has no method. "
-        "Remove one of the two keys.",
+        f"{_TRUNK_ADVICE}",
+        **dict.fromkeys(("models", "methods", "parameters"), _TRUNK_ADVICE),
     }
 
     base_model: Reference
-    """Gives everything but the feed-forward layers."""
+    """Gives config, tokenizer and everything but the feed-forward layers; runs the prompts."""
     experts: tuple[Expert, ...]
     """The routed experts, in the order of the router's rows."""
-    gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = "hidden"
+    gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = _DEFAULT_GATE
     """How the router's rows are made."""
+    gate_scale: Annotated[float, by(read_positive)] = 1.0
+    """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""
+    gate_ridge: Annotated[float, by(read_positive)] = 0.01
+    """Penalty of ``ridge``, as a share of the mean of the Gram matrix's diagonal."""
     experts_per_token: Annotated[int, by(between(1))] = _DEFAULT_EXPERTS_PER_TOKEN
-    """How many experts the router chooses for each token."""
+    """How many experts the router chooses for each token, counted before ``granularity`` cuts them."""
     shared_experts: tuple[Expert, ...] = ()
     """Experts that every token goes through."""
+    granularity: Annotated[int, by(between(1))] = 1
+    """Into how many narrower ones each routed expert is cut, along its width."""
+    weight_scaling: Annotated[bool, by(read_switch)] = True
+    """Whether the pieces of cut experts are scaled up to make up for the routing weights that they share."""
+    trunk: Trunk | None = None
+    """How everything but the experts is merged; None takes it from the base."""
     architecture: Text | None = None
-    """Start of the name of the output's architecture; None lets the experts decide."""
+    """Start of the name of the output's architecture; None lets the sources decide."""
+    layout: Layout = "hub"
+    """``hub``: tensors as the family publishes them, mostly one for each matrix of each expert; ``fused``:
+    all experts of a layer in one tensor, as transformers 5 writes them."""
     dtype: MergeDType | None = None
     """dtype of the output; None keeps the base's own."""
     seed: Seed = 0
-    """Chooses noise and random router rows."""
+    """Chooses noise, neurons drawn anew and random router rows."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
     """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
     """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
+    pickled_weights: PickledWeights = "error"
+    """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Enough experts for each token, and prompts that tell them apart where the gate needs prompts."""
-        experts = data.get("experts")
-        if not isinstance(experts, (list, tuple)):
-            return
-        yield from _enough(experts, data.get("experts_per_token"))
-        gate = data.get("gate_mode") or "hidden"
-        if gate in get_args(GateMode) and gate not in RANDOM_GATES:
-            yield from _prompted(experts, gate)
+        """Enough experts for each token, and prompts that the gate can use and that tell experts apart."""
+        experts, shared = data.get("experts"), data.get("shared_experts")
+        gate = _gate(data)
+        if isinstance(experts, (list, tuple)):
+            yield from _enough(data, experts)
+            if gate is not None:
+                yield from routed_faults(experts, gate)
+        if isinstance(shared, (list, tuple)):
+            yield from shared_faults(shared, gate)
+        if gate not in ("ridge", None) and data.get("gate_ridge") is not None:
+            what = f"'gate_ridge' belongs to gate_mode ridge, and gate_mode is {gate}."
+            yield Fault(("gate_ridge",), what, "Remove it, or write gate_mode: ridge.")
 
 
-def _enough(experts: Sequence[object], per_token: object) -> Iterable[Fault]:
+def _gate(data: Mapping[str, Any]) -> GateMode | None:
+    """The recipe's gate mode; None where it is none, which the field's own reader says."""
+    gate = data.get("gate_mode")
+    if gate is None:
+        return _DEFAULT_GATE
+    return cast(GateMode, gate) if isinstance(gate, str) and gate in get_args(GateMode) else None
+
+
+def _enough(data: Mapping[str, Any], experts: list[object] | tuple[object, ...]) -> Iterable[Fault]:
+    per_token = data.get("experts_per_token")
     try:
         wanted = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
     except ValueError:
         return  # The field's own reader says so.
-    if not experts:
-        yield Fault(
-            ("experts",), "'experts' is empty.", "Add {source_model: PATH, positive_prompts: [TEXT]}."
-        )
-    if not experts or len(experts) >= wanted:
-        return
-    names = _names(experts)
-    what = f"experts_per_token is {wanted}, but 'experts' has only {len(experts)}: {names}."
-    remedy = f"Add experts, or write experts_per_token: {len(experts)}."
-    yield Fault(("experts_per_token",) if per_token is not None else ("experts",), what, remedy)
-
-
-def _prompted(experts: Sequence[object], gate: str) -> Iterable[Fault]:
-    for index, expert in enumerate(experts):
-        if isinstance(expert, (Mapping, Expert)) and not _get(expert, "positive_prompts"):
-            what = f"expert {index} ({_name(expert)}) has no positive_prompts, which gate_mode {gate} needs."
-            yield Fault(("experts", index), what, "Give it some, or write gate_mode: random.")
-    prompts = [(_get(e, "positive_prompts"), _get(e, "negative_prompts")) for e in experts]
-    if len(prompts) > 1 and prompts[0][0] and all(pair == prompts[0] for pair in prompts):
-        what = f"experts {_names(experts)} all have the same prompts; no router tells them apart."
-        yield Fault(("experts",), what, "Give each its own, or write gate_mode: random.")
-
-
-def _get(expert: object, key: str) -> Any:
-    return expert.get(key) if isinstance(expert, Mapping) else getattr(expert, key, None)
-
-
-def _names(experts: Sequence[object]) -> str:
-    return ", ".join(f"{index} ({_name(expert)})" for index, expert in enumerate(experts))
-
-
-def _name(expert: object) -> str:
-    source = _get(expert, "source_model")
-    return "no source_model" if source is None else str(source)
+    yield from enough_experts(experts, wanted, "experts" if per_token is None else "experts_per_token")

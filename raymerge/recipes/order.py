@@ -7,37 +7,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from raymerge.errors import Problem, RecipeError
+from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.faults import Path
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.reference import Exists, ModelReference
+from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.schema import ModelEntry, ModuleEntry, Recipe, SliceSource
 from raymerge.recipes.tokenizer import Tokenizer, TokenRow
 
-Merge = TypeVar("Merge", bound=Recipe | MoeRecipe)
+AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
+"""What a document of a file may be."""
+
+Merge = TypeVar("Merge", bound=AnyRecipe)
 
 
-def references(recipe: Recipe | MoeRecipe) -> Iterator[tuple[Path, ModelReference]]:
-    """Every model that a recipe names, with its place in the recipe; in written order but for the base."""
+def references(recipe: AnyRecipe) -> Iterator[tuple[Path, ModelReference]]:
+    """Every model that a recipe names, with its place in the recipe.
+
+    In written order but for the base, which is first; what only chooses among models named elsewhere, the
+    sources of ``methods`` and ``router``, comes behind those.
+    """
     if recipe.base_model is not None:
         yield ("base_model",), recipe.base_model
-    if isinstance(recipe, MoeRecipe):
-        for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
-            for index, expert in enumerate(experts):
-                yield (key, index, "source_model"), expert.source_model
-        return
-    yield from _of_body((), recipe)
-    for name, module in recipe.modules.items():
-        yield from _of_body(("modules", name), module)
-    for index, rule in enumerate(recipe.methods):
-        for position, source in enumerate(rule.sources):
-            yield ("methods", index, "sources", position), source
-    if isinstance(recipe.tokenizer_source, ModelReference):
-        yield ("tokenizer_source",), recipe.tokenizer_source
-    if recipe.tokenizer is not None:
-        yield from _of_tokenizer(recipe.tokenizer)
+    match recipe:
+        case MoeRecipe():
+            yield from _of_mixture(recipe)
+        case ExpertSetRecipe():
+            for index, added in enumerate(recipe.experts.add):
+                yield ("experts", "add", index, "model"), added.model
+        case Recipe():
+            yield from _of_merge(recipe)
 
 
 def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> tuple[Merge, ...]:
@@ -63,7 +65,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
     return tuple(recipes[index] for index in order)
 
 
-def order_problems(recipes: Sequence[Recipe | MoeRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
+def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
     """What is wrong between the recipes of one file.
 
     Args:
@@ -94,7 +96,7 @@ class _Use:
 class _Uses:
     """Which recipe uses which."""
 
-    def __init__(self, recipes: Sequence[Recipe | MoeRecipe]) -> None:
+    def __init__(self, recipes: Sequence[AnyRecipe]) -> None:
         self.recipes = recipes
         self.all = tuple(_uses(recipes))
         self.needed: Mapping[int, set[int]] = {
@@ -102,7 +104,7 @@ class _Uses:
         }
 
 
-def _uses(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[_Use]:
+def _uses(recipes: Sequence[AnyRecipe]) -> Iterator[_Use]:
     by_name: dict[str, int] = {}
     for index, recipe in enumerate(recipes):
         if recipe.name is not None:
@@ -113,6 +115,34 @@ def _uses(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[_Use]:
             for named, revision in parts:
                 if named in by_name:
                     yield _Use(index, by_name[named], recipe.where(*path), revision)
+
+
+def _of_mixture(recipe: MoeRecipe) -> Iterator[tuple[Path, ModelReference]]:
+    for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
+        for index, expert in enumerate(experts):
+            yield (key, index, "source_model"), expert.source_model
+    if recipe.trunk is not None:
+        yield from _of_entries(("trunk", "models"), recipe.trunk.models)
+        yield from _of_rules(("trunk", "methods"), recipe.trunk.methods)
+
+
+def _of_merge(recipe: Recipe) -> Iterator[tuple[Path, ModelReference]]:
+    yield from _of_body((), recipe)
+    for name, module in recipe.modules.items():
+        yield from _of_body(("modules", name), module)
+    yield from _of_rules(("methods",), recipe.methods)
+    if isinstance(recipe.tokenizer_source, ModelReference):
+        yield ("tokenizer_source",), recipe.tokenizer_source
+    if recipe.tokenizer is not None:
+        yield from _of_tokenizer(recipe.tokenizer)
+    if isinstance(recipe.router, ModelReference):
+        yield ("router",), recipe.router
+
+
+def _of_rules(path: Path, rules: Sequence[MethodRule]) -> Iterator[tuple[Path, ModelReference]]:
+    for index, rule in enumerate(rules):
+        for position, source in enumerate(rule.sources):
+            yield (*path, index, "sources", position), source
 
 
 def _of_body(path: Path, body: Recipe | ModuleEntry) -> Iterator[tuple[Path, ModelReference]]:
@@ -140,7 +170,7 @@ def _of_tokenizer(tokenizer: Tokenizer) -> Iterator[tuple[Path, ModelReference]]
             yield ("tokenizer", "tokens", token, "source"), row
 
 
-def _repeated(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[Problem]:
+def _repeated(recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
     first: dict[str, str] = {}
     for recipe in recipes:
         if recipe.name is None:
@@ -152,7 +182,7 @@ def _repeated(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[Problem]:
         first.setdefault(recipe.name, place)
 
 
-def _unnamed(recipes: Sequence[Recipe | MoeRecipe]) -> Iterator[Problem]:
+def _unnamed(recipes: Sequence[AnyRecipe]) -> Iterator[Problem]:
     unnamed = [recipe for recipe in recipes if recipe.name is None]
     for recipe in unnamed[1:]:
         what = f"this merge has no name, and neither has the one at {unnamed[0].where()}."

@@ -30,6 +30,22 @@ def read_number(value: object) -> float:
     return number
 
 
+def read_positive(value: object) -> float:
+    """A finite number above 0."""
+    number = read_number(value)
+    if number <= 0:
+        raise FaultError(Fault((), f"{show(value)} is not above 0.", "Write a positive number, like 0.5."))
+    return number
+
+
+def read_fraction(value: object) -> float:
+    """A number from 0 to 1, both included."""
+    number = read_number(value)
+    if not 0 <= number <= 1:
+        raise FaultError(Fault((), f"{show(value)} is not a fraction.", "Write a number from 0 to 1."))
+    return number
+
+
 def read_integer(value: object) -> int:
     """A whole number; ``4.0`` and ``"4"`` are read as 4, ``true`` is not."""
     number = None if isinstance(value, bool) else value if isinstance(value, int) else _as_float(value)

@@ -21,6 +21,7 @@ from raymerge.recipes.entry import (
 )
 from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.readers import between, choice_of
+from raymerge.recipes.router import Alignment, RouterSource
 from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource
 
@@ -182,6 +183,12 @@ class Recipe(Document):
     ``pad`` to keep every row."""
     pickled_weights: PickledWeights = "error"
     """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
+    router: RouterSource = "merge"
+    """Router rows and biases of mixtures of experts: ``merge`` as other tensors, the ``base``'s own, or those
+    of one of the models."""
+    align: Alignment = None
+    """What is matched of independently trained mixtures of experts before they are merged; None where the
+    experts are in the same order already."""
     adapter: AdapterOutput | None = None
     """The models are adapters, and so is the output; None where they are models."""
 
@@ -192,6 +199,8 @@ class Recipe(Document):
         if data.get("adapter") is not None and (data.get("slices") or data.get("modules")):
             what = "'adapter' merges adapters, which are merged as wholes."
             yield Fault(("adapter",), what, "List them below 'models', or remove 'adapter'.")
+        if data.get("adapter") is not None:
+            yield from _without_router(data)
         if data.get("tokenizer") is not None and data.get("tokenizer_source") is not None:
             what = "'tokenizer_source' and 'tokenizer' both choose the vocabulary."
             yield Fault(("tokenizer_source",), what, "Write 'tokenizer: {source: ...}' only.")
@@ -205,6 +214,13 @@ def _ordered(start: int, end: int, model: object) -> tuple[int, int]:
     )
     remedy = f"Write [{end}, {start}]." if 0 <= end < start else "Write [first layer, layer after the last]."
     raise FaultError(Fault((), what, remedy))
+
+
+def _without_router(data: Mapping[str, Any]) -> Iterable[Fault]:
+    for key in ("router", "align"):
+        if data.get(key) is not None:
+            what = f"'{key}' has no meaning beside 'adapter': adapters have no router of their own."
+            yield Fault((key,), what, f"Remove '{key}', or name models with adapters on them.")
 
 
 def _exactly_one(data: Mapping[str, Any], keys: tuple[str, ...]) -> Iterable[Fault]:

@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
-from raymerge.recipes.entry import Entry, Reference, Text, by, reading_of
+from raymerge.recipes.entry import (
+    Entry,
+    Reference,
+    Text,
+    by,
+    plain_word_or_reference,
+    reading_of,
+    word_or_reference,
+)
 from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.readers import between, read_switch
 from raymerge.recipes.reference import ModelReference, plain_reference, read_reference
@@ -67,18 +75,10 @@ def _plain_row(row: ModelReference | ZeroRow | TokenRow) -> object:
     return row.model_dump(mode="json", exclude_none=True)
 
 
-def _read_source(value: object, info: ValidationInfo) -> str | ModelReference:
-    if isinstance(value, str) and value in ("union", "base"):
-        return value
-    return read_reference(value, reading_of(info.context).exists)
-
-
-def _plain_source(source: str | ModelReference) -> object:
-    return source if isinstance(source, str) else plain_reference(source)
-
-
 TokenizerSource: TypeAlias = Annotated[
-    Literal["union", "base"] | ModelReference, PlainValidator(_read_source), PlainSerializer(_plain_source)
+    Literal["union", "base"] | ModelReference,
+    PlainValidator(word_or_reference("union", "base")),
+    PlainSerializer(plain_word_or_reference),
 ]
 RowSource: TypeAlias = Annotated[
     ModelReference | ZeroRow | TokenRow, PlainValidator(_read_row), PlainSerializer(_plain_row)

@@ -27,17 +27,46 @@ def fit_budget(plan: Plan, options: RunOptions) -> Projection:
         OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
     """
     projection = project(plan, options.memory or usual_budget(options, free_memory()))
-    if projection.budget < projection.least_budget:
+    what = f"{projection.least_tensor} with {projection.least_method}"
+    _check_enough(projection.budget, projection.least_budget, what)
+    return projection
+
+
+def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:
+    """Bytes of memory that a worker may use for a unit of a stage.
+
+    Where the user does not say, it is what a merge would get, or more where a unit needs more and this
+    machine has it to spare.
+
+    Args:
+        options: how to run.
+        least: bytes without which no unit can be done.
+        num_units: units of the stage; no more workers than that are busy.
+        title: what messages call the stage.
+
+    Raises:
+        OptionError: it is less than ``least``; the message names the stage and the least budget.
+    """
+    budget = options.memory
+    if budget is None:
+        free = free_memory()
+        budget = usual_budget(options, free)
+        if options.address is None:
+            busy = max(1, min(num_workers(options), num_units))
+            budget = max(budget, min(least, free // 2 // busy))
+    _check_enough(budget, least, title)
+    return budget
+
+
+def _check_enough(budget: int, least: int, what: str) -> None:
+    if budget < least:
         raise OptionError(
             Problem(
                 "--memory",
-                f"{format_size(projection.budget)} a worker are too little for {projection.least_tensor} "
-                f"with {projection.least_method}.",
-                f"The smallest budget that works is {projection.least_budget} bytes "
-                f"({format_size(projection.least_budget)}).",
+                f"{format_size(budget)} a worker are too little for {what}.",
+                f"The smallest budget that works is {least} bytes ({format_size(least)}).",
             )
         )
-    return projection
 
 
 def check_free(options: RunOptions) -> None:

@@ -1,8 +1,8 @@
-"""Several merges that use each other's results, carried out one after the other towards one output.
+"""Stages and merges that use each other's results, carried out one after the other towards one output.
 
-The results between lie in a directory beside the output, as checkpoints that ordinary runs made. The same
-command keeps those that are still what their plans say, and that nobody wrote to since; they are removed
-when the output is in place.
+The results between lie in a directory beside the output: checkpoints that ordinary runs made, and what
+stages prepared. The same command keeps those that are still what their plans say, and that nobody wrote to
+since; they are removed when the output is in place.
 """
 
 from __future__ import annotations
@@ -11,22 +11,32 @@ import filecmp
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from raymerge.assemble.finish import kept_companions
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.errors import CheckpointError, PlanError, Problem, UserError
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
+from raymerge.planner.stages import Stage
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
-from raymerge.runtime.run import Run, RunResult, file_versions
+from raymerge.runtime.prepared import awaits_results, over_results, with_stage_results
+from raymerge.runtime.run import Run, RunResult
+from raymerge.runtime.stage_run import StageRun, is_stage_made, stage_record
+from raymerge.runtime.stage_work import StageWork, work_of
 from raymerge.runtime.staging import RECORD, Staging, is_untouched
+from raymerge.runtime.versions import file_versions
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
+
+Works = Callable[[Stage], StageWork]
+"""What carries each stage out."""
 
 
 class Chain:
@@ -40,6 +50,7 @@ class Chain:
         *,
         on_event: OnEvent,
         began: float | None = None,
+        works: Works = work_of,
     ) -> None:
         """
         Args:
@@ -48,10 +59,11 @@ class Chain:
             options: how to run.
             on_event: receives progress, as in ``Run``.
             began: ``time.monotonic()`` when the user's command began; None for now.
+            works: what carries each stage out.
 
         Raises:
-            PlanError: something stands in the last plan's way.
-            OptionError: the memory limit is too small for one of the plans, or more than is free.
+            PlanError: something stands in the last plan's way, or in a stage's.
+            OptionError: the memory limit is too small for a plan or a stage, or more than is free.
             TargetError: the output would lie over, in or around a source.
         """
         self._merges = tuple(merges)
@@ -60,12 +72,19 @@ class Chain:
         self._options = options
         self._on_event = on_event
         self._began = began
+        self._works = works
+        self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
+        self._known: dict[str, StageWork] = {}
         self._runs = self._possible_runs()
 
     @property
     def most_segments(self) -> int:
-        """Segments of the merge that has most of them: more workers would have nothing to do."""
-        return max(len(merge.plan["segments"]) for merge in self._merges)
+        """Segments of the merge, or units of the stage, that has most: more workers would have nothing to do.
+
+        A stage over results of other merges is not counted, since its units are not known yet.
+        """
+        segments = (len(merge.plan["segments"]) for merge in self._merges)
+        return max(*segments, *(work.num_units for work in self._known.values()), 1)
 
     def check(self) -> None:
         """Find what is wrong with the output place before any worker is started.
@@ -82,13 +101,15 @@ class Chain:
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
         *before, last = self._merges
-        if not before:
+        if not before and not last.stages:
             return _carried_out(self._runs[-1], pool)
+        self.check()
         with Staging(self._root, last.plan).lock():
             for merge in before:
                 self._have(merge, pool)
-            self._on_event(StepStarted(*self._step(last)))
-            result = _carried_out(self._run(last, sources_of(last, self._root)), pool)
+            if before:
+                self._on_event(StepStarted(*self._step(last)))
+            result = _carried_out(self._run(last, self._ready(last, pool)), pool)
             if not self._options.keep_intermediates:
                 shutil.rmtree(self._root, ignore_errors=True)
         return result
@@ -98,34 +119,72 @@ class Chain:
 
         One that was touched is run again from where it was: its receipts tell which of its bytes are right.
         """
-        place, sources = self._place(merge), sources_of(merge, self._root)
-        if _is_made(place, merge, sources, pool.numerics):
+        place = self._place(merge)
+        if _is_kept(merge, self._root, pool.numerics):
             self._on_event(StepKept(*self._step(merge)))
             return
         self._on_event(StepStarted(*self._step(merge)))
+        sources = self._ready(merge, pool)
         if _digest_at(place) == merge.plan.digest:
             Staging(Path(os.path.realpath(place)), merge.plan).take_back()
         _carried_out(self._run(merge, sources), pool)
 
+    def _ready(self, merge: PlannedMerge, pool: Pool) -> tuple[Source, ...]:
+        """The sources of a merge as they are, once its stages are carried out."""
+        results = _with_results(merge, self._root)
+        for stage in merge.stages:
+            run = self._stage_run(over_results(stage, results))
+            if awaits_results(stage):
+                run.check()
+            run.carry_out(pool)
+        return with_stage_results(results, self._root)
+
     def _possible_runs(self) -> tuple[Run, ...]:
-        """A run of each merge, which proves that the options suit all of them."""
+        """A run of each merge, which proves that the options suit all of them, and all stages."""
         runs: list[Run] = []
-        problems: dict[Problem, None] = {}
+        errors: list[UserError] = []
         for merge in self._merges:
-            try:
+            with _noting(errors):
                 runs.append(self._run(merge, merge.sources))
-            except OptionError as error:
-                problems |= dict.fromkeys(error.problems)
-        if problems:
-            raise OptionError(problems)
+            for stage in merge.stages:
+                with _noting(errors):
+                    if not awaits_results(stage):
+                        self._known[stage.name] = self._works(stage)
+                        self._stage_run(stage).check()
+        if errors:
+            # What is wrong with the recipe says more than what is wrong with how it is to be run.
+            kind = type(next((error for error in errors if isinstance(error, PlanError)), errors[0]))
+            raise kind(_problems(errors))
         return tuple(runs)
 
     def _run(self, merge: PlannedMerge, sources: Sequence[Source]) -> Run:
         is_last = merge is self._merges[-1]
         # What is at the place of a result between is ours, and no longer what is wanted.
         options = self._options if is_last else replace(self._options, replace=True)
-        began = self._began if is_last else None
-        return Run(merge.plan, sources, self._place(merge), options, on_event=self._on_event, began=began)
+        return Run(
+            merge.plan,
+            sources,
+            self._place(merge),
+            options,
+            on_event=self._on_event,
+            began=self._began if is_last else None,
+            reports=self._reports(self._stages if is_last else merge.stages),
+        )
+
+    def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
+        """The records of stages that were carried out; the last merge keeps those of all of them."""
+        return {stage.name: stage_record(self._root / stage.name) for stage in stages}
+
+    def _stage_run(self, stage: Stage) -> StageRun:
+        number = next(n for n, each in enumerate(self._stages, start=1) if each.name == stage.name)
+        return StageRun(
+            stage,
+            self._root,
+            self._options,
+            work=self._known.get(stage.name) or self._works(stage),
+            on_event=self._on_event,
+            position=(number, len(self._stages)),
+        )
 
     def _place(self, merge: PlannedMerge) -> Path:
         return self._output if merge is self._merges[-1] else self._root / str(merge.recipe.name)
@@ -150,18 +209,37 @@ def kept_steps(merges: Sequence[PlannedMerge], output: Path) -> frozenset[str]:
     root = steps_directory(output)
     found: set[str] = set()
     for merge in merges[:-1]:
-        name = str(merge.recipe.name)
-        if found.issuperset(merge.uses.values()) and _is_made(root / name, merge, sources_of(merge, root)):
-            found.add(name)
+        if found.issuperset(merge.uses.values()) and _is_kept(merge, root):
+            found.add(str(merge.recipe.name))
     return frozenset(found)
+
+
+def stage_problems(
+    merge: PlannedMerge, options: RunOptions, *, works: Works = work_of
+) -> tuple[Problem, ...]:
+    """What stands in the way of a merge's stages; of one over results of other merges it is not known yet.
+
+    Reads no weights, and writes nothing.
+    """
+    errors: list[UserError] = []
+    for stage in merge.stages:
+        with _noting(errors):
+            if not awaits_results(stage):
+                StageRun(stage, Path(), options, work=works(stage), on_event=lambda _: None).check()
+    return _problems(errors)
 
 
 def sources_of(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
     """The sources of a merge, with the results that it uses as they are under ``root`` now.
 
     Raises:
-        CheckpointError: one is not there, or is not what its plan made.
+        CheckpointError: one is not there, or is not what its plan or its stage made.
     """
+    return with_stage_results(_with_results(merge, root), root)
+
+
+def _with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
+    """The sources of a merge, with the results of other merges as they are."""
     wanted = merge.plan.manifest["sources"]
     return tuple(
         _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
@@ -183,6 +261,27 @@ def _found(source: Source, place: Path, digest: str) -> Source:
 def _carried_out(run: Run, pool: Pool) -> RunResult:
     run.announce()
     return run.carry_out(pool)
+
+
+def _problems(errors: Sequence[UserError]) -> tuple[Problem, ...]:
+    return tuple(dict.fromkeys(problem for error in errors for problem in error.problems))
+
+
+@contextmanager
+def _noting(errors: list[UserError]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        errors.append(error)
+
+
+def _is_kept(merge: PlannedMerge, root: Path, numerics: Mapping[str, str] | None = None) -> bool:
+    """Whether the result of a merge that others use is there, and those of its stages."""
+    results = _with_results(merge, root)
+    stages = [over_results(stage, results) for stage in merge.stages]
+    if not all(is_stage_made(root / stage.name, stage, numerics) for stage in stages):
+        return False
+    return _is_made(root / str(merge.recipe.name), merge, with_stage_results(results, root), numerics)
 
 
 def _is_made(

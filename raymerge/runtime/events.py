@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +40,70 @@ class StepKept(Event):
     """Its place among the merges, from 1."""
     total: int
     """How many merges there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStarted(Event):
+    """Work on weights that comes before a merge begins, or goes on."""
+
+    title: str
+    """What it does."""
+    number: int
+    """Its place among the stages of the submission, from 1."""
+    total: int
+    """How many stages there are."""
+    units: int
+    """Units that it is cut into."""
+    total_bytes: int
+    """Bytes that they read."""
+    workers: tuple[str, ...]
+    """Names of the workers."""
+    device: str
+    """Kind of device that they compute on."""
+    done_units: int
+    """Units already done by an earlier run of the same command."""
+    done_bytes: int
+    """Bytes of those units."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDone(Event):
+    """A unit of a stage is done and durable."""
+
+    unit: int
+    """Its number."""
+    worker: str
+    """Who did it."""
+    read_bytes: int
+    """Bytes read."""
+    written_bytes: int
+    """Bytes written."""
+    planned_bytes: int
+    """Its share of the stage's bytes."""
+    seconds: float
+    """Wall time of the unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageKept(Event):
+    """A stage was carried out before, and its result is used as it is."""
+
+    title: str
+    """What it does."""
+    number: int
+    """Its place among the stages, from 1."""
+    total: int
+    """How many stages there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport(Event):
+    """The result of a stage is in its place."""
+
+    title: str
+    """What the stage does."""
+    report: Mapping[str, Any]
+    """What is worth knowing of the result, as JSON values; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +175,12 @@ class WorkerLost(Event):
     reason: str
     """What is known of the cause."""
     segments: tuple[int, ...]
-    """Segments that it had in hand."""
+    """Segments, or units of a stage, that it had in hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping(Event):
-    """A stop was asked for: the segments in hand are finished, no new one is begun."""
+    """A stop was asked for: the segments or units in hand are finished, no new one is begun."""
 
 
 @dataclass(frozen=True, slots=True)

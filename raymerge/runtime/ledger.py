@@ -1,4 +1,4 @@
-"""The ledger of a run: which segments are durable, and at the end what the files are that were published.
+"""The ledger of a run: which segments or units are durable, and at the end what the published files are.
 One writer, the driver; one JSON line an entry."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class RunOptions:
     replace: bool = False
     """Replace what is at the output place, and discard unfinished runs of other plans there."""
     keep_intermediates: bool = False
-    """Keep the results of merges that others of the recipe use, beside the output."""
+    """Keep what stages made, and merges that others of the recipe use, beside the output."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -1,41 +1,53 @@
-"""A pool of workers, whatever they run on."""
+"""A pool of workers, whatever they run on, and whatever work they do."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.memory import Projection
-from raymerge.planner.tables import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Everything that workers need of a run, but the segment numbers."""
+class Runner(Protocol):
+    """One worker's end of a piece of work; several threads may run its parts at once."""
 
-    plan: Plan
-    """The plan."""
-    roots: tuple[str, ...]
-    """Directory of each source."""
-    staging: Path
-    """The staging directory, reachable from every worker."""
-    projection: Projection
-    """Memory that a worker may use."""
+    def run(self, number: int) -> Receipt:
+        """Do one part and return when what it made is durable."""
+
+    def abort(self) -> None:
+        """Have the parts in hand fail soon, where they can."""
+
+    def close(self) -> None:
+        """Give back what is held open."""
+
+
+class Work(Protocol):
+    """Everything that workers need of a run, but the numbers of its parts. It travels to them pickled."""
+
+    @property
+    def slots(self) -> int:
+        """Parts that a worker has in hand at once."""
+
+    @property
+    def part(self) -> str:
+        """What messages call a part: ``segment`` or ``unit``."""
+
+    def open(self, device: torch.device, name: str) -> Runner:
+        """What does the parts on the device of the worker that has this name."""
 
 
 class Stop:
-    """A request to stop after the segments in hand, made from a signal handler."""
+    """A request to stop after the parts in hand, made from a signal handler."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     @property
     def requested(self) -> bool:
-        """Whether no new segment is to be begun."""
+        """Whether nothing new is to be begun."""
         return self._event.is_set()
 
     def request(self) -> None:
@@ -44,7 +56,7 @@ class Stop:
 
 
 class Pool(Protocol):
-    """Workers that make segments."""
+    """Workers that do the parts of one piece of work after the other."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -65,11 +77,11 @@ class Pool(Protocol):
             OptionError: the workers asked for cannot be had.
         """
 
-    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
-        """Make segments in about the given order and yield receipts as they come.
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
+        """Do the parts of these numbers in about the given order and yield receipts as they come.
 
-        Ends early, without error, once ``stop`` is requested and the segments in hand are done. Closing the
-        generator gives up the segments in hand.
+        Ends early, without error, once ``stop`` is requested and the parts in hand are done. Closing the
+        generator gives up the parts in hand.
         """
 
     def close(self) -> None:

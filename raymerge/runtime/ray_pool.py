@@ -21,7 +21,7 @@ from raymerge.runtime.worker import MergeWorker
 _READY_SECONDS = 120.0
 _TICK_SECONDS = 1.0
 _ATTEMPTS = 3
-"""Workers that a segment may take down, or that may fail to start in a row, before the run gives up."""
+"""Workers that a part may take down, or that may fail to start in a row, before the run gives up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +29,9 @@ class _Actor:
     name: str
     handle: Any
     opening: Any = None
-    """Reference to its taking up the plan; None once that is done."""
+    """Reference to its taking up the work; None once that is done."""
     flight: dict[Any, int] = field(default_factory=dict)
-    """Segments in hand by the reference to their receipt."""
+    """Parts in hand by the reference to their receipt."""
 
 
 class RayPool:
@@ -78,9 +78,9 @@ class RayPool:
         for answer in answers:
             self._check_numerics(answer)
 
-    def run(self, work: Work, segments: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
-        """Keep every worker busy with a bounded number of segments; see ``Pool.run``."""
-        shift = _Shift(self, self._connection.ray, self._connection.ray.put(work), deque(segments))
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
+        """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
+        shift = _Shift(self, self._connection.ray, work, deque(numbers))
         shift.begin()
         while shift.goes_on(stop):
             yield from shift.advance(stop)
@@ -151,17 +151,18 @@ class RayPool:
 class _Shift:
     """One call of ``RayPool.run``: what is to be done, and who has what in hand."""
 
-    def __init__(self, pool: RayPool, ray: Any, work: Any, todo: deque[int]) -> None:
+    def __init__(self, pool: RayPool, ray: Any, work: Work, todo: deque[int]) -> None:
         self._pool = pool
         self._ray = ray
-        self._work = work
+        self._part, self._slots = work.part, work.slots
+        self._work = ray.put(work)
         self._todo = todo
         self._took_down: Counter[int] = Counter()
         self._failed_starts = 0
         self._progress = time.monotonic()
 
     def begin(self) -> None:
-        """Give every worker the plan; one that still takes up that of an earlier call ends that first."""
+        """Give every worker the work; one that still takes up that of an earlier call ends that first."""
         actors = list(self._pool._actors)
         earlier = [actor.opening for actor in actors if actor.opening is not None]
         # Actors are threaded: of two openings at once the older one might end last, and win.
@@ -172,14 +173,14 @@ class _Shift:
             if actor.opening is None or actor.opening in ready:
                 actor.opening = actor.handle.open.remote(self._work)
             else:
-                self._lose(actor, f"it did not take up a plan within {_READY_SECONDS:.0f} s")
+                self._lose(actor, f"it did not take up its work within {_READY_SECONDS:.0f} s")
 
     def goes_on(self, stop: Stop) -> bool:
-        """Whether segments are in hand, or wait and may be begun."""
+        """Whether parts are in hand, or wait and may be begun."""
         return any(actor.flight for actor in self._pool._actors) or bool(self._todo and not stop.requested)
 
     def advance(self, stop: Stop) -> Generator[Receipt, None, None]:
-        """Hand out segments, wait a moment, and yield the receipts that have come."""
+        """Hand out parts, wait a moment, and yield the receipts that have come."""
         self._feed(stop)
         actors = self._pool._actors
         waiting = {
@@ -193,21 +194,21 @@ class _Shift:
         self._check_patience(progressed=bool(ready))
 
     def _feed(self, stop: Stop) -> None:
-        for _ in range(SLOTS):
+        for _ in range(self._slots):
             for actor in self._pool._actors:
                 if self._todo and not stop.requested and self._may_take(actor, self._todo[0]):
-                    segment = self._todo.popleft()
-                    actor.flight[actor.handle.run.remote(segment)] = segment
+                    number = self._todo.popleft()
+                    actor.flight[actor.handle.run.remote(number)] = number
 
-    def _may_take(self, actor: _Actor, segment: int) -> bool:
+    def _may_take(self, actor: _Actor, number: int) -> bool:
         """Whether there is a place; one that took a worker down runs alone, for the blame to be clear."""
-        if actor.opening is not None or len(actor.flight) >= SLOTS:
+        if actor.opening is not None or len(actor.flight) >= self._slots:
             return False
-        suspects = [each for each in (segment, *actor.flight.values()) if self._took_down[each]]
+        suspects = [each for each in (number, *actor.flight.values()) if self._took_down[each]]
         return not (actor.flight and suspects)
 
     def _answer(self, ref: Any, actor: _Actor) -> dict[str, Any] | None:
-        """A receipt; None where a worker took up the plan, or was lost."""
+        """A receipt; None where a worker took up the work, or was lost."""
         errors = self._ray.exceptions
         try:
             answer: dict[str, Any] = self._ray.get(ref)
@@ -228,26 +229,26 @@ class _Shift:
         """Take back what a lost worker had in hand, and start another in its place."""
         self._ray.kill(actor.handle)
         self._pool._actors.remove(actor)
-        segments = tuple(actor.flight.values())
+        numbers = tuple(actor.flight.values())
         self._failed_starts += actor.opening is not None
         is_replaced = self._failed_starts < _ATTEMPTS
         alone = "" if is_replaced else f"; {_ATTEMPTS} in a row did not start, so no other takes its place"
-        self._pool._on_event(WorkerLost(actor.name, reason + alone, segments))
-        for segment in segments:
-            self._took_down[segment] += 1
-            self._todo.appendleft(segment)
-        self._check_attempts(segments, reason)
+        self._pool._on_event(WorkerLost(actor.name, reason + alone, numbers))
+        for number in numbers:
+            self._took_down[number] += 1
+            self._todo.appendleft(number)
+        self._check_attempts(numbers, reason)
         if is_replaced:
             fresh = self._pool._spawn()
             fresh.opening = fresh.handle.open.remote(self._work)
             self._pool._actors.append(fresh)
 
-    def _check_attempts(self, segments: Sequence[int], reason: str) -> None:
-        worn = next((segment for segment in segments if self._took_down[segment] >= _ATTEMPTS), None)
+    def _check_attempts(self, numbers: Sequence[int], reason: str) -> None:
+        worn = next((number for number in numbers if self._took_down[number] >= _ATTEMPTS), None)
         if worn is not None:
             raise IncompleteError(
-                f"segment {worn} took down {_ATTEMPTS} workers, the last with: {reason}. What is done is "
-                "kept: the same command goes on there, perhaps with a smaller --memory or fewer --workers."
+                f"{self._part} {worn} took down {_ATTEMPTS} workers, the last with: {reason}. What is done "
+                "is kept: the same command goes on there, perhaps with a smaller --memory or fewer --workers."
             )
         if self._failed_starts >= _ATTEMPTS and not self._pool._actors:
             raise IncompleteError(

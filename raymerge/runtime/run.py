@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import MappingProxyType
 from typing import Any
 
 from raymerge.assemble.finish import (
@@ -21,52 +19,27 @@ from raymerge.assemble.finish import (
     finished_files,
     parents_of,
 )
-from raymerge.errors import (
-    CheckpointError,
-    IncompleteError,
-    NonFiniteError,
-    Problem,
-    RaymergeError,
-    TargetError,
-)
+from raymerge.errors import IncompleteError, NonFiniteError, Problem, TargetError
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
-from raymerge.runtime.events import (
-    OnEvent,
-    Planned,
-    Published,
-    SegmentDone,
-    Started,
-    Stopping,
-    Verified,
-)
+from raymerge.runtime.events import OnEvent, Planned, Published, SegmentDone, Started, Verified
+from raymerge.runtime.interruptions import resumable, stopping
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Pool, Stop, Work
+from raymerge.runtime.pool import Pool
+from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shards import Shards
-from raymerge.runtime.staging import Staging
+from raymerge.runtime.staging import RECORD, Staging
+from raymerge.runtime.versions import check_unchanged, file_versions
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
 
-_LASTING = frozenset(
-    {
-        errno.EACCES,
-        errno.EBUSY,
-        errno.EEXIST,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOTDIR,
-        errno.ENOTEMPTY,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EXDEV,
-    }
-)
-"""What the system would refuse again, however often the command is given."""
+_STAGES = "stages"
+"""Directory within the record for what stages report."""
+_NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +70,7 @@ class Run:
         *,
         on_event: OnEvent,
         began: float | None = None,
+        reports: Mapping[str, Mapping[str, Any]] = _NO_REPORTS,
     ) -> None:
         """
         Args:
@@ -106,6 +80,7 @@ class Run:
             options: how to run.
             on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
             began: ``time.monotonic()`` when the user's command began; None for now.
+            reports: what the record is to say of the stages that came before, by their names.
 
         Raises:
             PlanError: something stands in the plan's way.
@@ -118,6 +93,7 @@ class Run:
         self._on_event = on_event
         self._staging = Staging(_real(output), plan)
         self._began = time.monotonic() if began is None else began
+        self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self.projection = fit_budget(plan, options)
         check_free(options)
         _check_apart(self._staging.output, sources)
@@ -154,22 +130,8 @@ class Run:
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: what was written is not what was planned.
         """
-        try:
-            with self._staging.lock():
-                return self._carry_out(pool)
-        except RaymergeError:
-            raise
-        except OSError as error:
-            if error.errno in _LASTING:
-                place = str(error.filename or self._staging.output)
-                what = f"the system refused it: {error.strerror}."
-                raise TargetError(
-                    Problem(place, what, "Choose another -o, or clear what is there.")
-                ) from error
-            raise IncompleteError(
-                f"reading or writing failed: {error}. What is done is kept: the same command goes on from "
-                "there."
-            ) from error
+        with resumable(self._staging.output), self._staging.lock():
+            return self._carry_out(pool)
 
     def _carry_out(self, pool: Pool) -> RunResult:
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
@@ -209,16 +171,16 @@ class Run:
                 f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
                 "command goes on from there."
             )
-        self._check_sources()
+        check_unchanged(self._sources)
         shards.complete(self._on_event)
         return receipts
 
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
         roots = tuple(each.root for each in holdings(self._sources))
-        work = Work(self._plan, roots, self._staging.root, self.projection)
+        work = SegmentWork(self._plan, roots, self._staging.root, self.projection)
         costs = self._plan["segments"].column("cost").to_pylist()
-        with _stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
+        with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for receipt in made:
                 ledger.record(receipt)
                 receipts[receipt.segment] = receipt
@@ -233,24 +195,6 @@ class Run:
                     )
                 )
 
-    def _check_sources(self) -> None:
-        """Find files that were written again since the plan was made: their bytes may be of two kinds."""
-        problems = []
-        for each in holdings(self._sources):
-            with open_store(each.root) as store:
-                now = {file.key: store.info(file.key) for file in each.files}
-            problems += [
-                Problem(
-                    f"{each.name}: {file.key}",
-                    "the file was changed while it was merged.",
-                    "Leave the sources alone, and start again with --replace.",
-                )
-                for file in each.files
-                if (found := now[file.key]) is None or found.version != file.version
-            ]
-        if problems:
-            raise CheckpointError(problems)
-
     def _finish(self, store: LocalStore) -> None:
         donor = self._sources[int(self._plan.manifest["donor"])]
         check_shards(self._plan, store)
@@ -263,15 +207,9 @@ class Run:
                 parents=parents_of(self._sources),
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
-        self._staging.sweep(finished_files(self._plan, donor.checkpoint.companions))
-
-
-def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Versions of all files that are read, as a run's ledger keeps them."""
-    return [
-        {"name": each.name, "files": [[file.key, file.version] for file in each.files]}
-        for each in holdings(sources)
-    ]
+        for key, report in self._reports.items():
+            store.write_atomic(key, (json.dumps(report, indent=2, sort_keys=True) + "\n").encode())
+        self._staging.sweep({*finished_files(self._plan, donor.checkpoint.companions), *self._reports})
 
 
 def _real(output: Path) -> Path:
@@ -300,30 +238,3 @@ def _check_apart(output: Path, sources: Sequence[Source]) -> None:
                     "Choose another -o, outside the sources.",
                 )
             )
-
-
-@contextmanager
-def _stopping(on_event: OnEvent) -> Iterator[Stop]:
-    """First Ctrl-C or SIGTERM: finish the segments in hand. Second: stop at once."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(_: int, __: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.request()
-        on_event(Stopping())
-
-    wanted = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in wanted]
-    try:
-        yield stop
-    except KeyboardInterrupt as error:
-        raise IncompleteError(
-            "stopped at once. Finished segments are kept: the same command goes on from there."
-        ) from error
-    finally:
-        for number, old in zip(wanted, before, strict=True):
-            signal.signal(number, old)

@@ -6,7 +6,6 @@ place, so a worker that was given up and goes on writing does no harm.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import itertools
 import json
@@ -15,11 +14,12 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from raymerge.errors import OptionError, PlanError, Problem, TargetError
 from raymerge.planner.tables import Plan, load_plan, save_plan
 from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.locking import locked
 from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
 
@@ -61,7 +61,7 @@ class Staging:
         self._discard_leftovers()
         self._check_conditions(conditions, replace=replace)
         if not self.ledger_path.exists():
-            self._check_room()
+            check_room(self.output.parent, sum(self._plan["shards"].column("nbytes").to_pylist()))
         self._write_record(conditions)
         return Ledger(self.ledger_path, conditions)
 
@@ -72,12 +72,9 @@ class Staging:
         Raises:
             TargetError: another process holds it, or nothing can be written there.
         """
-        path = self.output.parent / f".{self.output.name}.raymerge.lock"
-        with self._lock_file(path):
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+        self._check_parent()
+        with locked(self.output):
+            yield
 
     def check(self, *, replace: bool) -> None:
         """Find what is wrong with the output place, changing nothing.
@@ -116,11 +113,11 @@ class Staging:
         After a crash between two steps the old output or the new one is whole; the same command ends it.
         """
         self._check_output(replace=replace)
-        Ledger(self.ledger_path, {}).record_files(_marks(self.root))
+        Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
         if self._is_filled():
             self.output.rename(self._free_place())
         self.root.rename(self.output)
-        _sync_directory(self.output.parent)
+        sync_directory(self.output.parent)
         for old in self._replaced():
             shutil.rmtree(old, ignore_errors=True)
 
@@ -150,7 +147,7 @@ class Staging:
             store.write_atomic(_RECIPE, str(self._plan.manifest["recipe_text"]).encode())
             store.write_atomic(_NUMERICS, numerics.encode())
         for directory in (self.root, self.root.parent):
-            _sync_directory(directory)
+            sync_directory(directory)
 
     def _holds_plan(self) -> bool:
         try:
@@ -199,33 +196,6 @@ class Staging:
             return
         raise TargetError(Problem(str(self.output), what, _ELSEWHERE))
 
-    @contextmanager
-    def _lock_file(self, path: Path) -> Iterator[None]:
-        """The lock file, held; one that its holder removed while we waited for it is no lock."""
-        self._check_parent()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with path.open("a", encoding="utf-8") as file:
-                self._hold(file)
-                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    yield
-                    return
-
-    def _hold(self, file: TextIO) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise TargetError(
-                Problem(
-                    str(self.output),
-                    "another raymerge process is making this very checkpoint now.",
-                    "Wait for it, or stop it first.",
-                )
-            ) from error
-        except OSError:
-            # A file system without locks. Two drivers of one plan write the same bytes to the same places.
-            return
-
     def _others(self) -> list[Path]:
         """Staging directories of other plans for the same place."""
         found = sorted(self.output.parent.glob(glob.escape(_prefix(self.output)) + "*"))
@@ -255,17 +225,22 @@ class Staging:
             )
         )
 
-    def _check_room(self) -> None:
-        wanted = sum(self._plan["shards"].column("nbytes").to_pylist())
-        free = shutil.disk_usage(_nearest(self.output.parent)).free
-        if free < wanted:
-            raise OptionError(
-                Problem(
-                    str(self.output.parent),
-                    f"the output takes {format_size(wanted)}, and {format_size(free)} are free there.",
-                    "Free some space or choose another -o.",
-                )
+
+def check_room(place: Path, wanted: int) -> None:
+    """See that the file system below ``place`` takes so many bytes.
+
+    Raises:
+        OptionError: it has less room.
+    """
+    free = shutil.disk_usage(_nearest(place)).free
+    if free < wanted:
+        raise OptionError(
+            Problem(
+                str(place),
+                f"the output takes {format_size(wanted)}, and {format_size(free)} are free there.",
+                "Free some space or choose another -o.",
             )
+        )
 
 
 def is_untouched(output: Path) -> bool:
@@ -273,11 +248,11 @@ def is_untouched(output: Path) -> bool:
     published = Ledger.files(output / RECORD / NAME)
     if published is None:
         return False
-    marks = _marks(output)
+    marks = file_marks(output)
     return all(marks.get(key) == mark for key, mark in published.items())
 
 
-def _marks(root: Path) -> dict[str, list[int]]:
+def file_marks(root: Path) -> dict[str, list[int]]:
     """Size, time of the last change and number of every file beside the run record, by its key."""
     found: dict[str, list[int]] = {}
     for path in root.rglob("*"):
@@ -349,7 +324,8 @@ def _nearest(path: Path) -> Path:
     return path
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Return once the names in a directory would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

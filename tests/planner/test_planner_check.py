@@ -17,7 +17,7 @@ from kits.plan_maker import good, header_checkpoint, make_recipe
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.methods import BLOCK
-from raymerge.planner import build
+from raymerge.planner import build, finish, workshop
 from raymerge.planner.check import check_plan
 from raymerge.planner.plan import SCHEMAS, Plan, digest
 from raymerge.planner.segments import Segment
@@ -242,7 +242,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
-    monkeypatch.setattr(build, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
+    monkeypatch.setattr(finish, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
     with pytest.raises(RuntimeError, match="they do not take every row once"):
         build.build_plan(recipe, open_sources(recipe), version="0")
 
@@ -251,9 +251,9 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
-    heads = build.with_heads
+    heads = workshop.with_heads
     monkeypatch.setattr(
-        build, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
+        workshop, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
     )
     made = build.build_plan(recipe, open_sources(recipe), version="0")
     (problem,) = made.problems

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from raymerge.recipes import (
     ROLE_NAMES,
     AdapterOutput,
+    AddedExpert,
+    AnyRecipe,
+    Expert,
+    ExpertChange,
+    ExpertSetRecipe,
+    GateMode,
     MethodRule,
     MoeRecipe,
     Recipe,
+    Trunk,
     canonical,
     merge_order,
     parse_recipes,
@@ -26,13 +34,15 @@ EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def section(title: str) -> str:
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^##+ {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1]
 
 
 def completed(example: str) -> str:
     """The example with what it leaves out because it is not about that."""
+    if re.search(r"^experts:", example, re.MULTILINE):
+        return example
     if "merge_method" not in example:
         example += "merge_method: linear\n"
     if not re.search(r"^(models|slices|modules):", example, re.MULTILINE):
@@ -40,7 +50,7 @@ def completed(example: str) -> str:
     return example
 
 
-def read(example: str) -> tuple[Recipe | MoeRecipe, ...]:
+def read(example: str) -> tuple[AnyRecipe, ...]:
     return parse_recipes(completed(example), "example.yml", exists=lambda _: False)
 
 
@@ -76,6 +86,39 @@ def test_every_key_of_a_selector_of_a_rule_and_of_an_adapter_is_told() -> None:
     assert all(f"| `{key}` |" in section("Adapters") for key in AdapterOutput.model_fields)
 
 
+def rows(title: str) -> dict[str, str]:
+    """What the last column of a section's tables says of each key; the first table that has it counts."""
+    told: dict[str, str] = {}
+    for line in section(title).splitlines():
+        cells = line.split("|")[1:-1]
+        for key in re.findall(r"`(\w+)`", cells[0]) if cells else ():
+            told.setdefault(key, cells[-1].strip())
+    return told
+
+
+def test_every_key_of_a_mixture_to_build_is_told() -> None:
+    told = rows("Building a mixture of experts")
+    assert set(told) >= {*MoeRecipe.model_fields, *Expert.model_fields, *get_args(GateMode)}
+    assert all(f"`{key}`" in section("The trunk") for key in Trunk.model_fields)
+
+
+def test_the_defaults_of_a_mixture_that_are_told_hold() -> None:
+    told = rows("Building a mixture of experts")
+    (recipe,) = read(next(example for example in EXAMPLES if "gate_mode: hidden" in example))
+    defaults = ("experts_per_token", "gate_mode", "gate_scale", "gate_ridge", "granularity", "layout")
+    values = {key: getattr(recipe, key) for key in defaults}
+    assert {key: told[key].strip("`") for key in defaults} == {
+        key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in values.items()
+    }
+
+
+def test_every_key_of_a_change_of_experts_is_told() -> None:
+    told = rows("Changing the experts of a checkpoint")
+    assert set(told) >= {*ExpertChange.model_fields, *AddedExpert.model_fields}
+    page = section("Changing the experts of a checkpoint")
+    assert all(f"`{key}`" in page for key in ExpertSetRecipe.model_fields)
+
+
 def test_the_roles_are_told() -> None:
     told = re.search(r"^Roles are (.*?)\.", section("Selectors"), re.MULTILINE | re.DOTALL)
     assert told is not None
@@ -103,7 +146,7 @@ def test_the_limits_that_are_told_hold() -> None:
 
 
 def test_the_example_of_rules_says_what_its_remarks_say() -> None:
-    attention, norm, mlp = example_with("methods:").methods
+    attention, norm, mlp = example_with("layers: [0..3, 28..31]").methods
     assert [str(source) for source in (*attention.sources, *norm.sources)] == ["code", "base"]
     assert mlp.merge_method is None
     assert mlp.selector.layers == ((0, 3), (28, 31))

@@ -302,6 +302,8 @@ merge_method: linear
         "adapter: {}",
         "missing_tensors: copy_base",
         "extra_tensors: drop",
+        "router: base",
+        "align: experts",
     ],
 )
 def test_canonical_sees_every_field(line: str) -> None:

@@ -210,10 +210,23 @@ def test_repeated_keys_name_the_first_line() -> None:
     ]
 
 
+def test_a_number_is_a_key_as_it_is_spelled_and_a_text() -> None:
+    located = read("0: a\nb: {12: [c], x: d}\n")
+    assert located.data == {"0": "a", "b": {"12": ["c"], "x": "d"}}
+    assert located.places.at(("b", "12", 0)) == "r.yml:2:10"
+    assert refusal_of_keys("1: a\n'1': b\n") == ["the key '1' was given before, on line 1."]
+
+
+def refusal_of_keys(text: str) -> list[str]:
+    return [fault.what for fault in read(text).faults]
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("5: a\n", "r.yml:1:1: the key '5' is not a text."),
+        ("1_0: a\n", "r.yml:1:1: the key '1_0' is not a text."),
+        ("010: a\n", "r.yml:1:1: the key '010' is not a text."),
+        ("1.5: a\n", "r.yml:1:1: the key '1.5' is not a text."),
         ("a: 1\nno: a\n", "r.yml:2:1: the key 'no' is not a text."),
         ("a: {[1, 2]: a}\n", "r.yml:1:5: the key a list or map is not a text."),
         ("a: !x 3\n", "r.yml:1:1: a: the tag !x has no meaning"),

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
+    AnyRecipe,
     ModelReference,
-    MoeRecipe,
-    Recipe,
     canonical,
     load_recipe,
     load_recipes,
@@ -45,7 +44,7 @@ def nowhere(_path: str) -> bool:
     return False
 
 
-def parse(text: str) -> tuple[Recipe | MoeRecipe, ...]:
+def parse(text: str) -> tuple[AnyRecipe, ...]:
     return parse_recipes(text, "r.yml", exists=nowhere)
 
 
@@ -56,7 +55,7 @@ def merge(name: str | None, *models: str, base: str | None = None) -> str:
     return f"---\n{head}merge_method: linear\nmodels: [{listed}]\n{tail}"
 
 
-def names(recipes: tuple[Recipe | MoeRecipe, ...]) -> list[str | None]:
+def names(recipes: tuple[AnyRecipe, ...]) -> list[str | None]:
     return [recipe.name for recipe in recipes]
 
 
@@ -143,6 +142,13 @@ def test_a_merge_may_be_called_like_its_method() -> None:
         "gate_mode: random\nbase_model: a\nexperts: [{source_model: a}, {source_model: step}]",
         "gate_mode: random\nbase_model: a\nexperts: [{source_model: a}, {source_model: b}]\n"
         "shared_experts: [{source_model: step}]",
+        "gate_mode: random\nbase_model: a\nexperts: [{source_model: a}, {source_model: b}]\n"
+        "trunk: {merge_method: linear, models: [{model: step}]}",
+        "gate_mode: random\nbase_model: a\nexperts: [{source_model: a}, {source_model: b}]\n"
+        "trunk: {merge_method: linear, methods: [{role: norm, sources: [step]}]}",
+        "experts: {dense: 0}\nbase_model: step",
+        "base_model: a\nexperts: {add: [{model: step}]}",
+        "merge_method: linear\nmodels: [{model: a}]\nrouter: step",
     ],
 )
 def test_every_place_of_a_model_may_name_a_merge(body: str) -> None:

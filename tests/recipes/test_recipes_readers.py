@@ -10,8 +10,10 @@ from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each,
 from raymerge.recipes.readers import (
     between,
     choice_of,
+    read_fraction,
     read_integer,
     read_number,
+    read_positive,
     read_switch,
     read_text,
 )
@@ -51,6 +53,19 @@ def test_numbers_are_finite(value: object) -> None:
 @pytest.mark.parametrize("value", ["true", "False", "yes", "off"])
 def test_a_quoted_switch_is_told_to_lose_its_quotes(value: str) -> None:
     assert refusal(read_number, value).remedy == "Write it without quotes."
+
+
+@pytest.mark.parametrize("value", [0, -0.0, -1e-9, "-3", False])
+def test_a_positive_number_is_above_0(value: object) -> None:
+    assert read_positive("1e-9") == 1e-9
+    fault = refusal(read_positive, value)
+    assert fault.what == f"{show(value)} is not above 0."
+
+
+@pytest.mark.parametrize("value", [-1e-9, 1.01, "2"])
+def test_a_fraction_is_from_0_to_1(value: object) -> None:
+    assert [read_fraction(end) for end in (0, 1, "0.5")] == [0.0, 1.0, 0.5]
+    assert refusal(read_fraction, value).what == f"{show(value)} is not a fraction."
 
 
 @settings(deadline=None, max_examples=100)

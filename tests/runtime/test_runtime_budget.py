@@ -11,7 +11,7 @@ import torch
 from raymerge.errors import OptionError
 from raymerge.planner.memory import SMALLEST_BUDGET
 from raymerge.runtime import budget as budget_module
-from raymerge.runtime.budget import check_free, free_memory, num_workers, usual_budget
+from raymerge.runtime.budget import check_free, fit_units, free_memory, num_workers, usual_budget
 from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
 
 GIB = 1 << 30
@@ -120,3 +120,30 @@ def test_more_than_is_free_is_refused_with_numbers(monkeypatch: pytest.MonkeyPat
         check_free(RunOptions(workers=2, memory=4_000_000_000))
     with pytest.raises(OptionError, match="1 worker with"):
         check_free(RunOptions(inline=True, memory=7_000_000_000))
+
+
+# Units of stages
+
+
+def _units(options: RunOptions, *, least: int, num_units: int = 1) -> int:
+    return fit_units(options, least=least, num_units=num_units, title="router rows")
+
+
+def test_a_unit_gets_what_a_merge_would_get() -> None:
+    assert _units(RunOptions(workers=2), least=GIB) == 2 * GIB
+    assert _units(RunOptions(memory=3 * GIB), least=GIB) == 3 * GIB
+    assert _units(RunOptions(address="auto"), least=GIB) == GIB
+
+
+def test_a_unit_that_needs_more_gets_it_from_half_of_what_is_free() -> None:
+    """Units that are fewer than the workers leave some of these idle."""
+    assert _units(RunOptions(workers=8), least=40 * GIB, num_units=1) == 40 * GIB
+    assert _units(RunOptions(workers=8), least=6 * GIB, num_units=100) == 6 * GIB
+    with pytest.raises(OptionError, match=r"--memory: .* too little for router rows\. .* 42949672960 bytes"):
+        _units(RunOptions(workers=8), least=40 * GIB, num_units=2)
+
+
+@pytest.mark.parametrize("options", [RunOptions(memory=GIB), RunOptions(address="auto")])
+def test_what_the_user_or_a_cluster_has_is_not_passed_over(options: RunOptions) -> None:
+    with pytest.raises(OptionError, match=rf"smallest budget that works is {2 * GIB} bytes"):
+        _units(options, least=2 * GIB)

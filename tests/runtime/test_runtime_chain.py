@@ -24,6 +24,7 @@ from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Stop, Work
 from raymerge.runtime.run import RunResult
+from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.staging import Staging
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
@@ -519,6 +520,7 @@ def test_a_failure_leaves_what_is_made(
     run = InlinePool.run
 
     def fail(self: InlinePool, work: Work, segments: Sequence[int], stop: Stop) -> Any:
+        assert isinstance(work, SegmentWork)
         if work.plan.manifest["method"] == "slerp":
             raise OSError(5, "the disk is gone")
         return run(self, work, segments, stop)

@@ -24,6 +24,7 @@ from raymerge.runtime import ray_pool
 from raymerge.runtime.events import Event, SegmentDone, Started, WorkerLost
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.ray_pool import RayPool
+from raymerge.runtime.segment_work import SegmentsRunner
 from raymerge.runtime.worker import MergeWorker
 
 pytestmark = pytest.mark.ray
@@ -245,12 +246,12 @@ def test_a_gpu_without_room_names_the_option_through_ray(
     class Full(MergeWorker):
         def open(self, work: Any) -> dict[str, Any]:
             answer = super().open(work)
-            assert self._runner is not None
+            assert isinstance(self._runner, SegmentsRunner)
 
             def out_of_memory(*_: object) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-            self._runner._pipeline = out_of_memory
+            vars(self._runner.segments)["_pipeline"] = out_of_memory
             return answer
 
     _use_worker(monkeypatch, Full)
@@ -282,8 +283,8 @@ def test_workers_that_take_for_ever_are_given_up(
         submit(recipe, tmp_path / "out", one)
 
 
-def test_a_worker_asked_before_it_has_a_plan_says_so() -> None:
-    with pytest.raises(RuntimeError, match="no plan"):
+def test_a_worker_asked_before_it_has_work_says_so() -> None:
+    with pytest.raises(RuntimeError, match="no work"):
         MergeWorker("early", "cpu").run(0)
 
 

@@ -169,7 +169,7 @@ def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int
     [
         (Path, "rename", 1),
         (Path, "rename", 2),
-        (staging_module, "_sync_directory", 3),
+        (staging_module, "sync_directory", 3),
         (staging_module.shutil, "rmtree", 1),
         (staging_module.Staging, "publish", 1),
     ],

@@ -1,0 +1,226 @@
+"""Experts made of the feed-forward layers of dense models: one row of the plan for each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from raymerge.architectures import logical_name
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.methods import Settings, find_method, random_key
+from raymerge.methods.passthrough import PASSTHROUGH
+from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.planner.expressions import (
+    Assembly,
+    Expression,
+    Part,
+    Read,
+    Row,
+    Term,
+    assembled,
+    copy_expression,
+    make_expression,
+)
+from raymerge.planner.findings import Findings
+from raymerge.planner.plain import PlainNumbers
+from raymerge.planner.supplies import Supplies, Supply
+
+_ROWS, _COLUMNS = 0, 1
+_NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
+# Along which dimension of each projection its neurons lie.
+_KEY_LIMIT = 2**53
+# A parameter of a method is a float: larger keys would lose bits.
+
+
+@dataclass(frozen=True, slots=True)
+class Upcycled:
+    """One expert of the output, or one slice of it, and what is done to it on the way."""
+
+    source: int
+    """Index of the model that it comes from."""
+    tensors: Mapping[tuple[int, str], str]
+    """Names of that model's matrices by layer and projection."""
+    number: int
+    """Which expert it is a part of, counted without slices; by it chance is drawn."""
+    slice: int
+    """Which of ``slices`` equal runs of its neurons it is."""
+    slices: int
+    """Into how many the expert is cut."""
+    noise_scale: float
+    """Standard deviation of noise added to its weights."""
+    reinit_fraction: float
+    """Fraction of its neurons whose weights are drawn anew."""
+    down_scale: float
+    """Factor on its down projection."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything of it is drawn by chance."""
+        return self.noise_scale != 0 or self.reinit_fraction != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of the output that an expert gives, or a part of one."""
+
+    output: str
+    """The output tensor that it goes into."""
+    logical: str
+    """Name by which chance is drawn."""
+    layer: int
+    """Its layer."""
+    projection: str
+    """``gate``, ``up`` or ``down``."""
+    dtype: DType
+    """What it is written in."""
+
+
+class ExpertRows:
+    """Makes the rows of experts; findings and fates collect on the way."""
+
+    def __init__(
+        self, supplies: Supplies, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
+    ) -> None:
+        self._supplies = supplies
+        self._plain = plain
+        self._findings = findings
+        self._fates = fates
+        self._seed = seed
+
+    def row(self, expert: Upcycled, matrix: Matrix) -> Row | None:
+        """The row of one matrix of an expert, or None with a finding."""
+        supply = self._supply(expert, matrix)
+        if supply is None:
+            return None
+        read, shape = self._read(supply, expert, matrix.projection, part=0)
+        expression = self._expression(expert, matrix, supply, shape)
+        self._settle(expert, supply, matrix, expression)
+        return Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,))
+
+    def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> Row | None:
+        """One row of the down projections of several experts side by side; None with a finding.
+
+        Their settings must agree: one expression holds for all of the row.
+        """
+        supplies = [self._supply(expert, matrix) for expert in experts]
+        found = [supply for supply in supplies if supply is not None]
+        if len(found) < len(experts):
+            return None
+        reads = [
+            self._read(supply, expert, matrix.projection, part=number)
+            for number, (expert, supply) in enumerate(zip(experts, found, strict=True))
+        ]
+        rows, width = reads[0][1][0], sum(shape[1] for _, shape in reads)
+        parts: list[Part] = []
+        first = 0
+        for number, (_, shape) in enumerate(reads):
+            parts.append(Part(f"{matrix.logical}#{number}", shape, View(first, shape, (width, 1))))
+            first += shape[1]
+        expression = self._computed(experts[0], matrix, (rows, width))
+        for expert, supply in zip(experts, found, strict=True):
+            self._settle(expert, supply, matrix, expression)
+        return Row(rows * width, expression, tuple(parts), tuple(read for read, _ in reads))
+
+    def _supply(self, expert: Upcycled, matrix: Matrix) -> Supply | None:
+        source = self._supplies.sources[expert.source]
+        name = expert.tensors[matrix.layer, matrix.projection]
+        found = self._supplies.find(expert.source, name, logical_name(name, source.rules))
+        if found is None or not self._plain.check(expert.source, found.place.tensor):
+            return None
+        if found.factor is not None and expert.slices > 1:
+            self._findings.tensor(
+                ("sliced adapter", source.name),
+                where=source.name,
+                what="an adapter adds to {count} of the matrices that 'granularity' cuts",
+                remedy="Merge the adapter into its model first, with a passthrough recipe before this one.",
+                example=name,
+            )
+            return None
+        return found
+
+    def _read(
+        self, supply: Supply, expert: Upcycled, projection: str, *, part: int
+    ) -> tuple[Read, tuple[int, ...]]:
+        """What is read of a matrix, and the shape of what that gives."""
+        rows, columns = supply.place.shape
+        whole = supply.read(part)
+        if expert.slices == 1:
+            return whole, (rows, columns)
+        if _NEURON_AXIS[projection] == _ROWS:
+            count = rows // expert.slices
+            width = whole.dtype.nbytes(columns)
+            first = whole.offset + expert.slice * count * width
+            run = Read(part, whole.source, whole.key, first, count * width, whole.dtype, None)
+            return run, (count, columns)
+        count = columns // expert.slices
+        view = View(expert.slice * count, (rows, count), (columns, 1))
+        cut = Read(part, whole.source, whole.key, whole.offset, whole.nbytes, whole.dtype, view)
+        return cut, (rows, count)
+
+    def _expression(
+        self, expert: Upcycled, matrix: Matrix, supply: Supply, shape: tuple[int, ...]
+    ) -> Expression:
+        """Bytes that pass untouched where nothing changes them, else what is computed."""
+        whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
+        changed = expert.is_random or _is_scaled(expert, matrix) or supply.factor is not None
+        untouched = whole_bytes and not changed
+        if untouched and supply.place.tensor.dtype is matrix.dtype and supply.place.view is None:
+            return copy_expression(matrix.dtype)
+        return self._computed(expert, matrix, shape)
+
+    def _computed(self, expert: Upcycled, matrix: Matrix, shape: tuple[int, ...]) -> Expression:
+        scale = expert.down_scale if _is_scaled(expert, matrix) else 1.0
+        if not expert.is_random:
+            settings = Settings(values={}, sources=({"scale": None if scale == 1 else scale},))
+            return make_expression(PASSTHROUGH, settings, has_base=False, cast=matrix.dtype)
+        method = find_method("upcycle")
+        if method is None:
+            raise RuntimeError("the method 'upcycle' is not in the table of methods")
+        axis = _NEURON_AXIS[matrix.projection]
+        numbers = {
+            "scale": scale,
+            "noise_scale": expert.noise_scale,
+            "reinit_fraction": expert.reinit_fraction,
+            "neuron_axis": axis,
+            "neuron_key": self._neuron_key(expert, matrix.layer),
+            "neuron_first": expert.slice * shape[axis],
+            "num_neurons": expert.slices * shape[axis],
+        }
+        settings = Settings(values={}, sources=(numbers,))
+        return make_expression(method, settings, has_base=False, cast=matrix.dtype)
+
+    def _neuron_key(self, expert: Upcycled, layer: int) -> int:
+        """The same for all matrices and slices of an expert in a layer, so that a neuron is drawn whole."""
+        return random_key(self._seed, f"neurons of expert {expert.number} in layer {layer}", 0) % _KEY_LIMIT
+
+    def _settle(self, expert: Upcycled, supply: Supply, matrix: Matrix, expression: Expression) -> None:
+        if expression.is_copy:
+            fate = Fate(Disposition.COPIED, Rule.EXPERT, matrix.output)
+        elif supply.factor is not None or expert.is_random or _is_scaled(expert, matrix):
+            fate = Fate(Disposition.MERGED, Rule.EXPERT, matrix.output)
+        else:
+            fate = Fate(Disposition.CONVERTED, Rule.EXPERT, matrix.output)
+        for store, name in supply.holders():
+            self._fates.settle(store, name, fate)
+        for store, name in self._supplies.holders(expert.source, supply):
+            self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, matrix.output))
+
+
+def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
+    """A stored matrix with each of its rows standing so many times in a row.
+
+    Args:
+        read: the whole matrix, as part 0.
+        num_rows: its rows.
+        num_columns: its columns.
+        times: how often each row stands.
+    """
+    runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
+    total = num_rows * times
+    return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))
+
+
+def _is_scaled(expert: Upcycled, matrix: Matrix) -> bool:
+    return matrix.projection == "down" and expert.down_scale != 1

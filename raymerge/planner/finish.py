@@ -1,0 +1,122 @@
+"""The last step of planning: what was decided becomes files, tables and a manifest, and is proved."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.source import natural_key
+from raymerge.errors import Problem
+from raymerge.planner.check import check_plan
+from raymerge.planner.consistency import config_problems
+from raymerge.planner.dispositions import Fates
+from raymerge.planner.expressions import Output
+from raymerge.planner.findings import Findings
+from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
+from raymerge.planner.segments import cut_segments, place_rows, place_shards
+from raymerge.planner.sources import Source, holdings
+from raymerge.planner.stages import fingerprint
+from raymerge.planner.tables import make_tables
+from raymerge.planner.ties import TieDecision
+from raymerge.planner.vocabularies import TokenizerChanges
+from raymerge.recipes import AnyRecipe, canonical
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Everything that a plan consists of, before its bytes are placed."""
+
+    recipe: AnyRecipe
+    """What is asked."""
+    sources: tuple[Source, ...]
+    """What is read."""
+    donor: int
+    """Index of the source that gives companion files."""
+    method: str
+    """Name of the method of tensors that no rule speaks of, or of the kind of work."""
+    rules: tuple[str, ...]
+    """Names of the methods of rules."""
+    outputs: tuple[Output, ...]
+    """Every tensor that is written."""
+    fates: Fates
+    """What becomes of every source tensor."""
+    findings: Findings
+    """What is wrong."""
+    config: Mapping[str, Any]
+    """The output's ``config.json``."""
+    tie: TieDecision
+    """What becomes of a head that is tied to the embedding."""
+    tokenizer: TokenizerChanges
+    """What becomes of the companions."""
+    notes: tuple[str, ...]
+    """Things worth telling."""
+
+
+def finish_plan(decided: Decided, *, version: str) -> Plan:
+    """The plan of what was decided, with its problems; ``version`` is raymerge's."""
+    recipe, findings, tie = decided.recipe, decided.findings, decided.tie
+    shards = place_shards(decided.outputs, recipe.shard_size)
+    donor = decided.sources[decided.donor]
+    for problem in _disagreements(shards, decided.config, donor) if findings.is_empty else ():
+        findings.add(problem)
+    rows = place_rows(decided.outputs, shards)
+    tables, expressions = make_tables(
+        decided.outputs, shards, rows, cut_segments(rows), decided.fates.rows(), decided.tokenizer.files
+    )
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "raymerge": version,
+        "recipe": json.loads(canonical(recipe)),
+        "recipe_text": recipe.text,
+        "method": decided.method,
+        "rules": list(decided.rules),
+        "seed": recipe.seed,
+        "duplicates": recipe.duplicates,
+        "sources": [fingerprint(holding) for holding in holdings(decided.sources)],
+        "donor": decided.donor,
+        "expressions": [expression_to_json(expression) for expression in expressions],
+        "config": dict(decided.config),
+        "left_out": list(decided.tokenizer.left_out),
+        "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
+        "notes": list(decided.notes),
+    }
+    return _proved(make_plan(manifest, tables, findings.problems()))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Planning makes millions of small objects and no cycles: looking for some takes a third of its time."""
+    was_running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_running:
+            gc.enable()
+
+
+def _disagreements(
+    shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
+) -> Iterator[Problem]:
+    """Where the output's config and tensors would disagree; what no rule changed came from the donor."""
+    tensors = {
+        tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
+        for key, layout in shards
+        for tensor in layout.tensors
+    }
+    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    yield from config_problems(replace(donor.checkpoint, config=config, tensors=ordered))
+
+
+def _proved(plan: Plan) -> Plan:
+    """The plan, if it does not contradict itself. That it does is no fault of the user's."""
+    problems = check_plan(plan)
+    if problems:
+        raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
+    return plan

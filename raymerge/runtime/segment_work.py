@@ -1,0 +1,71 @@
+"""The work of a merge: segments of one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raymerge.execute.receipts import Receipt
+from raymerge.execute.segment import SegmentRunner
+from raymerge.planner.memory import SLOTS, Projection
+from raymerge.planner.tables import Plan
+from raymerge.runtime.pool import Runner
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWork:
+    """Everything that workers need to make segments, but their numbers."""
+
+    plan: Plan
+    """The plan."""
+    roots: tuple[str, ...]
+    """Directory of each source."""
+    staging: Path
+    """The staging directory, reachable from every worker."""
+    projection: Projection
+    """Memory that a worker may use."""
+
+    @property
+    def slots(self) -> int:
+        """As many as the projection counts with."""
+        return SLOTS
+
+    @property
+    def part(self) -> str:
+        """A segment."""
+        return "segment"
+
+    def open(self, device: torch.device, name: str) -> Runner:
+        """A runner over the sources and the staging directory."""
+        sources = [open_store(root) for root in self.roots]
+        staging = open_store(str(self.staging))
+        runner = SegmentRunner(
+            self.plan, sources, staging, device=device, projection=self.projection, name=name
+        )
+        return SegmentsRunner(runner, (*sources, staging))
+
+
+class SegmentsRunner:
+    """Makes segments, and holds the stores that they are read from and written to."""
+
+    def __init__(self, segments: SegmentRunner, stores: Sequence[ReadStore]) -> None:
+        self.segments = segments
+        self._stores = stores
+
+    def run(self, number: int) -> Receipt:
+        """Make one segment."""
+        return self.segments.run(number)
+
+    def abort(self) -> None:
+        """Have every segment in hand fail at its next tile."""
+        self.segments.abort()
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self._stores:
+            store.close()

@@ -1,0 +1,223 @@
+"""Mixtures of experts built from dense models, as they are planned: names, fates, sizes, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.checkpoint_maker import llama_config, llama_shapes, write_checkpoint
+from kits.plan_maker import Planned, header_checkpoint, llama
+
+from raymerge.dtypes import DType
+from raymerge.errors import PlanError
+from raymerge.planner.planned import plan_merges
+from raymerge.planner.sources import holdings
+from raymerge.recipes import recipe_from_mapping
+
+
+def _planned(root: Path, data: dict[str, Any]) -> Planned:
+    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
+    (merge,) = plan_merges([recipe], root / "steps", version="0")
+    return Planned(merge.plan, merge.sources)
+
+
+def _good(root: Path, data: dict[str, Any]) -> Planned:
+    made = _planned(root, data)
+    made.plan.require()
+    held = enumerate(holdings(made.sources))
+    assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
+    return made
+
+
+def _refusals(root: Path, data: dict[str, Any]) -> list[str]:
+    try:
+        return [str(problem) for problem in _planned(root, data).plan.problems]
+    except PlanError as error:
+        return [str(problem) for problem in error.problems]
+
+
+def _mixture(root: Path, **more: Any) -> dict[str, Any]:
+    base, one, two = (llama(root / name) for name in ("base", "one", "two"))
+    experts = [{"source_model": one}, {"source_model": two}]
+    return {"base_model": base, "gate_mode": "random", "experts": experts, **more}
+
+
+def test_a_mixture_of_two_llamas_is_a_mixtral(tmp_path: Path) -> None:
+    made = _good(tmp_path, _mixture(tmp_path))
+    block = "model.layers.1.block_sparse_moe"
+    assert made.reads(f"{block}.experts.1.w1.weight") == [(2, "model.layers.1.mlp.gate_proj.weight")]
+    assert made.reads(f"{block}.experts.0.w2.weight") == [(1, "model.layers.1.mlp.down_proj.weight")]
+    assert made.reads(f"{block}.experts.0.w3.weight") == [(1, "model.layers.1.mlp.up_proj.weight")]
+    assert made.reads(f"{block}.gate.weight") == [(3, "router.1")]
+    assert made.dtype(f"{block}.gate.weight") == "BF16"
+    assert made.reads("model.layers.1.self_attn.q_proj.weight") == [
+        (0, "model.layers.1.self_attn.q_proj.weight")
+    ]
+    assert not any(".mlp." in name for name in made.names())
+    assert made.config["model_type"] == "mixtral"
+    assert (made.config["num_local_experts"], made.config["num_experts_per_tok"]) == (2, 2)
+    assert made.method(f"{block}.experts.1.w1.weight") == "copy"
+
+
+def test_every_source_tensor_has_its_reason(tmp_path: Path) -> None:
+    made = _good(tmp_path, _mixture(tmp_path))
+    up = "model.layers.0.mlp.up_proj.weight"
+    assert made.fate(1, up) == ("copied", "expert", "model.layers.0.block_sparse_moe.experts.0.w3.weight")
+    assert made.fate(0, up)[:2] == ("dropped", "replaced_by_experts")
+    assert made.fate(2, "model.layers.0.self_attn.q_proj.weight")[:2] == ("dropped", "only_experts_taken")
+    assert made.fate(0, "lm_head.weight")[0] == "copied"
+    assert made.fate(3, "router.0")[:2] == ("converted", "stage")
+
+
+def test_copies_are_read_once_and_written_each(tmp_path: Path) -> None:
+    data = _mixture(tmp_path)
+    data["experts"] = [{"source_model": data["base_model"], "copies": 8, "residual_scale": 0.5}]
+    made = _good(tmp_path, data)
+    rows = made.plan["rows"].to_pylist()
+    name = "model.layers.0.block_sparse_moe.experts.{}.w2.weight"
+    (first,) = made.rows(name.format(0))
+    assert first["copy_of"] == -1
+    for expert in range(1, 8):
+        (row,) = made.rows(name.format(expert))
+        assert rows[row["copy_of"]] == first
+    assert made.settings(name.format(0))["sources"] == [{"scale": 0.5}]
+    assert made.plan["tensors"].num_rows == 3 + 3 * 6 + 3 * 3 * 8 + 3
+
+
+def test_noise_and_neurons_drawn_anew_differ_from_copy_to_copy(tmp_path: Path) -> None:
+    data = _mixture(tmp_path)
+    data["experts"] = [{"source_model": data["base_model"], "copies": 2, "reinit_fraction": 0.5}]
+    made = _good(tmp_path, data)
+    keys = {}
+    for expert in range(2):
+        for projection in ("w1", "w2", "w3"):
+            name = f"model.layers.0.block_sparse_moe.experts.{expert}.{projection}.weight"
+            (said,) = made.settings(name)["sources"]
+            assert made.method(name) == "upcycle"
+            assert said["neuron_axis"] == (1 if projection == "w2" else 0)
+            keys.setdefault(expert, set()).add(said["neuron_key"])
+    assert all(len(each) == 1 for each in keys.values())
+    assert keys[0] != keys[1]
+
+
+def test_granularity_cuts_neurons_and_repeats_router_rows(tmp_path: Path) -> None:
+    made = _good(tmp_path, _mixture(tmp_path, granularity=2, experts_per_token=1))
+    block = "model.layers.0.block_sparse_moe"
+    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
+    assert shapes[f"{block}.experts.3.w1.weight"] == [32, 32]
+    assert shapes[f"{block}.experts.3.w2.weight"] == [32, 32]
+    assert shapes[f"{block}.gate.weight"] == [4, 32]
+    assert made.config["intermediate_size"] == 32
+    assert (made.config["num_local_experts"], made.config["num_experts_per_tok"]) == (4, 2)
+    assert made.settings(f"{block}.experts.3.w2.weight")["sources"] == [{"scale": 2.0}]
+    assert made.method(f"{block}.experts.1.w1.weight") == "copy"
+
+
+def test_fused_tensors_hold_what_single_ones_would(tmp_path: Path) -> None:
+    made = _good(tmp_path, _mixture(tmp_path, layout="fused"))
+    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
+    assert shapes["model.layers.2.mlp.experts.gate_up_proj"] == [2, 128, 32]
+    assert shapes["model.layers.2.mlp.experts.down_proj"] == [2, 32, 64]
+    rows = made.rows("model.layers.2.mlp.experts.gate_up_proj")
+    read = [made.stored(each)[1] for row in rows for each in made.inputs(row)]
+    gate, up = (f"model.layers.2.mlp.{each}_proj.weight" for each in ("gate", "up"))
+    assert read == [gate, up, gate, up]
+
+
+def test_a_trunk_is_merged_and_experts_are_not(tmp_path: Path) -> None:
+    trunk = {"merge_method": "linear", "parameters": {"weight": 0.5}}
+    made = _good(tmp_path, _mixture(tmp_path, trunk=trunk))
+    assert made.method("model.layers.0.self_attn.q_proj.weight") == "linear"
+    assert {source for source, _ in made.reads("model.layers.0.self_attn.q_proj.weight")} == {1, 2}
+    assert made.method("model.layers.0.block_sparse_moe.experts.1.w1.weight") == "copy"
+    assert made.fate(1, "model.norm.weight")[0] == "merged"
+    assert (
+        made.fate(0, "model.norm.weight")[1] == "only_experts_taken" or made.fate(0, "model.norm.weight")[1]
+    )
+
+
+def test_a_shared_expert_may_be_a_model_that_is_nothing_else(tmp_path: Path) -> None:
+    data = _mixture(tmp_path, architecture="qwen")
+    other = llama(tmp_path / "other")
+    data["shared_experts"] = [{"source_model": other, "residual_scale": 0.1}]
+    made = _good(tmp_path, data)
+    block = "model.layers.0.mlp"
+    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
+    assert made.reads(f"{block}.shared_expert.up_proj.weight") == [(3, "model.layers.0.mlp.up_proj.weight")]
+    assert shapes[f"{block}.shared_expert_gate.weight"] == [1, 32]
+    assert shapes[f"{block}.gate.weight"] == [2, 32]
+    assert shapes["model.layers.0.self_attn.q_proj.bias"] == [32]
+    assert shapes["model.layers.0.self_attn.k_proj.bias"] == [16]
+
+
+def test_two_shared_experts_lie_side_by_side(tmp_path: Path) -> None:
+    data = _mixture(tmp_path, architecture="glm4_moe")
+    data["shared_experts"] = [{"source_model": data["base_model"]}, {"source_model": tmp_path / "one"}]
+    made = _good(tmp_path, data)
+    shapes = dict(zip(made.names(), made.plan["tensors"].column("shape").to_pylist(), strict=True))
+    assert shapes["model.layers.0.mlp.shared_experts.gate_proj.weight"] == [128, 32]
+    assert shapes["model.layers.0.mlp.shared_experts.down_proj.weight"] == [32, 128]
+    assert len(made.rows("model.layers.0.mlp.shared_experts.gate_proj.weight")) == 2
+    (row,) = made.rows("model.layers.0.mlp.shared_experts.down_proj.weight")
+    assert len(made.parts(row)) == 2
+    assert made.dtype("model.layers.0.mlp.gate.e_score_correction_bias") == "F32"
+
+
+def test_models_that_fit_no_family_are_refused_family_by_family(tmp_path: Path) -> None:
+    data = _mixture(tmp_path)
+    wide = header_checkpoint(
+        tmp_path / "wide",
+        {name: (DType.BF16, shape) for name, shape in llama_shapes(llama_config(hidden=64)).items()},
+        llama_config(hidden=64),
+    )
+    data["experts"][1]["source_model"] = wide
+    found = _refusals(tmp_path, data)
+    assert any("Mixtral" in each and "wide" in each and "64" in each for each in found)
+    assert any("Qwen3-MoE" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architecture": "mixtrall"}, "mixtrall"),
+        ({"architecture": "qwen"}, "shared"),
+        ({"granularity": 3}, "64"),
+    ],
+)
+def test_what_cannot_be_built_says_why(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    assert any(words in each for each in _refusals(tmp_path, {**_mixture(tmp_path), **change}))
+
+
+def test_prompt_files_that_cannot_be_read_are_all_told(tmp_path: Path) -> None:
+    data = _mixture(tmp_path, gate_mode="ridge")
+    (tmp_path / "empty.txt").write_text(" \n")
+    data["experts"][0]["prompt_file"] = tmp_path / "absent.txt"
+    data["experts"][1]["prompt_file"] = tmp_path / "empty.txt"
+    found = _refusals(tmp_path, data)
+    assert any("absent.txt cannot be read" in each for each in found)
+    assert any("empty.txt is empty" in each for each in found)
+
+
+def test_prompts_change_the_plan_and_not_its_shape(tmp_path: Path) -> None:
+    data = _mixture(tmp_path, gate_mode="hidden")
+    for number, expert in enumerate(data["experts"]):
+        expert["positive_prompts"] = [f"text {number}"]
+    first = _good(tmp_path, data)
+    data["experts"][0]["positive_prompts"] = ["other text"]
+    second = _good(tmp_path, data)
+    assert first.plan.digest != second.plan.digest
+    assert first.plan["tensors"] == second.plan["tensors"]
+
+
+def test_mixed_dtypes_are_written_in_the_bases(tmp_path: Path) -> None:
+    data = _mixture(tmp_path)
+    config = llama_config(dtype=torch.float32)
+    tensors = {name: torch.zeros(shape) for name, shape in llama_shapes(config).items()}
+    data["experts"][0]["source_model"] = write_checkpoint(tmp_path / "wide", tensors, config)
+    made = _good(tmp_path, data)
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    assert (made.dtype(name), made.method(name)) == ("BF16", "passthrough")
+    assert made.fate(1, "model.layers.0.mlp.gate_proj.weight")[0] == "converted"

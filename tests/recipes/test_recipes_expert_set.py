@@ -1,0 +1,366 @@
+"""Recipes that change the experts of one checkpoint, and how the three kinds of recipes are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.dtypes import DType
+from raymerge.errors import RecipeError
+from raymerge.recipes import (
+    AddedExpert,
+    ExpertChange,
+    ExpertSetRecipe,
+    ModelReference,
+    MoeRecipe,
+    PerLayer,
+    Recipe,
+    canonical,
+    merge_order,
+    parse_recipe,
+    parse_recipes,
+    recipe_from_mapping,
+    references,
+)
+
+
+def nowhere(_path: str) -> bool:
+    return False
+
+
+def recipe(text: str) -> ExpertSetRecipe:
+    parsed = parse_recipe(text, "r.yml", exists=nowhere)
+    assert isinstance(parsed, ExpertSetRecipe)
+    return parsed
+
+
+def change(text: str) -> ExpertChange:
+    return recipe(f"base_model: m\nexperts: {text}\n").experts
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yml", exists=nowhere)
+    assert all(problem.remedy for problem in caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_defaults() -> None:
+    read = recipe("base_model: m@v\nexperts:\n  keep: [3, 0]\n")
+    assert read.base_model == ModelReference("m", "v")
+    assert read.experts == ExpertChange(keep=[3, 0])
+    assert (read.name, read.dtype, read.seed, read.shard_size) == (None, None, 0, 5 * 10**9)
+    assert (read.duplicates, read.pickled_weights) == ("keep", "error")
+    assert read.where("experts", "keep", 1) == "r.yml:3:13"
+
+
+def test_every_key_beside_the_experts() -> None:
+    read = recipe(
+        "name: small\nbase_model: m\nexperts: {dense: 2}\ndtype: bfloat16\nseed: 3\nshard_size: 1GB\n"
+        "duplicates: share\npickled_weights: read\n"
+    )
+    assert (read.name, read.dtype, read.seed, read.shard_size) == ("small", DType.BF16, 3, 10**9)
+    assert (read.duplicates, read.pickled_weights) == ("share", "read")
+
+
+def test_keep() -> None:
+    assert change("{keep: [3, 0]}").keep == PerLayer((3, 0))
+    assert change("{keep: {1: [0, 1], 2: [2, 5]}}").keep == PerLayer(None, ((1, (0, 1)), (2, (2, 5))))
+
+
+def test_drop() -> None:
+    for scores in ("weights", "scores/saliency.json"):
+        read = change(f"{{drop: 2, scores: {scores}}}")
+        assert (read.drop, read.scores) == (2, scores)
+
+
+def test_merge() -> None:
+    assert change("{merge: [[0, 2], [1, 3]]}").merge == PerLayer(((0, 2), (1, 3)))
+    read = change("{merge: {4: [[0], [1, 2]]}, scores: weights}")
+    assert (read.merge, read.scores) == (PerLayer(None, ((4, ((0,), (1, 2))),)), "weights")
+
+
+def test_add() -> None:
+    read = change("{add: [{model: x, experts: [1, 4]}, {model: y, row_of: 0}, {model: z+adapter}]}")
+    assert read.add == (
+        AddedExpert(model="x", experts=[1, 4]),
+        AddedExpert(model="y", row_of=0),
+        AddedExpert(model="z+adapter"),
+    )
+    assert (read.add[0].experts, read.add[0].row_of, read.add[2].experts) == ((1, 4), None, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "dense"), [("0", 0), ("7", 7), ("mean", "mean"), ("concatenated", "concatenated")]
+)
+def test_dense(written: str, dense: int | str) -> None:
+    assert change(f"{{dense: {written}}}").dense == dense
+
+
+@pytest.mark.parametrize("dense", ["mean", "concatenated"])
+def test_a_mixture_may_be_of_some_experts(dense: str) -> None:
+    assert change(f"{{dense: {dense}, of: [5, 1]}}").of == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "{}",
+            "experts: nothing says what becomes of the experts. Fill one of: keep, drop, merge, add, dense.",
+        ),
+        ("{scores: weights}", "experts: nothing says what becomes of the experts. Fill one of:"),
+        ("{add: []}", "'add' is empty. Fill one of: keep, drop, merge, add, dense."),
+        (
+            "{keep: [0], dense: 0}",
+            "'keep' and 'dense' are both given. Keep one of: keep, drop, merge, add, dense. One merge may",
+        ),
+        (
+            "{keep: 4}",
+            "keep: 4 is a number; expected a list of experts. Write numbers of experts, like [0, 2, 3].",
+        ),
+        ("{keep: [0, 3, 0]}", "expert 0 was listed before. Name each expert once."),
+        ("{keep: [-1]}", "-1 is below expert 0. Experts count from 0."),
+        (
+            "{keep: {1: [0, 1], 2: [0]}}",
+            "the list of layer '2' is 1 long, that of layer '1' 2. Make all equally long",
+        ),
+        (
+            "{keep: {first: [0]}}",
+            "'first' is a text; expected the number of one layer. Write a whole number; layers",
+        ),
+        (
+            "{drop: 2}",
+            "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores: FILE',",
+        ),
+        ("{drop: 0, scores: weights}", "drop: 0 is out of range. Write a whole number at least 1."),
+        (
+            "{drop: [0, 1], scores: weights}",
+            "[0, 1] is a list; 'drop' is how many experts go, those with the lowest scores. Write a number, "
+            "or list below 'keep' the experts that stay.",
+        ),
+        ("{merge: [0, 1]}", "0 is a number; expected a list of experts."),
+        ("{merge: [[0, 1], [1, 2]]}", "expert 1 was listed before. Name each expert once."),
+        ("{merge: []}", "merge: the list is empty. Write groups of experts, like [[0, 1], [2, 3]]."),
+        ("{add: [x]}", "'x' is a text where a map belongs. Write a map like {model: PATH, experts: [0, 1]}."),
+        ("{add: [{source_model: x}]}", "unknown key 'source_model'. Here the key is 'model'."),
+        ("{add: [{model: x, row_of: -2}]}", "row_of: -2 is below expert 0. Experts count from 0."),
+        ("{add: [{model: x, experts: []}]}", "experts: the list is empty. Write numbers of experts"),
+        ("{add: {model: x}}", "add: {'model': 'x'} is a map; expected a list."),
+        (
+            "{dense: concat}",
+            "dense: 'concat' is not known here. Did you mean 'concatenated'? Write mean, concatenated or the "
+            "number of an expert.",
+        ),
+        (
+            "{dense: 1.5}",
+            "dense: 1.5 is not known here. Write mean, concatenated or the number of an expert.",
+        ),
+        (
+            "{dense: 1, of: [1]}",
+            "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only. Remove",
+        ),
+        ("{keep: [1], of: [1]}", "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only."),
+        (
+            "{keep: [1], scores: weights}",
+            "'scores' has no meaning beside 'keep'. Remove it, or write 'drop' or",
+        ),
+        ("{dense: mean, scores: weights}", "'scores' has no meaning beside 'dense'."),
+        ("{drop: 1, scores: 3}", "scores: 3 is a number; expected a text. Put it in quotes."),
+        ("{keeps: [1]}", "unknown key 'keeps'. Did you mean 'keep'?"),
+        (
+            "{source_model: a}",
+            "unknown key 'source_model'. Experts of a mixture that is to be built are a list:",
+        ),
+    ],
+)
+def test_wrong_changes(text: str, expected: str) -> None:
+    told = problems(f"base_model: m\nexperts: {text}\n")
+    assert any(line.split(": ", 1)[1].startswith(expected) for line in told), told
+    assert all(line.startswith("r.yml:2:") for line in told)
+
+
+@pytest.mark.parametrize("text", ["{dense: concat, of: [1]}", "{keep: []}", "{drop: x, scores: weights}"])
+def test_one_cause_is_one_fault(text: str) -> None:
+    assert len(problems(f"base_model: m\nexperts: {text}\n")) == 1
+
+
+def test_all_that_is_wrong_comes_at_once_in_the_order_of_the_text() -> None:
+    told = problems(
+        """\
+model: m
+experts:
+  keep:
+    3: [0, 0]
+    x: [1, 2]
+  drop: 1
+  of: [2]
+gate_mode: ridge
+merge_method: linear
+"""
+    )
+    places = [line.split(": ")[0] for line in told]
+    assert places == [
+        f"r.yml:{mark}" for mark in ("1:1", "1:1", "4:12", "5:5", "6:3", "6:3", "7:3", "8:1", "9:1")
+    ]
+    assert "r.yml:1:1: unknown key 'model'. Here the key is 'base_model'." in told
+    assert any("A map of 'experts' changes the experts of one checkpoint. To build" in line for line in told)
+    assert any("give it a name, and name it as base_model" in line for line in told)
+
+
+def test_the_three_kinds_are_told_apart_by_experts() -> None:
+    kinds = {
+        "merge_method: linear\nmodels: [{model: a}]\n": Recipe,
+        "base_model: a\ngate_mode: random\nexperts: [{source_model: a, copies: 2}]\n": MoeRecipe,
+        "base_model: a\nexperts: {dense: 0}\n": ExpertSetRecipe,
+    }
+    for text, kind in kinds.items():
+        assert type(parse_recipe(text, exists=nowhere)) is kind
+        assert type(recipe_from_mapping(yaml.safe_load(text), exists=nowhere)) is kind
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [("8", "a number"), ("mixtral", "a text"), ("", "empty"), ("yes", "a yes")]
+)
+def test_experts_that_are_neither_are_told_both_forms(value: str, what: str) -> None:
+    (told,) = problems(f"base_model: a\nexperts: {value}\nmerge_method: linear\n")
+    assert told.startswith(f"r.yml:2:1: 'experts' is {what}")
+    assert told.endswith(
+        "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
+        "or a map to change the experts of one: experts: {keep: [0, 1]}."
+    )
+
+
+def test_experts_that_yaml_could_not_give_are_one_fault() -> None:
+    (told,) = problems("base_model: a\nexperts: !x 3\n")
+    assert told.startswith("r.yml:2:1: experts: the tag !x has no meaning")
+
+
+CHANGES: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {"keep": [0, 2]},
+        {"keep": {"3": [0, 2], 5: [1, 4]}},
+        {"drop": 2, "scores": "weights"},
+        {"merge": [[0, 1], [2]]},
+        {"merge": {2: [[0, 1], [2]]}, "scores": "file.json"},
+        {"add": [{"model": "x@v", "experts": [3]}, {"model": "y", "row_of": 1}]},
+        {"dense": 0},
+        {"dense": "mean", "of": [1, 0]},
+    ]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(CHANGES, CHANGES, st.sampled_from(["keep", "share"]))
+def test_a_recipe_without_a_text_writes_one_that_says_the_same(
+    one: dict[str, Any], other: dict[str, Any], duplicates: str
+) -> None:
+    made, second = (
+        recipe_from_mapping({"base_model": "m", "experts": each, "duplicates": duplicates}, exists=nowhere)
+        for each in (one, other)
+    )
+    again = recipe(made.text)
+    assert again == made
+    assert canonical(again) == canonical(made)
+    assert (canonical(made) == canonical(second)) == (one == other)
+
+
+def test_canonical_sees_the_order_of_experts_and_not_that_of_layers() -> None:
+    assert canonical(recipe("base_model: m\nexperts: {keep: [0, 1]}\n")) != canonical(
+        recipe("base_model: m\nexperts: {keep: [1, 0]}\n")
+    )
+    assert canonical(recipe("base_model: m\nexperts: {keep: {1: [0], 2: [1]}}\n")) == canonical(
+        recipe("base_model: m\nexperts: {keep: {'2': [1], '1': [0]}}\n")
+    )
+
+
+def test_a_name_changes_no_byte() -> None:
+    text = "base_model: m\nexperts: {keep: [0, 1]}\n"
+    assert canonical(recipe(text)) == canonical(recipe(f"{text}name: x\n"))
+
+
+def test_models_that_it_names() -> None:
+    read = recipe("base_model: m\nexperts: {add: [{model: x}, {model: y, row_of: 0}]}\n")
+    assert list(references(read)) == [
+        (("base_model",), ModelReference("m")),
+        (("experts", "add", 0, "model"), ModelReference("x")),
+        (("experts", "add", 1, "model"), ModelReference("y")),
+    ]
+
+
+MERGED = "---\nname: step\nmerge_method: linear\nmodels: [{model: a}, {model: b}]\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "base_model: step\nexperts: {drop: 1, scores: weights}\n",
+        "base_model: a\nexperts: {add: [{model: c}, {model: step}]}\n",
+        "base_model: a\ngate_mode: random\nexperts: [{source_model: step, copies: 2}]\n",
+        "base_model: a\ngate_mode: random\nexperts: [{source_model: b, copies: 2}]\n"
+        "trunk: {merge_method: linear, models: [{model: step}]}\n",
+        "merge_method: linear\nmodels: [{model: a}]\nrouter: step\n",
+    ],
+)
+def test_every_kind_may_use_the_result_of_a_merge(body: str) -> None:
+    recipes = parse_recipes(body + MERGED, "r.yml", exists=nowhere)
+    assert [each.name for each in merge_order(recipes, exists=nowhere)] == ["step", None]
+
+
+def test_a_mixture_is_built_merged_and_pruned_in_one_file() -> None:
+    text = """\
+base_model: both
+experts: {drop: 1, scores: weights}
+---
+name: built
+base_model: a
+gate_mode: random
+experts: [{source_model: a}, {source_model: b}, {source_model: c}]
+---
+name: both
+merge_method: linear
+base_model: built
+models: [{model: built}, {model: trained}]
+router: built
+"""
+    recipes = parse_recipes(text, "r.yml", exists=nowhere)
+    assert [type(each) for each in recipes] == [ExpertSetRecipe, MoeRecipe, Recipe]
+    assert [each.name for each in merge_order(recipes, exists=nowhere)] == ["built", "both", None]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"experts": {}},
+        {
+            "experts": {
+                "keep": object(),
+                "drop": [],
+                "merge": "x",
+                "add": [3],
+                "dense": {},
+                "of": 1,
+                "scores": [],
+            }
+        },
+        {"base_model": 3, "experts": {"keep": {None: [1]}, "merge": {"a": {}, 2: [[None]]}}},
+        {"base_model": "a", "experts": 3},
+        {"base_model": "a", "experts": [], "trunk": 3, "granularity": {}, "gate_scale": [], "layout": None},
+        {
+            "base_model": "a",
+            "experts": [{"source_model": 1, "copies": [], "prompt_file": 2}],
+            "gate_mode": "ridge",
+        },
+    ],
+)
+def test_messages_are_sentences_and_free_of_the_machinery(data: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_mapping(data)
+    for line in str(caught.value).splitlines():
+        assert line.startswith("recipe")
+        for word in ("pydantic", "http", "Input should", "validation", "type=", "ctx", "Traceback"):
+            assert word not in line

@@ -1,0 +1,245 @@
+"""How a mixture of experts is built: granularity, upcycling, gates, trunk and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raymerge.errors import RecipeError
+from raymerge.recipes import (
+    MethodRule,
+    ModelEntry,
+    ModelReference,
+    MoeRecipe,
+    Scalar,
+    Trunk,
+    canonical,
+    load_recipe,
+    parse_recipe,
+    recipe_from_mapping,
+    references,
+)
+
+RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "configs" / "recipes").rglob("moe-*.yml"))
+
+
+def recipe(text: str) -> MoeRecipe:
+    parsed = parse_recipe(text, "r.yml", exists=lambda _: False)
+    assert isinstance(parsed, MoeRecipe)
+    return parsed
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yml", exists=lambda _: False)
+    assert all(problem.remedy for problem in caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_defaults() -> None:
+    read = recipe(RANDOM)
+    assert (read.layout, read.granularity, read.weight_scaling, read.trunk) == ("hub", 1, True, None)
+    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.01, "error")
+    (first, _) = read.experts
+    assert (first.copies, first.reinit_fraction, first.prompt_file, first.held_out_prompts) == (
+        1,
+        None,
+        None,
+        (),
+    )
+
+
+def test_every_key() -> None:
+    read = recipe(
+        """\
+name: mixture
+base_model: a
+gate_mode: ridge
+gate_scale: 2
+gate_ridge: 1e-3
+granularity: 4
+weight_scaling: false
+layout: fused
+pickled_weights: read
+experts:
+  - {source_model: b, prompt_file: b.txt, reinit_fraction: 0.5, noise_scale: 0.01}
+  - {source_model: c+adapter, positive_prompts: [x], reinit_fraction: 1}
+trunk:
+  merge_method: ties
+  models: [{model: b, parameters: {weight: 0.5}}, {model: c}]
+  parameters: {weight: 1, density: 0.5}
+  methods: [{role: norm, merge_method: passthrough, sources: [b]}]
+"""
+    )
+    assert (read.name, read.gate_scale, read.gate_ridge) == ("mixture", 2.0, 1e-3)
+    assert (read.granularity, read.weight_scaling) == (4, False)
+    assert (read.layout, read.pickled_weights) == ("fused", "read")
+    assert [each.reinit_fraction for each in read.experts] == [0.5, 1.0]
+    assert read.trunk == Trunk(
+        merge_method="ties",
+        models=[ModelEntry(model="b", parameters={"weight": 0.5}), ModelEntry(model="c")],
+        parameters={"weight": 1, "density": 0.5},
+        methods=[MethodRule(role="norm", merge_method="passthrough", sources=["b"])],
+    )
+
+
+def test_a_trunk_may_be_of_all_experts() -> None:
+    trunk = recipe(f"{RANDOM}trunk: {{merge_method: linear, parameters: {{weight: 1}}}}\n").trunk
+    assert trunk is not None
+    assert (trunk.models, trunk.parameters) == ((), {"weight": Scalar(1.0)})
+
+
+def test_models_of_a_trunk_are_named_behind_the_experts_and_its_rules_last() -> None:
+    models, rule = "models: [{model: d}, {model: b}]", "methods: [{role: mlp, sources: [b]}]"
+    trunk = f"trunk: {{merge_method: linear, {models}, {rule}}}\n"
+    read = recipe(f"{RANDOM}shared_experts: [{{source_model: e}}]\n{trunk}")
+    assert [(".".join(map(str, path)), str(each)) for path, each in references(read)] == [
+        ("base_model", "a"),
+        ("experts.0.source_model", "b"),
+        ("experts.1.source_model", "c"),
+        ("shared_experts.0.source_model", "e"),
+        ("trunk.models.0.model", "d"),
+        ("trunk.models.1.model", "b"),
+        ("trunk.methods.0.sources.0", "b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("granularity: 0", "granularity: 0 is out of range. Write a whole number at least 1."),
+        ("granularity: 2.5", "granularity: 2.5 is not a whole number. Write it without a fraction."),
+        ("granularity: [2]", "granularity: [2] is not a whole number. Write it without a fraction."),
+        ("weight_scaling: 1", "weight_scaling: 1 is a number; expected true or false. Write true or false."),
+        ("layout: fuse", "layout: 'fuse' is not known here. Did you mean 'fused'? Write one of: hub, fused."),
+        ("gate_scale: 0", "gate_scale: 0 is not above 0. Write a positive number, like 0.5."),
+        ("gate_scale: -1", "gate_scale: -1 is not above 0. Write a positive number, like 0.5."),
+        ("gate_scale: .inf", "gate_scale: inf is not a finite number. Write a finite one."),
+        (
+            "gate_ridge: 0.1",
+            "'gate_ridge' belongs to gate_mode ridge, and gate_mode is random. "
+            "Remove it, or write gate_mode: ridge.",
+        ),
+        (
+            "trunk: linear",
+            "trunk: 'linear' is a text where a map belongs. "
+            "Write a map like {merge_method: linear, parameters: {weight: 1}}.",
+        ),
+        ("trunk: {}", "the key 'merge_method' is missing or empty. Add it."),
+        ("trunk: {merge_method: linear, model: [a]}", "unknown key 'model'. Did you mean 'models'?"),
+        (
+            "load_in_4bit: true",
+            "unknown key 'load_in_4bit'. In mergekit that is the flag --load-in-4bit; it is not needed here, "
+            "since the base is run with one layer in memory at a time. Remove the key.",
+        ),
+        (
+            "load-in-8bit: true",
+            "unknown key 'load-in-8bit'. Did you mean 'load_in_8bit'? In mergekit that is the flag "
+            "--load-in-8bit; it is not needed here, since the base is run with one layer in memory at a "
+            "time. Remove the key.",
+        ),
+        (
+            "i_understand_this_is_not_useful_without_training: true",
+            "unknown key 'i_understand_this_is_not_useful_without_training'. In mergekit that is the flag of "
+            "this name; here experts of one model are built without asking. Remove the key.",
+        ),
+        (
+            "models: [{model: a}]",
+            "unknown key 'models'. Everything but the experts is merged by "
+            "'trunk: {merge_method: ..., models: [...]}'.",
+        ),
+        (
+            "merge_method: linear",
+            "unknown key 'merge_method'. A recipe with 'experts' builds a mixture of experts and has no "
+            "method. Everything but the experts is merged by 'trunk: {merge_method: ..., models: [...]}'.",
+        ),
+    ],
+)
+def test_wrong_keys(line: str, expected: str) -> None:
+    (told,) = problems(f"{RANDOM}{line}\n")
+    assert told.startswith("r.yml:4:")
+    assert told.split(": ", 1)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1.5", "1.5 is not a fraction. Write a number from 0 to 1."),
+        ("-0.1", "-0.1 is not a fraction. Write a number from 0 to 1."),
+        ("half", "'half' is a text; expected a number. Write a number, like 0.5."),
+    ],
+)
+def test_a_share_of_neurons_is_a_fraction(value: str, expected: str) -> None:
+    text = RANDOM.replace("source_model: b", f"source_model: b, reinit_fraction: {value}")
+    assert problems(text) == [f"r.yml:3:29: reinit_fraction: {expected}"]
+
+
+def test_the_gate_that_is_meant_by_silence_has_no_ridge() -> None:
+    text = RANDOM.replace("gate_mode: random\n", "gate_ridge: 0.1\n").replace(
+        "}", ", positive_prompts: [x]}", 1
+    )
+    text = text.replace("source_model: c", "source_model: c, positive_prompts: [y]")
+    (told,) = problems(text)
+    assert told.startswith("r.yml:2:1: 'gate_ridge' belongs to gate_mode ridge, and gate_mode is hidden.")
+
+
+def test_a_gate_that_is_none_is_one_fault() -> None:
+    text = RANDOM.replace("random", "rigde") + "gate_ridge: 0.1\nshared_experts: [{source_model: b}]\n"
+    (told,) = problems(text)
+    assert told.startswith("r.yml:2:1: gate_mode: 'rigde' is not known here. Did you mean 'ridge'?")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "layout: fused",
+        "granularity: 2",
+        "weight_scaling: false",
+        "gate_scale: 2",
+        "pickled_weights: read",
+        "trunk: {merge_method: linear}",
+        "trunk: {merge_method: linear, parameters: {weight: 1}}",
+    ],
+)
+def test_canonical_sees_every_choice(change: str) -> None:
+    assert canonical(recipe(RANDOM)) != canonical(recipe(f"{RANDOM}{change}\n"))
+
+
+@pytest.mark.parametrize("change", ["copies: 2", "reinit_fraction: 0.5", "noise_scale: 0"])
+def test_canonical_sees_every_choice_of_an_expert(change: str) -> None:
+    changed = RANDOM.replace("source_model: b", f"source_model: b, {change}")
+    assert canonical(recipe(RANDOM)) != canonical(recipe(changed))
+
+
+def test_a_recipe_made_in_python_says_itself_as_yaml() -> None:
+    made = MoeRecipe(
+        base_model="a",
+        gate_mode="random",
+        granularity=2,
+        experts=[{"source_model": "b", "copies": 8, "reinit_fraction": 0.5}],
+        trunk={"merge_method": "linear", "parameters": {"weight": [0, 1]}},
+    )
+    assert recipe_from_mapping(yaml.safe_load(made.text)) == made
+    assert made.where("experts", 0, "copies") == "recipe: experts[0].copies"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_of_ours_is_a_recipe_of_models_that_are_there(example: Path) -> None:
+    read = load_recipe(example)
+    assert isinstance(read, MoeRecipe)
+    assert all((ROOT / reference.path).is_dir() for _, reference in references(read))
+    files = [each.prompt_file for each in read.experts if each.prompt_file is not None]
+    assert all((ROOT / file).is_file() for file in files)
+
+
+def test_there_are_examples() -> None:
+    assert {example.stem for example in EXAMPLES} >= {"moe-hidden", "moe-ridge", "moe-upcycle"}
+
+
+def test_references_are_split_as_everywhere() -> None:
+    read = recipe(RANDOM.replace("source_model: b", "source_model: b@v1+c"))
+    assert read.experts[0].source_model == ModelReference("b", "v1", "c")

@@ -1,0 +1,696 @@
+"""Stages before a merge: what is made, kept, done again, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits import stage_maker
+from kits.chains import documents
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.driver_process import PATIENCE_SECONDS
+from kits.merge_cases import INLINE, digests
+from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, with_stage
+
+from raymerge.api import plan_for, verify
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.dtypes import DType
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    NonFiniteError,
+    OptionError,
+    PlanError,
+    Problem,
+    TargetError,
+    VerificationError,
+)
+from raymerge.planner.planned import PlannedMerge
+from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, make_stage
+from raymerge.runtime.chain import Chain, kept_steps, sources_of, stage_problems, steps_directory
+from raymerge.runtime.events import (
+    Event,
+    Planned,
+    Published,
+    SegmentDone,
+    StageKept,
+    StageReport,
+    StageStarted,
+    StepKept,
+    StepStarted,
+    Stopping,
+    UnitDone,
+    WorkerLost,
+)
+from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.ray_pool import RayPool
+from raymerge.runtime.stage_run import is_stage_made, stage_record
+from raymerge.runtime.stage_work import sources_of_stage, work_of
+
+KEEP = RunOptions(inline=True, keep_intermediates=True)
+AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
+TWO = RunOptions(workers=2, memory=16 << 20)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    """The mean of two models that a test may change, in ``tmp_path / "models"``."""
+    for seed, name in enumerate(("one", "two")):
+        tiny_llama(tmp_path / "models" / name, seed, hidden=32, layers=1)
+    models = [{"model": str(tmp_path / "models" / name)} for name in ("one", "two")]
+    return {"merge_method": "linear", "models": [{**e, "parameters": {"weight": 0.5}} for e in models]}
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where the result goes, alone in its directory."""
+    (tmp_path / "outs").mkdir()
+    return tmp_path / "outs" / "out"
+
+
+def _run(merges: Any, output: Path, options: RunOptions = KEEP, **settings: Any) -> list[Event]:
+    events: list[Event] = []
+    run_chain(merges, output, options, on_event=events.append, **settings)
+    return events
+
+
+def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kinds)]
+
+
+def _result(output: Path, name: str = "router-rows") -> Path:
+    return steps_directory(output) / name
+
+
+# What is made
+
+
+def test_a_stage_leaves_the_planned_file_and_its_report(recipe: dict[str, Any], output: Path) -> None:
+    merges = staged(recipe, output)
+    events = _run(merges, output)
+    (stage,) = merges[0].stages
+    place = _result(output)
+    header = stage.layout.header
+    assert (place / RESULT_FILE).read_bytes()[: len(header)] == header
+    assert [path.name for path in sorted(place.iterdir())] == [RESULT_FILE, "raymerge"]
+    assert read_tensors(place)["router.0"][:, 0].int().tolist() == list(range(UNITS))
+    record = stage_record(place)
+    assert record["report"] == {"rows": UNITS}
+    assert json.loads((output / "raymerge" / "stages" / "router-rows.json").read_text()) == record
+    assert (record["digest"], record["result"]["nbytes"]) == (stage.digest, stage.layout.nbytes)
+    assert verify(output).problems == ()
+    assert _of(events, StepStarted, StepKept) == []
+
+
+def test_events_tell_how_the_stage_goes(recipe: dict[str, Any], output: Path) -> None:
+    events = _run(staged(recipe, output), output)
+    kinds = [type(event) for event in events]
+    assert kinds[: UNITS + 3] == [StageStarted, *[UnitDone] * UNITS, StageReport, Planned]
+    (started,) = _of(events, StageStarted)
+    assert (started.number, started.total, started.units, started.total_bytes) == (1, 1, UNITS, 1000)
+    assert (started.workers, started.device, started.done_units) == (("inline",), "cpu", 0)
+    done = _of(events, UnitDone)
+    # The costly ones come first.
+    assert [event.unit for event in done] == [3, 2, 1, 0]
+    assert [event.planned_bytes for event in done] == [400, 300, 200, 100]
+    assert _of(events, StageReport)[0].report == {"rows": UNITS}
+    for event in events:
+        assert (
+            json.loads(json.dumps(event.to_json()))["event"].replace("_", "") == type(event).__name__.lower()
+        )
+
+
+def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
+    recipe: dict[str, Any], output: Path
+) -> None:
+    _run(staged(recipe, output), output, INLINE)
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    first = digests(output)
+    _run(staged(recipe, output), output, AGAIN)
+    assert digests(output) == first
+    assert sorted(path.name for path in output.parent.iterdir()) == [".out.raymerge.steps", "out"]
+    assert [path.name for path in steps_directory(output).iterdir()] == ["router-rows"]
+
+
+def test_units_compute_with_one_thread(recipe: dict[str, Any], output: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    _run(staged(recipe, output), output, threads_file=str(tmp_path / "threads"))
+    assert (tmp_path / "threads").read_text().split() == ["1"] * UNITS
+    assert torch.get_num_threads() == before
+
+
+def test_several_stages_come_in_their_order(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+    merge = with_stage(merge, gate_stage(merge.sources[1], name="second"), output)
+    events = _run([merge], output)
+    assert [(e.title, e.number, e.total) for e in _of(events, StageStarted)] == [
+        ("router-rows from one", 1, 2),
+        ("second from two", 2, 2),
+    ]
+    assert {path.name for path in (output / "raymerge" / "stages").iterdir()} == {
+        "router-rows.json",
+        "second.json",
+    }
+
+
+def test_more_workers_than_parts_are_not_asked_for(recipe: dict[str, Any], output: Path) -> None:
+    merges = staged(recipe, output)
+    assert len(merges[0].plan["segments"]) == 1
+    assert Chain(merges, output, KEEP, on_event=lambda _: None, works=PieceWork).most_segments == UNITS
+
+
+# The work of real stages
+
+
+def _random_rows(merge: PlannedMerge, output: Path) -> PlannedMerge:
+    """The merge with a stage of random router rows, as a recipe asks for them."""
+    experts = tuple(ExpertPrompts(f"expert {number}") for number in range(2))
+    spec = GateSpec(merge.sources[0], "random", experts, (), (0,), 32, 5, 1.0, 0.01, ())
+    rows = [TensorSpec("router.0", DType.F32, (2, 32))]
+    stage = make_stage(
+        name="rows", title="random rows", place="r.yml:1:1", spec=spec, tensors=rows, version="0"
+    )
+    return with_stage(merge, stage, output)
+
+
+def test_each_kind_of_stage_has_its_work(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = plan_for(recipe, output)
+    one, two = merge.sources
+    assert work_of(_random_rows(merge, output).stages[0]).num_units == 1
+    aligned = make_stage(
+        name="order",
+        title="order of experts",
+        place="r.yml:1:1",
+        spec=AlignSpec(one, two, (), False),
+        tensors=[],
+        version="0",
+    )
+    assert sources_of_stage(aligned) == (one, two)
+    assert type(work_of(aligned)).__name__ == "AlignWork"
+
+
+def test_router_rows_are_made_before_the_merge(recipe: dict[str, Any], output: Path) -> None:
+    merge = _random_rows(plan_for(recipe, output)[0], output)
+    events: list[Event] = []
+    pool = InlinePool("cpu")
+    pool.start()
+    Chain([merge], output, KEEP, on_event=events.append).carry_out(pool)
+    rows = read_tensors(_result(output, "rows"))["router.0"]
+    assert rows.shape == (2, 32)
+    assert not torch.equal(rows[0], rows[1])
+    assert _of(events, StageReport)[0].report["mode"] == "random"
+
+
+# What is kept, and what is done again
+
+
+def _is_kept(merges: Any, output: Path, **settings: Any) -> bool:
+    events = _run(merges, output, AGAIN, **settings)
+    assert len(_of(events, StageReport)) == 1
+    assert len(_of(events, StageStarted)) + len(_of(events, StageKept)) == 1
+    return bool(_of(events, StageKept))
+
+
+def test_what_is_there_is_kept(recipe: dict[str, Any], output: Path) -> None:
+    _run(staged(recipe, output), output)
+    before = digests(output)
+    assert _is_kept(staged(recipe, output), output)
+    assert digests(output) == before
+
+
+def test_another_stage_of_that_name_takes_its_place(recipe: dict[str, Any], output: Path) -> None:
+    _run(staged(recipe, output), output)
+    assert not _is_kept(staged(recipe, output, seed=1), output)
+    assert _is_kept(staged(recipe, output, seed=1), output)
+
+
+def _flip(place: Path) -> None:
+    """Change the last byte of the result, and nothing else that shows."""
+    path = place / RESULT_FILE
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _flip,
+        lambda place: os.utime(place / RESULT_FILE, ns=(1, 1)),
+        lambda place: (place / RESULT_FILE).unlink(),
+        lambda place: (place / "raymerge" / "stage.json").unlink(),
+        lambda place: (place / "raymerge" / "stage.json").write_text("[]"),
+        lambda place: (place / "raymerge" / "ledger.jsonl").unlink(),
+        shutil.rmtree,
+    ],
+)
+def test_what_is_not_sound_is_made_again(
+    harm: Callable[[Path], object], recipe: dict[str, Any], output: Path
+) -> None:
+    _run(staged(recipe, output), output)
+    before = digests(output)
+    content = (_result(output) / RESULT_FILE).read_bytes()
+    harm(_result(output))
+    assert not _is_kept(staged(recipe, output), output)
+    assert (_result(output) / RESULT_FILE).read_bytes() == content
+    assert digests(output) == before
+
+
+def test_a_source_that_was_written_again_is_read_again(
+    recipe: dict[str, Any], output: Path, tmp_path: Path
+) -> None:
+    """The headers are the same, and so is the digest of the stage."""
+    _run(staged(recipe, output), output)
+    root = tmp_path / "models" / "one"
+    tensors = {name: tensor * 2 for name, tensor in read_tensors(root).items()}
+    write_checkpoint(root, tensors, json.loads((root / "config.json").read_text()))
+    before = (_result(output) / RESULT_FILE).read_bytes()
+    merges = staged(recipe, output)
+    assert not is_stage_made(_result(output), merges[0].stages[0])
+    assert not _is_kept(merges, output)
+    assert (_result(output) / RESULT_FILE).read_bytes() != before
+
+
+def test_other_numerics_make_it_again(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(staged(recipe, output), output)
+    (stage,) = staged(recipe, output)[0].stages
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    assert is_stage_made(_result(output), stage)
+    assert not is_stage_made(_result(output), stage, {"device": "cpu", "torch": "another"})
+    assert not _is_kept(staged(recipe, output), output)
+
+
+def test_what_units_left_is_swept_and_does_no_harm(recipe: dict[str, Any], output: Path) -> None:
+    """As after a crash between the renaming and the sweeping."""
+    _run(staged(recipe, output), output)
+    (_result(output) / "piece-0.bin").write_bytes(b"left")
+    (_result(output) / "spilled").mkdir()
+    assert _is_kept(staged(recipe, output), output)
+
+
+# Sources with results
+
+
+def test_a_merge_reads_the_result_that_is_there(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+    assert merge.sources[0].prepared[0].files[0].version == ""
+    with pytest.raises(CheckpointError, match=r"router-rows from one' is absent.*Give the command again"):
+        sources_of(merge, steps_directory(output))
+    _run([merge], output)
+    (prepared,) = sources_of(merge, steps_directory(output))[0].prepared
+    assert prepared.files[0].version == str((_result(output) / RESULT_FILE).stat().st_mtime_ns)
+    assert prepared.tensors == merge.sources[0].prepared[0].tensors
+    path = _result(output) / RESULT_FILE
+    path.write_bytes(path.read_bytes().replace(b"router", b"rooter"))
+    with pytest.raises(CheckpointError, match="no longer what was prepared"):
+        sources_of(merge, steps_directory(output))
+
+
+def test_a_result_that_changes_while_it_is_merged_is_an_error(recipe: dict[str, Any], output: Path) -> None:
+    def touch(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            os.utime(_result(output) / RESULT_FILE, ns=(1, 1))
+
+    with pytest.raises(CheckpointError, match=r"router-rows from one: model\.safetensors: the file was chan"):
+        run_chain(staged(recipe, output), output, on_event=touch)
+
+
+def test_a_source_that_changes_during_the_stage_is_an_error(
+    recipe: dict[str, Any], output: Path, tmp_path: Path
+) -> None:
+    def touch(event: Event) -> None:
+        if isinstance(event, UnitDone):
+            os.utime(tmp_path / "models" / "one" / "model.safetensors", ns=(1, 1))
+
+    with pytest.raises(CheckpointError, match=r"one: model\.safetensors: the file was changed"):
+        run_chain(staged(recipe, output), output, on_event=touch)
+    assert not _result(output).exists()
+    _run(staged(recipe, output), output)
+
+
+# Several merges
+
+
+@pytest.fixture
+def chain(recipe: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+    """Three merges that use each other's results."""
+    return documents(root=str(tmp_path / "models"))
+
+
+def _with_stages(chain: list[dict[str, Any]], output: Path) -> tuple[PlannedMerge, ...]:
+    """A stage over a model before the second merge, and one over a result before the third."""
+    first, second, third = plan_for(chain, output)
+    second = with_stage(second, gate_stage(second.sources[0], name="early"), output)
+    (used,) = (source for source in third.sources if source.reference.path == "right")
+    return first, second, with_stage(third, gate_stage(used, name="late"), output)
+
+
+def test_stages_stand_before_the_merges_that_use_them(chain: list[dict[str, Any]], output: Path) -> None:
+    events = _run(_with_stages(chain, output), output)
+    told = _of(events, StepStarted, StageStarted, Published)
+    assert [getattr(each, "name", getattr(each, "title", "")) for each in told] == [
+        "left", "", "right", "early from one", "", "", "late from right", "",
+    ]  # fmt: skip
+    assert {path.stem for path in (output / "raymerge" / "stages").iterdir()} == {"early", "late"}
+    right = steps_directory(output) / "right"
+    assert [path.stem for path in (right / "raymerge" / "stages").iterdir()] == ["early"]
+
+
+def test_a_merge_is_kept_with_its_stages(chain: list[dict[str, Any]], output: Path) -> None:
+    merges = _with_stages(chain, output)
+    assert kept_steps(merges, output) == frozenset()
+    _run(merges, output)
+    before = digests(output)
+    assert kept_steps(_with_stages(chain, output), output) == {"left", "right"}
+    events = _run(_with_stages(chain, output), output, AGAIN)
+    assert [event.name for event in _of(events, StepKept)] == ["left", "right"]
+    assert [event.title for event in _of(events, StageKept)] == ["late from right"]
+    _flip(steps_directory(output) / "early")
+    assert kept_steps(_with_stages(chain, output), output) == {"left"}
+    events = _run(_with_stages(chain, output), output, AGAIN)
+    assert [event.title for event in _of(events, StageStarted)] == ["early from one", "late from right"]
+    assert digests(output) == before
+
+
+def test_a_stage_over_a_result_reads_what_was_made_anew(chain: list[dict[str, Any]], output: Path) -> None:
+    _run(_with_stages(chain, output), output)
+    before = (_result(output, "late") / RESULT_FILE).read_bytes()
+    chain[1]["models"][1]["parameters"]["weight"] = -3
+    events = _run(_with_stages(chain, output), output, AGAIN)
+    assert [event.title for event in _of(events, StageStarted)] == ["late from right"]
+    assert (_result(output, "late") / RESULT_FILE).read_bytes() != before
+
+
+def test_a_stage_over_a_result_is_looked_at_once_that_is_there(
+    chain: list[dict[str, Any]], output: Path
+) -> None:
+    *_, third = merges = _with_stages(chain, output)
+    assert stage_problems(third, KEEP, works=lambda stage: PieceWork(stage, objection="it is odd.")) == ()
+    (only,) = [merge for merge in merges if merge.stages and merge is not third]
+    with pytest.raises(PlanError, match="it is odd"):
+        _run([merges[0], only, third], output, objection="it is odd.")
+    assert not steps_directory(output).exists()
+    plain = (*plan_for(chain, output)[:2], third)
+    with pytest.raises(PlanError, match="it is odd"):
+        _run(plain, output, objection="it is odd.")
+    assert sorted(path.name for path in steps_directory(output).iterdir()) == ["left", "right"]
+
+
+# Before anything is made
+
+
+def test_objections_come_before_the_first_byte_all_at_once(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+    merge = with_stage(merge, gate_stage(merge.sources[1], name="second"), output)
+    with pytest.raises(PlanError) as caught:
+        _run([merge], output, RunOptions(inline=True, memory=1 << 18), objection="it is odd.")
+    said = [problem.what for problem in caught.value.problems]
+    assert any("too little for" in what for what in said)
+    assert said.count("it is odd.") == 1
+    assert list(output.parent.iterdir()) == []
+
+
+def test_too_little_memory_names_the_stage(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kits.stage_maker.LEAST_BUDGET", 64 << 20)
+    with pytest.raises(OptionError) as caught:
+        _run(staged(recipe, output), output, RunOptions(inline=True, memory=32 << 20))
+    (problem,) = caught.value.problems
+    assert problem.where == "--memory"
+    assert "too little for router-rows from one" in problem.what
+    assert f"{64 << 20} bytes" in problem.remedy
+    (merge,) = staged(recipe, output)
+    assert stage_problems(merge, RunOptions(memory=32 << 20), works=PieceWork) == (problem,)
+    assert stage_problems(merge, RunOptions(memory=128 << 20), works=PieceWork) == ()
+
+
+def test_a_taken_place_is_refused_before_the_stage(recipe: dict[str, Any], output: Path) -> None:
+    output.mkdir()
+    (output / "mine.txt").write_text("mine")
+    chain = Chain(staged(recipe, output), output, KEEP, on_event=lambda _: None, works=PieceWork)
+    with pytest.raises(TargetError, match="not empty"):
+        chain.carry_out(InlinePool("cpu"))
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+# What goes wrong
+
+
+def test_a_problem_that_only_a_worker_finds_arrives_as_it_is(recipe: dict[str, Any], output: Path) -> None:
+    error = PlanError(Problem("recipe.yml:4:1", "the prompt has no tokens.", "Write one."))
+    with pytest.raises(PlanError, match=r"recipe\.yml:4:1: the prompt has no tokens"):
+        _run(staged(recipe, output), output, fails_with=error)
+    assert not output.exists()
+
+
+def test_bad_values_discard_what_was_begun(recipe: dict[str, Any], output: Path) -> None:
+    error = NonFiniteError(Problem("one: a.weight", "it holds NaN.", "Mend it."))
+    with pytest.raises(NonFiniteError):
+        _run(staged(recipe, output), output, fails_with=error)
+    assert list(steps_directory(output).iterdir()) == []
+    _run(staged(recipe, output), output)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(5, IncompleteError), (13, TargetError)])
+def test_what_the_system_refuses_is_told_as_in_a_merge(
+    number: int, raised: type[Exception], recipe: dict[str, Any], output: Path
+) -> None:
+    with pytest.raises(raised):
+        _run(staged(recipe, output), output, fails_with=OSError(number, os.strerror(number)))
+    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
+    assert started.done_units == 2
+    assert started.done_bytes == 700
+
+
+def test_a_gpu_without_room_names_the_option(recipe: dict[str, Any], output: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(IncompleteError, match=r"too little memory: CUDA out of memory\..*--memory"):
+        _run(staged(recipe, output), output, fails_with=error)
+
+
+def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], output: Path) -> None:
+    with pytest.raises(VerificationError, match=r"recipe\.yml:3:1: router-rows .* another header"):
+        _run(staged(recipe, output), output, wrong_header=True)
+    assert not _result(output).exists()
+    assert not output.exists()
+
+
+def test_receipts_without_their_pieces_are_believed_once(recipe: dict[str, Any], output: Path) -> None:
+    """As after a power cut on a storage that did not keep what it had promised."""
+    with pytest.raises(IncompleteError):
+        _run(staged(recipe, output), output, fails_with=OSError(5, "once"))
+    (staging,) = steps_directory(output).glob(".router-rows.raymerge-*")
+    (staging / "piece-3.bin").unlink()
+    with pytest.raises(IncompleteError, match="the same command goes on"):
+        _run(staged(recipe, output), output)
+    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
+    assert started.done_units == 0
+
+
+def test_other_conditions_discard_what_is_unfinished(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(IncompleteError):
+        _run(staged(recipe, output), output, fails_with=OSError(5, "once"))
+    with pytest.raises(IncompleteError):
+        _run(staged(recipe, output, seed=1), output, fails_with=OSError(5, "once"))
+    assert len(list(steps_directory(output).glob(".router-rows.raymerge-*"))) == 1
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    (started,) = _of(_run(staged(recipe, output, seed=1), output), StageStarted)
+    assert started.done_units == 0
+
+
+# Stopping and going on
+
+
+class _Interrupter:
+    """Sends Ctrl-C after some units."""
+
+    def __init__(self, after: int, *, times: int = 1) -> None:
+        self._left = after
+        self._times = times
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._left -= isinstance(event, UnitDone)
+        if isinstance(event, UnitDone) and self._left == 0:
+            for _ in range(self._times):
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("after", [1, UNITS])
+def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any], output: Path) -> None:
+    """Also in the last unit: the merge is not begun."""
+    stopper = _Interrupter(after)
+    with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done of: router-rows") as caught:
+        run_chain(staged(recipe, output), output, on_event=stopper)
+    assert caught.value.exit_code == 3
+    done = len(_of(stopper.events, UnitDone))
+    assert after <= done <= after + 1
+    assert len(_of(stopper.events, Stopping)) == 1
+    events = _run(staged(recipe, output), output)
+    (started,) = _of(events, StageStarted)
+    assert started.done_units == done
+    assert len(_of(events, UnitDone)) == UNITS - done
+    assert verify(output).problems == ()
+
+
+def test_a_second_ctrl_c_stops_at_once(recipe: dict[str, Any], output: Path) -> None:
+    with pytest.raises(IncompleteError, match="stopped at once"):
+        run_chain(staged(recipe, output), output, on_event=_Interrupter(2, times=2))
+    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
+    assert started.done_units == 2
+
+
+_DRIVER = """
+import sys
+from pathlib import Path
+from kits.stage_maker import run_chain, staged
+import json
+job = json.load(sys.stdin)
+output = Path(job["output"])
+run_chain(staged(job["recipe"], output), output, pause=0.4)
+"""
+
+
+def test_a_killed_driver_goes_on_where_it_was(recipe: dict[str, Any], output: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"recipe": recipe, "output": str(output)}).encode())
+        process.stdin.close()
+        process.stdin = None
+        _wait_for_units(output, 2)
+    finally:
+        process.kill()
+        process.communicate()
+    assert not output.exists()
+    events = _run(staged(recipe, output), output, INLINE)
+    (started,) = _of(events, StageStarted)
+    assert 2 <= started.done_units < UNITS
+    assert len(_of(events, UnitDone)) == UNITS - started.done_units
+    _run(staged(recipe, tmp_path / "fresh"), tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def _wait_for_units(output: Path, count: int) -> None:
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end_at:
+        for ledger in steps_directory(output).glob(".router-rows.raymerge-*/raymerge/ledger.jsonl"):
+            if ledger.read_text().count('{"receipt"') >= count:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"the driver did no {count} units in {PATIENCE_SECONDS} s")
+
+
+def test_two_drivers_do_not_make_one_stage(recipe: dict[str, Any], output: Path) -> None:
+    caught: list[TargetError] = []
+
+    def second(event: Event) -> None:
+        if isinstance(event, UnitDone) and not caught:
+            with pytest.raises(TargetError, match="another raymerge process") as info:
+                run_chain(staged(recipe, output), output)
+            caught.append(info.value)
+
+    run_chain(staged(recipe, output), output, on_event=second)
+    assert caught
+
+
+# On Ray
+
+
+@pytest.mark.ray
+def test_the_work_of_a_real_stage_travels(
+    recipe: dict[str, Any], output: Path, tmp_path: Path, ray_cluster: Any
+) -> None:
+    del ray_cluster
+    pool = RayPool(TWO, lambda _: None)
+    contents: list[bytes] = []
+    for place, used in ((output, pool), (tmp_path / "inline", InlinePool("cpu"))):
+        used.start()
+        merge = _random_rows(plan_for(recipe, place)[0], place)
+        Chain([merge], place, KEEP, on_event=lambda _: None).carry_out(used)
+        used.close()
+        contents.append((_result(place, "rows") / RESULT_FILE).read_bytes())
+    assert contents[0] == contents[1]
+
+
+@pytest.fixture
+def cluster(ray_cluster: Any) -> Iterator[Any]:
+    """The cluster, whose workers get the stage's work itself: they cannot import this file's kit."""
+    ray_cluster.cloudpickle.register_pickle_by_value(stage_maker)
+    yield ray_cluster
+    ray_cluster.cloudpickle.unregister_pickle_by_value(stage_maker)
+
+
+def _on_ray(merges: Any, output: Path, options: RunOptions = TWO, **settings: Any) -> list[Event]:
+    events: list[Event] = []
+    pool = RayPool(options, events.append)
+    run_chain(merges, output, options, on_event=events.append, pool=pool, **settings)
+    return events
+
+
+@pytest.mark.ray
+def test_one_or_two_workers_make_the_same_bytes(
+    recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
+) -> None:
+    del cluster
+    events = _on_ray(staged(recipe, output), output, pause=0.3)
+    assert {event.worker for event in _of(events, UnitDone)} == {"worker-0", "worker-1"}
+    _on_ray(staged(recipe, tmp_path / "one"), tmp_path / "one", RunOptions(workers=1, memory=16 << 20))
+    _run(staged(recipe, tmp_path / "inline"), tmp_path / "inline", INLINE)
+    assert digests(output) == digests(tmp_path / "one") == digests(tmp_path / "inline")
+
+
+@pytest.mark.ray
+def test_a_worker_that_dies_in_a_unit_costs_nothing_but_time(
+    recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
+) -> None:
+    del cluster
+    events = _on_ray(staged(recipe, output), output, dies_once=str(tmp_path / "died"))
+    (lost,) = _of(events, WorkerLost)
+    assert lost.segments == (1,)
+    assert sorted(event.unit for event in _of(events, UnitDone)) == list(range(UNITS))
+    _run(staged(recipe, tmp_path / "fresh"), tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
+
+
+@pytest.mark.ray
+def test_a_unit_that_kills_three_workers_is_named(
+    recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
+) -> None:
+    del cluster
+    with pytest.raises(IncompleteError, match=r"unit 1 took down 3 workers.*the same command goes on"):
+        _on_ray(staged(recipe, output), output, always_dies=True)
+    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
+    assert started.done_units == UNITS - 1
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("kind", [PlanError, NonFiniteError])
+def test_what_a_unit_raises_on_ray_arrives_as_it_was_raised(
+    kind: type[PlanError], recipe: dict[str, Any], output: Path, cluster: Any
+) -> None:
+    del cluster
+    problem = Problem("one: a.weight", "it is odd.", "Mend it.")
+    with pytest.raises(kind) as caught:
+        _on_ray(staged(recipe, output), output, fails_with=kind(problem))
+    assert caught.value.problems == (problem,)
