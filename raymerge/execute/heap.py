@@ -7,10 +7,11 @@ of what is in use at once.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import psutil
+
+from raymerge.allocator import return_free_memory
 
 
 class HeapWatch:
@@ -31,7 +32,7 @@ class HeapWatch:
         """
         self._limit = limit
         self._measure = measure or _resident_bytes(psutil.Process())
-        self._release = release or _trimmer()
+        self._release = release or return_free_memory
         self._idle = self._measure()
 
     def check(self) -> None:
@@ -46,10 +47,3 @@ class HeapWatch:
 
 def _resident_bytes(process: psutil.Process) -> Callable[[], int]:
     return lambda: int(process.memory_info().rss)
-
-
-def _trimmer() -> Callable[[], None]:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return lambda: None
-    return lambda: trim(0)

@@ -10,6 +10,8 @@ import xxhash
 
 from raymerge.planner.aligned import align_stages
 from raymerge.planner.build import build_plan
+from raymerge.planner.expert_set import expert_set_plan
+from raymerge.planner.moe_build import build_moe_plan, moe_stages
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import AlignSpec, Stage, prepared_of
@@ -33,8 +35,6 @@ def stages_of(
     """
     match recipe:
         case MoeRecipe():
-            from raymerge.planner.moe_build import moe_stages  # TEMPORARY until all parts are in
-
             stages = moe_stages(recipe, sources, version=version)
         case ExpertSetRecipe():
             stages = ()
@@ -65,12 +65,8 @@ def plan_of(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Pl
     """
     match recipe:
         case MoeRecipe():
-            from raymerge.planner.moe_build import build_moe_plan
-
             return build_moe_plan(recipe, sources, version=version)
         case ExpertSetRecipe():
-            from raymerge.planner.expert_set import expert_set_plan
-
             return expert_set_plan(recipe, sources, version=version)
         case _:
             return build_plan(recipe, sources, version=version)

@@ -73,7 +73,8 @@ class OutputBuilder:
         role = self._logical[source].part(aligned.lead)
         if role is Role.BUFFER or self._plain.is_integer(source, lead):
             return self._from_lead(aligned, lead, lead.dtype, Rule.COPIED_FROM_LEAD)
-        dtype = output_dtype(self._recipe, lead, role, self._main[source])
+        wanted = self._recipe.out_dtype or self._recipe.dtype
+        dtype = output_dtype(wanted, lead, role, self._main[source])
         if aligned.copied:
             return self._from_lead(aligned, lead, dtype, Rule.UNNAMED_MODULE)
         treatment = self._treatments.of(aligned.span, output_subject(aligned, self._logical))

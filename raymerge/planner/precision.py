@@ -9,19 +9,17 @@ from __future__ import annotations
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
-from raymerge.recipes import Recipe
 
 
-def output_dtype(recipe: Recipe, tensor: StoredTensor, role: Role, main: DType) -> DType:
+def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
     """Dtype in which an output tensor is written.
 
     Args:
-        recipe: gives ``out_dtype`` or ``dtype``.
+        wanted: what the recipe asks for; None for the checkpoint's own.
         tensor: the lead checkpoint's tensor.
         role: its role; a router's selection bias stays float32 whatever the recipe says.
         main: dtype of most of the lead checkpoint's bytes.
     """
-    wanted = recipe.out_dtype or recipe.dtype
     if wanted is None or not tensor.dtype.is_mergeable:
         return tensor.dtype
     kept_on_purpose = tensor.dtype is DType.F32 and (main is not DType.F32 or role is Role.ROUTER_BIAS)

@@ -15,8 +15,8 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import make_family, recipes
 from kits.segment_bench import make_bench
 
+from raymerge import allocator
 from raymerge.errors import IncompleteError
-from raymerge.execute import heap as heap_module
 from raymerge.execute.compute import PartComputation
 from raymerge.execute.heap import HeapWatch
 
@@ -69,7 +69,7 @@ def test_what_does_not_go_away_is_not_asked_for_again() -> None:
 
 
 def test_without_glibc_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap_module.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
     measured = iter([0, 500, 500])
     HeapWatch(100, measure=lambda: next(measured)).check()
 

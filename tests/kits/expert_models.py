@@ -1,0 +1,126 @@
+"""Tiny mixtures of experts as their families publish them, and the same edits done by hand in torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from kits.model_types import ModelType
+from kits.model_types_decoders import SPARSE
+from kits.plan_maker import Planned
+
+from raymerge.api import submit
+from raymerge.errors import UserError
+from raymerge.planner.expert_set import expert_set_plan
+from raymerge.planner.sources import holdings, open_sources
+from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
+from raymerge.runtime.options import RunOptions
+
+NUM_EXPERTS = 4
+"""Experts of each layer of these models."""
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+"""What is done to a tensor ``[experts, ...]`` along its first dimension."""
+
+_OF_EXPERTS = re.compile(
+    r"experts\.|\.(input|output)_linear\.|\.router\.|(mlp|moe|feed_forward|ffn|mixer)\.gate\."
+    r"|correction_bias|expert_bias|moe_statics"
+)
+_SHARED = re.compile(r"shared|\.mlp\.gate_proj")
+
+
+def sparse(name: str) -> ModelType:
+    """A family with experts, by its ``model_type``."""
+    return next(each for each in SPARSE if each.name == name)
+
+
+def write_model(root: Path, kind: ModelType, seed: int, **changes: Any) -> torch.nn.Module:
+    """A random model of a family, saved below ``root`` as its family publishes it; returns it."""
+    return save(kind.build(seed, **changes), root)
+
+
+def save(model: torch.nn.Module, root: Path, *, fused: bool = False) -> torch.nn.Module:
+    """Save a model below ``root``: as its family publishes it, or ``fused`` as transformers 5 holds it."""
+    write: Callable[..., None] = getattr(model, "save_pretrained")  # noqa: B009 - no part of torch's Module
+    write(root, save_original_format=not fused)
+    return model
+
+
+def same_experts(model: torch.nn.Module, edit: Edit, *, into: torch.nn.Module) -> torch.nn.Module:
+    """``into`` with everything of ``model``, its experts and router rows edited.
+
+    In memory every tensor of experts has them along its first dimension, or in equal runs along it.
+    """
+    state = {name: _edited(name, tensor, edit) for name, tensor in model.state_dict().items()}
+    into.load_state_dict(state, strict=True)
+    return into.eval()
+
+
+def picked(*ids: int) -> Edit:
+    """These experts, in this order."""
+    return lambda tensor: tensor[list(ids)]
+
+
+def averaged(*groups: Mapping[int, float]) -> Edit:
+    """The mean of each group of experts, weighted."""
+
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        means = [
+            sum(tensor[e].double() * weight for e, weight in group.items()) / sum(group.values())
+            for group in groups
+        ]
+        return torch.stack([torch.as_tensor(mean) for mean in means]).to(tensor.dtype)
+
+    return edit
+
+
+def is_of_experts(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor in memory has a share for each expert."""
+    if not _OF_EXPERTS.search(name) or _SHARED.search(name):
+        return False
+    return tensor.dim() > 0 and (tensor.shape[0] % NUM_EXPERTS == 0 or tensor.shape == (1, NUM_EXPERTS))
+
+
+def _edited(name: str, tensor: torch.Tensor, edit: Edit) -> torch.Tensor:
+    if not is_of_experts(name, tensor):
+        return tensor
+    if tensor.shape == (1, NUM_EXPERTS):
+        return edit(tensor[0])[None]
+    shares = tensor.view(NUM_EXPERTS, tensor.shape[0] // NUM_EXPERTS, *tensor.shape[1:])
+    return edit(shares).flatten(0, 1)
+
+
+def submitted(root: Path, out: str, change: Mapping[str, Any], **recipe: Any) -> Path:
+    """Change the experts of the model ``root / "base"``; the directory of the result."""
+    data = {"base_model": str(root / "base"), "experts": dict(change), **recipe}
+    submit(data, root / out, RunOptions(inline=True))
+    return root / out
+
+
+def planned_set(data: Mapping[str, Any]) -> Planned:
+    """The plan of a change of experts, problems and all."""
+    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
+    assert isinstance(recipe, ExpertSetRecipe)
+    sources = open_sources(recipe)
+    return Planned(expert_set_plan(recipe, sources, version="0"), sources)
+
+
+def good_set(data: Mapping[str, Any]) -> Planned:
+    """As ``planned_set``, for a recipe without problems that accounts for every tensor."""
+    made = planned_set(data)
+    made.plan.require()
+    held = enumerate(holdings(made.sources))
+    assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
+    return made
+
+
+def refused_set(data: Mapping[str, Any]) -> list[str]:
+    """Every problem of a recipe, each as its sentence."""
+    try:
+        return [str(problem) for problem in planned_set(data).plan.problems]
+    except UserError as error:
+        return [str(problem) for problem in error.problems]

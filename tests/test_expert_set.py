@@ -1,0 +1,299 @@
+"""The experts of real layouts changed end to end: loaded strictly, equal to the edit done in torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.adapter_maker import lora_config, write_adapter
+from kits.checkpoint_maker import read_tensors
+from kits.expert_models import (
+    averaged,
+    good_set,
+    is_of_experts,
+    picked,
+    same_experts,
+    save,
+    sparse,
+    submitted,
+    write_model,
+)
+from kits.model_types import ModelType
+from kits.model_types_decoders import SPARSE
+from safetensors.torch import save_file
+from transformers.utils import logging
+
+from raymerge.api import submit
+from raymerge.errors import PlanError
+from raymerge.runtime.options import RunOptions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_and_silent() -> Iterator[None]:
+    """One thread, since models this small only wait for more; and none of transformers' progress bars."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(threads)
+
+
+def _loaded(kind: ModelType, root: Path) -> torch.nn.Module:
+    model, info = kind.load(root)
+    assert not any(info.values()), info
+    return model
+
+
+def _like(model: torch.nn.Module) -> torch.nn.Module:
+    return type(model)(model.config)
+
+
+@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.name)
+def test_experts_of_every_family_are_kept_and_merged(kind: ModelType, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "base", kind, 1)
+    assert any(is_of_experts(name, tensor) for name, tensor in model.state_dict().items())
+
+    kept = _loaded(kind, submitted(tmp_path, "kept", {"keep": [3, 0, 2]}))
+    expected = same_experts(model, picked(3, 0, 2), into=_like(kept))
+    assert torch.equal(kind.run(kept), kind.run(expected))
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in kept.state_dict().items())
+
+    merged = _loaded(kind, submitted(tmp_path, "merged", {"merge": [[0, 2], [3, 1]]}))
+    means = same_experts(model, averaged({0: 1, 2: 1}, {1: 1, 3: 1}), into=_like(merged))
+    torch.testing.assert_close(kind.run(merged), kind.run(means), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(kind.run(merged), kind.run(model), atol=1e-3)
+
+
+def test_every_byte_that_stays_is_copied(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", sparse("mixtral"), 1, dtype="bfloat16")
+    made = good_set(
+        {"base_model": tmp_path / "base", "experts": {"keep": {"0": [1, 2], "1": [0, 3], "2": [3, 2]}}}
+    )
+    assert {expression.method for expression in made.plan.expressions} == {"copy"}
+    out = read_tensors(submitted(tmp_path, "out", {"keep": {"0": [1, 2], "1": [0, 3], "2": [3, 2]}}))
+    base = read_tensors(tmp_path / "base")
+    name = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
+    assert torch.equal(out[name.format(2, 0)], base[name.format(2, 3)])
+    assert torch.equal(out[name.format(0, 1)], base[name.format(0, 2)])
+    gate = "model.layers.1.block_sparse_moe.gate.weight"
+    assert torch.equal(out[gate], base[gate][[0, 3]])
+    same = [key for key in out if "block_sparse_moe" not in key]
+    assert all(torch.equal(out[key], base[key]) for key in same)
+    assert set(same) == {key for key in base if "block_sparse_moe" not in key}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "dbrx"])
+def test_a_mean_is_weighted_by_scores(name: str, tmp_path: Path) -> None:
+    kind = sparse(name)
+    model = write_model(tmp_path / "base", kind, 1)
+    scores = tmp_path / "scores.json"
+    scores.write_text(json.dumps({str(layer): [1, 2.5, 3, 0.5] for layer in range(3)}))
+    change = {"merge": [[2, 0], [1, 3]], "scores": str(scores)}
+    merged = _loaded(kind, submitted(tmp_path, "out", change))
+    means = same_experts(model, averaged({2: 3, 0: 1}, {1: 2.5, 3: 0.5}), into=_like(merged))
+    torch.testing.assert_close(kind.run(merged), kind.run(means), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", ["base", "other", "neither"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_are_added_whatever_the_layouts(name: str, fused: str, tmp_path: Path) -> None:
+    kind = sparse(name)
+    models = {}
+    for seed, role in enumerate(("base", "other")):
+        models[role] = kind.build(seed)
+        save(models[role], tmp_path / role, fused=role == fused)
+    change = {"add": [{"model": str(tmp_path / "other"), "experts": [2, 0]}]}
+    made = _loaded(kind, submitted(tmp_path, "out", change))
+    theirs = models["other"].state_dict()
+    state = {
+        key: torch.cat([tensor, theirs[key][[2, 0]]]) if is_of_experts(key, tensor) else tensor
+        for key, tensor in models["base"].state_dict().items()
+    }
+    expected = _like(made)
+    expected.load_state_dict(state, strict=True)
+    assert torch.equal(kind.run(made), kind.run(expected.eval()))
+    stored = set(read_tensors(tmp_path / "out"))
+    assert any("gate_up_proj" in key for key in stored) == (fused == "base")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "dbrx", "deepseek_v3", "ernie4_5_moe"])
+def test_experts_are_added_in_other_layouts(name: str, tmp_path: Path) -> None:
+    kind = sparse(name)
+    mine, theirs = (write_model(tmp_path / role, kind, seed) for seed, role in enumerate(("base", "other")))
+    change = {"add": [{"model": str(tmp_path / "other"), "experts": [1, 3], "row_of": 2}]}
+    made = _loaded(kind, submitted(tmp_path, "out", change))
+    others = theirs.state_dict()
+    state = {}
+    for key, tensor in mine.state_dict().items():
+        if not is_of_experts(key, tensor):
+            state[key] = tensor
+            continue
+        rows = tensor.view(4, -1) if tensor.shape != (1, 4) else tensor.view(4, 1)
+        is_expert = ".experts." in key or "_linear." in key
+        more = others[key].view(rows.shape)[[1, 3]] if is_expert else rows[[2, 2]]
+        wanted = made.state_dict()[key].shape
+        state[key] = torch.cat([rows, more]).view(wanted)
+    expected = _like(made)
+    expected.load_state_dict(state, strict=True)
+    assert torch.equal(kind.run(made), kind.run(expected.eval()))
+
+
+def _dense_mistral(root: Path, width: int) -> dict[str, torch.Tensor]:
+    """A Mistral of three layers, as far as it is looked at: its config and its feed-forward layers."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"gate": (width, 32), "up": (width, 32), "down": (32, width)}
+    tensors = {
+        f"model.layers.{layer}.mlp.{kind}_proj.weight": torch.randn(shape, generator=generator)
+        for layer in range(3)
+        for kind, shape in shapes.items()
+    }
+    tensors |= {"model.norm.weight": torch.ones(32)}
+    root.mkdir()
+    save_file(tensors, root / "model.safetensors")
+    config = {"model_type": "mistral", "hidden_act": "silu", "num_hidden_layers": 3, "hidden_size": 32}
+    (root / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_dense_model_becomes_an_expert(fused: bool, tmp_path: Path) -> None:
+    kind = sparse("mixtral")
+    model = save(kind.build(1), tmp_path / "base", fused=fused)
+    dense = _dense_mistral(tmp_path / "dense", 48)
+    made = _loaded(
+        kind, submitted(tmp_path, "out", {"add": [{"model": str(tmp_path / "dense"), "row_of": 1}]})
+    )
+    state = made.state_dict()
+    for layer in range(3):
+        own = {p: dense[f"model.layers.{layer}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down")}
+        block = f"model.layers.{layer}.mlp"
+        assert torch.equal(state[f"{block}.experts.gate_up_proj"][4], torch.cat([own["gate"], own["up"]]))
+        assert torch.equal(state[f"{block}.experts.down_proj"][4], own["down"])
+        assert torch.equal(state[f"{block}.gate.weight"][4], model.state_dict()[f"{block}.gate.weight"][1])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 5
+
+
+def _with_prediction(root: Path, kind: ModelType, **changes: Any) -> torch.nn.Module:
+    """A bf16 checkpoint with biases in float32, and one more layer that predicts a further token."""
+    model = save(kind.build(1, **changes), root)
+    stored = read_tensors(root)
+    last = {k.replace("layers.2.", "layers.3."): v + 1 for k, v in stored.items() if ".layers.2." in k}
+    last |= {f"model.layers.3.{n}.weight": torch.ones(32) for n in ("enorm", "hnorm", "shared_head.norm")}
+    tensors = {**stored, **last, "model.layers.3.eh_proj.weight": torch.ones(32, 64)}
+    tensors = {k: v.float() if "bias" in k else v.bfloat16() for k, v in tensors.items()}
+    save_file(tensors, root / "model.safetensors")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(
+        json.dumps({**config, "num_nextn_predict_layers": 1, "dtype": "bfloat16"})
+    )
+    return model
+
+
+def test_prediction_layers_biases_and_groups_follow(tmp_path: Path) -> None:
+    kind = sparse("deepseek_v3")
+    _with_prediction(tmp_path / "base", kind, n_routed_experts=8, n_group=2, topk_group=1)
+    scores = {"1": [8, 1, 7, 6, 5, 4, 3, 2], "2": [1] * 8, "3": [1, 2, 3, 4, 9, 8, 7, 6.5]}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    out = submitted(tmp_path, "out", {"drop": 2, "scores": str(tmp_path / "scores.json")})
+    made, base = read_tensors(out), read_tensors(tmp_path / "base")
+    # Of each group of four one goes; of equal scores that with the higher number.
+    left = {1: [0, 2, 3, 4, 5, 6], 2: [0, 1, 2, 4, 5, 6], 3: [1, 2, 3, 4, 5, 6]}
+    for layer, ids in left.items():
+        block = f"model.layers.{layer}.mlp"
+        for name in ("gate.weight", "gate.e_score_correction_bias"):
+            assert torch.equal(made[f"{block}.{name}"], base[f"{block}.{name}"][ids])
+            assert made[f"{block}.{name}"].dtype == base[f"{block}.{name}"].dtype
+        assert made[f"{block}.gate.e_score_correction_bias"].dtype is torch.float32
+        for new, old in enumerate(ids):
+            name = "experts.{}.down_proj.weight"
+            assert torch.equal(made[f"{block}.{name.format(new)}"], base[f"{block}.{name.format(old)}"])
+        assert f"{block}.experts.6.up_proj.weight" not in made
+        shared = f"{block}.shared_experts.up_proj.weight"
+        assert torch.equal(made[shared], base[shared])
+    assert torch.equal(made["model.layers.3.eh_proj.weight"], base["model.layers.3.eh_proj.weight"])
+    config = json.loads((out / "config.json").read_text())
+    assert (config["n_routed_experts"], config["num_nextn_predict_layers"]) == (6, 1)
+    kind.run(kind.load(out)[0])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "granitemoe", "dbrx"])
+def test_scores_from_weights_drop_the_smallest(name: str, tmp_path: Path) -> None:
+    kind = sparse(name)
+    model = kind.build(1)
+    sizes = [0.5, 2.0, 0.1, 1.0]
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if is_of_experts(key, tensor) and (".experts." in key or "_linear." in key):
+                tensor.view(4, -1).mul_(torch.tensor(sizes)[:, None])
+    save(model, tmp_path / "base")
+    made = _loaded(kind, submitted(tmp_path, "out", {"drop": 2, "scores": "weights"}))
+    expected = same_experts(model, picked(1, 3), into=_like(made))
+    assert torch.equal(kind.run(made), kind.run(expected))
+
+
+def test_the_result_of_a_merge_can_be_changed(tmp_path: Path) -> None:
+    kind = sparse("mixtral")
+    model = write_model(tmp_path / "base", kind, 1)
+    merge = {
+        "name": "merged",
+        "merge_method": "linear",
+        "models": [{"model": str(tmp_path / "base"), "parameters": {"weight": 1}}],
+    }
+    change: dict[str, Any] = {"base_model": "merged", "experts": {"keep": [2, 1]}}
+    submit([merge, change], tmp_path / "out", RunOptions(inline=True))
+    made = _loaded(kind, tmp_path / "out")
+    assert torch.equal(kind.run(made), kind.run(same_experts(model, picked(2, 1), into=_like(made))))
+    change["experts"] = {"drop": 1, "scores": "weights"}
+    with pytest.raises(PlanError, match="this model is not made yet"):
+        submit([merge, change], tmp_path / "other", RunOptions(inline=True))
+
+
+def test_another_dtype_leaves_biases_of_the_selection(tmp_path: Path) -> None:
+    kind = sparse("deepseek_v3")
+    write_model(tmp_path / "base", kind, 1)
+    made = read_tensors(submitted(tmp_path, "out", {"keep": [0, 1, 3]}, dtype="bfloat16"))
+    dtypes = {"bias" in name: tensor.dtype for name, tensor in made.items()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_an_adapter_adds_goes_with_its_expert(fused: bool, tmp_path: Path) -> None:
+    kind = sparse("mixtral")
+    save(kind.build(1), tmp_path / "model", fused=fused)
+    stored = read_tensors(tmp_path / "model")
+    generator = torch.Generator().manual_seed(3)
+    factors: dict[str, torch.Tensor] = {}
+    modules = {
+        "model.layers.0.self_attn.q_proj": (32, 32),
+        "model.layers.1.block_sparse_moe.gate": (4, 32),
+    }
+    if not fused:
+        modules["model.layers.1.block_sparse_moe.experts.3.w2"] = (32, 48)
+    else:
+        modules = {name.replace("block_sparse_moe", "mlp"): shape for name, shape in modules.items()}
+    deltas = {}
+    for module, (rows, columns) in modules.items():
+        down, up = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+        factors |= {
+            f"base_model.model.{module}.lora_A.weight": down,
+            f"base_model.model.{module}.lora_B.weight": up,
+        }
+        deltas[f"{module}.weight"] = 2 * up @ down
+    write_adapter(
+        tmp_path / "adapter", factors, lora_config(target_modules=[m.split(".")[-1] for m in modules])
+    )
+    both = f"{tmp_path / 'model'}+{tmp_path / 'adapter'}"
+    change = {"keep": [3, 1]}
+    made = read_tensors(submitted(tmp_path, "out", change, base_model=both))
+    merged = {name: tensor + deltas.get(name, 0) for name, tensor in stored.items()}
+    save_file(merged, tmp_path / "model" / "model.safetensors")
+    whole = read_tensors(submitted(tmp_path, "whole", change, base_model=str(tmp_path / "model")))
+    assert made.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(made[name], tensor, rtol=1e-5, atol=1e-5)
