@@ -74,7 +74,7 @@ class MoeRecipe(Document):
     """How the router's rows are made."""
     gate_scale: Annotated[float, by(read_positive)] = 1.0
     """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""
-    gate_ridge: Annotated[float, by(read_positive)] = 0.01
+    gate_ridge: Annotated[float, by(read_positive)] = 0.1
     """Penalty of ``ridge``, as a share of the mean of the Gram matrix's diagonal."""
     experts_per_token: Annotated[int, by(between(1))] = _DEFAULT_EXPERTS_PER_TOKEN
     """How many experts the router chooses for each token, counted before ``granularity`` cuts them."""

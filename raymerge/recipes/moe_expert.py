@@ -31,6 +31,8 @@ TEXT_GATES = ("router_input", "centroid", "ridge")
 # Without a run of the base there is nothing to see held-out prompts with.
 _GATES_WITHOUT_A_RUN = RANDOM_GATES | {"cheap_embed"}
 
+_WITHOUT_NEGATIVES = ("centroid", "ridge")
+
 _RANDOM_REMEDY = "write gate_mode: random."
 
 
@@ -106,8 +108,8 @@ def shared_faults(experts: Sequence[object], gate: GateMode | None) -> Iterable[
 
 def _foreign_prompts(path: tuple[str, int], expert: object, gate: GateMode) -> Iterable[Fault]:
     """Prompts that this gate has no use for."""
-    if gate == "ridge" and _get(expert, "negative_prompts"):
-        what = "gate_mode ridge learns what is not an expert's from the prompts of the others."
+    if gate in _WITHOUT_NEGATIVES and _get(expert, "negative_prompts"):
+        what = f"gate_mode {gate} learns what is not an expert's from the prompts of the others."
         yield Fault((*path, "negative_prompts"), what, "Remove 'negative_prompts'.")
     if gate not in TEXT_GATES and _get(expert, "prompt_file") is not None:
         what = f"gate_mode {gate} reads no 'prompt_file'."

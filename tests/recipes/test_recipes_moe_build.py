@@ -43,7 +43,7 @@ def problems(text: str) -> list[str]:
 def test_defaults() -> None:
     read = recipe(RANDOM)
     assert (read.layout, read.granularity, read.weight_scaling, read.trunk) == ("hub", 1, True, None)
-    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.01, "error")
+    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.1, "error")
     (first, _) = read.experts
     assert (first.copies, first.reinit_fraction, first.prompt_file, first.held_out_prompts) == (
         1,

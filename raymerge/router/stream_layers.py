@@ -1,0 +1,168 @@
+"""The hidden states of a model too large for memory: every run goes through a layer before the next is read.
+
+A run is a sequence by itself, never one of a batch: nothing is padded, nothing masked, and what comes of it
+does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from raymerge.planner.sources import Source
+from raymerge.planner.weights import Weights
+from raymerge.router.calls import Call
+from raymerge.router.hollow import HollowModel
+from raymerge.router.kept import KeptStates, keep_states, kept_nbytes
+from raymerge.router.prompts import TokenRun
+
+
+class LayerVisitor(Protocol):
+    """Is shown what goes into each layer."""
+
+    def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        """One run at one layer; runs in order, for layer after layer.
+
+        Args:
+            layer: number of the layer.
+            run: place of the run among those that are streamed.
+            hidden: what the layer is given, float32 ``[T, hidden]`` on the device.
+            router_input: what its feed-forward network, and so a router there, is given: as ``hidden``.
+        """
+
+
+def stream(
+    base: Source,
+    runs: Sequence[TokenRun],
+    visitor: LayerVisitor,
+    *,
+    device: torch.device,
+    budget: int,
+    spill: Path,
+) -> int:
+    """Show a visitor the states of every run at every layer, with one layer in memory at a time.
+
+    Args:
+        base: the model.
+        runs: what it reads.
+        visitor: is shown the states.
+        device: where the arithmetic is done.
+        budget: bytes of memory to use; what does not fit between layers goes to a file.
+        spill: directory for that file, of this call alone.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        PlanError: the model cannot be run layer by layer.
+        CheckpointError: its weights cannot be read.
+        OptionError: there is no room for the file.
+    """
+    if not runs:
+        return 0
+    lengths = [len(run.tokens) for run in runs]
+    with Weights(base) as weights, _exact_float32(), torch.no_grad():
+        model = HollowModel(base, weights)
+        spare = budget - model.least_bytes(max(lengths))
+        kept = kept_nbytes(lengths, model.width)
+        in_memory = kept <= spare
+        calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
+        with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
+            read = _embedded(model, runs, states, device)
+            for layer in range(model.num_layers):
+                read += _layer(model, layer, lengths, states, visitor, calls)
+    return read
+
+
+def least_stream_budget(base: Source, longest: int) -> int:
+    """Fewest bytes of memory in which runs of up to ``longest`` tokens can be streamed.
+
+    Raises:
+        PlanError: the model cannot be run layer by layer.
+    """
+    with Weights(base) as weights:
+        return HollowModel(base, weights).least_bytes(longest)
+
+
+def check_streamable(base: Source) -> None:
+    """Find out from headers, and a trial on a few random numbers, whether a model can be streamed.
+
+    Raises:
+        PlanError: it cannot, for all the reasons given.
+    """
+    with Weights(base) as weights:
+        HollowModel(base, weights)
+
+
+class _Calls:
+    """How layers are called, which depends on the number of tokens only; the latest are kept."""
+
+    def __init__(self, model: HollowModel, device: torch.device, *, limit: int) -> None:
+        """
+        Args:
+            model: whose layers.
+            device: where their arguments are wanted.
+            limit: bytes that arguments may take; those that were asked for last are kept in any case.
+        """
+        self.device = device
+        self._model = model
+        self._limit = limit
+        self._found: OrderedDict[int, tuple[Call, ...]] = OrderedDict()
+
+    def of(self, length: int) -> tuple[Call, ...]:
+        """How the layers are called for a run of ``length`` tokens."""
+        if length not in self._found:
+            taken = sum(map(self._model.call_bytes, (*self._found, length)))
+            while self._found and taken > self._limit:
+                oldest, _ = self._found.popitem(last=False)
+                taken -= self._model.call_bytes(oldest)
+            self._found[length] = self._model.calls(length, self.device)
+        self._found.move_to_end(length)
+        return self._found[length]
+
+
+def _embedded(model: HollowModel, runs: Sequence[TokenRun], states: KeptStates, device: torch.device) -> int:
+    """Put what goes into the first layer where it is kept; returns the bytes read."""
+    read = model.open(device)
+    for number, run in enumerate(runs):
+        hidden, nbytes = model.embed(run.tokens, device)
+        states.put(number, hidden)
+        read += nbytes
+    return read
+
+
+def _layer(
+    model: HollowModel,
+    layer: int,
+    lengths: Sequence[int],
+    states: KeptStates,
+    visitor: LayerVisitor,
+    calls: _Calls,
+) -> int:
+    """Take every run through one layer; returns the bytes read."""
+    with model.resident(layer, calls.device) as resident:
+        for run, length in enumerate(lengths):
+            hidden = states.get(run).to(calls.device)
+            found, router_input = resident.run(calls.of(length)[layer], hidden)
+            visitor.layer(layer, run, hidden, router_input)
+            states.put(run, found)
+        return resident.read_bytes
+
+
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """No shorter numbers in the multiplications of a GPU, and the same algorithm every time."""
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]

@@ -1,0 +1,102 @@
+"""Base models to be streamed, what is seen of them, and the same seen in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from kits.model_parents import save
+from kits.model_types_decoders import DECODERS
+from kits.plan_maker import make_recipe
+
+from raymerge.planner.sources import Source, open_sources
+from raymerge.router.prompts import TokenRun
+from raymerge.router.stream_layers import stream
+
+Seen = dict[tuple[int, int], torch.Tensor]
+"""States by layer and run."""
+
+KINDS = {kind.name: kind for kind in DECODERS}
+"""Families of decoders by name."""
+BIG = 1 << 40
+"""A budget that is never reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """A visitor that keeps everything."""
+
+    hidden: Seen = field(default_factory=dict)
+    """What each layer was given."""
+    router_input: Seen = field(default_factory=dict)
+    """What its feed-forward network was given."""
+    order: list[tuple[int, int]] = field(default_factory=list)
+    """Layers and runs as they came."""
+
+    def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        self.order.append((layer, run))
+        self.hidden[layer, run] = hidden.clone()
+        self.router_input[layer, run] = router_input.clone()
+
+
+def open_base(path: Path | str) -> Source:
+    """The model at a path, or with ``path+adapter`` that with an adapter over it."""
+    return open_sources(make_recipe({"merge_method": "passthrough", "models": [{"model": str(path)}]}))[0]
+
+
+def make_base(name: str, root: Path, **config: Any) -> Source:
+    """A tiny model of a family, with numbers of its own in every tensor."""
+    save(KINDS[name].build(1, **config), root)
+    return open_base(root)
+
+
+def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
+    """Runs of these lengths of random tokens below ``most``."""
+    chance = torch.Generator().manual_seed(5)
+    return [TokenRun(0, 1, tuple(torch.randint(3, most, (n,), generator=chance).tolist())) for n in lengths]
+
+
+def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
+    """Everything that streaming shows."""
+    seen = Collector()
+    stream(base, runs, seen, device=torch.device("cpu"), budget=budget, spill=spill)
+    return seen
+
+
+def whole(name: str, root: Path, runs: Sequence[TokenRun], path: str) -> tuple[Seen, Seen]:
+    """What the whole model says of its hidden states, and of what it gives to the modules at ``path``.
+
+    Args:
+        name: its family.
+        root: its directory.
+        runs: what it reads.
+        path: path from a layer to its feed-forward network.
+    """
+    model = getattr(transformers, KINDS[name].architecture).from_pretrained(
+        root, attn_implementation="eager", dtype=torch.float32
+    )
+    layers = next(
+        module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) > 2
+    )
+    hidden: Seen = {}
+    given: Seen = {}
+    for run, each in enumerate(runs):
+        found: list[torch.Tensor] = []
+        hooks = [
+            layer.get_submodule(path).register_forward_pre_hook(
+                lambda _, args, into=found: into.append(args[0])
+            )
+            for layer in layers
+        ]
+        with torch.no_grad():
+            states = model.eval()(torch.tensor([each.tokens]), output_hidden_states=True, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        for layer in range(len(layers)):
+            hidden[layer, run] = states.hidden_states[layer][0]
+            given[layer, run] = found[layer].reshape(len(each.tokens), -1)
+    return hidden, given

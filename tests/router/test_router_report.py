@@ -1,0 +1,143 @@
+"""What is told of finished rows."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.router.report import (
+    Choices,
+    GateReport,
+    LayerReport,
+    choices_of,
+    condition_of,
+    layer_report,
+)
+
+INFINITE = math.inf
+
+
+def report(*layers: LayerReport, mode: str = "hidden", experts: int = 2) -> GateReport:
+    return GateReport(mode, tuple(f"expert {at}" for at in range(experts)), layers)
+
+
+# Condition
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([[1.0, 2.0, 3.0]], 1.0),
+        ([[1.0, 0.0], [0.0, 1.0]], 1.0),
+        ([[5.0, 5.0], [5.0, 5.0]], INFINITE),
+        ([[0.0, 0.0], [0.0, 0.0]], INFINITE),
+        ([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], INFINITE),
+        # Four rows whose differences have two dimensions.
+        ([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], INFINITE),
+        ([[3.0, 0.0, 0.0], [-3.0, 0.0, 0.0], [0.0, 1.0, 0.0]], 3 * math.sqrt(3)),
+    ],
+)
+def test_condition_of_differences(rows: list[list[float]], wanted: float) -> None:
+    assert condition_of(torch.tensor(rows)) == pytest.approx(wanted, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 5), st.integers(0, 99))
+def test_what_all_rows_have_in_common_does_not_count(count: int, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, 8, generator=chance)
+    common = torch.randn(8, generator=chance)
+    assert condition_of(rows + common) == pytest.approx(condition_of(rows), rel=1e-4)
+    assert condition_of(rows * 7) == pytest.approx(condition_of(rows), rel=1e-4)
+
+
+# Choices
+
+
+def test_choices_by_hand() -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    inputs = torch.tensor([[3.0, 1.0], [0.0, 1.0], [1.0, 5.0]])
+    found = choices_of(rows, inputs, (0, 0, 1))
+    assert found.first.tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert found.margins.tolist() == [3.0, 4.0]
+    told = layer_report(4, rows, found)
+    assert told == LayerReport(4, 1.0, routing=(0.5, 1.0), load=(0.25, 0.75), margin=2.75)
+    assert told.entropy == pytest.approx(0.25 * 2 + 0.75 * math.log2(4 / 3))
+
+
+def test_experts_count_alike_however_many_tokens_they_have() -> None:
+    found = Choices(torch.tensor([[90.0, 10.0], [0.0, 1.0]]).double(), torch.tensor([100.0, 3.0]).double())
+    told = layer_report(0, torch.eye(2), found)
+    assert told.routing == (0.9, 1.0)
+    assert told.load == pytest.approx((0.45, 0.55))
+    assert told.margin == pytest.approx(2.0)
+
+
+def test_one_expert_is_always_right() -> None:
+    found = choices_of(torch.ones(1, 3), torch.ones(4, 3), (0,) * 4)
+    told = layer_report(0, torch.ones(1, 3), found)
+    assert (told.routing, told.load, told.margin, told.entropy) == ((1.0,), (1.0,), 0.0, 0.0)
+
+
+def test_without_texts_the_condition_alone_is_known() -> None:
+    told = layer_report(3, torch.eye(2), None)
+    assert told == LayerReport(3, 1.0)
+    assert told.entropy is None
+    assert choices_of(torch.eye(2), torch.empty(0, 2), ()).first.sum() == 0
+
+
+# The whole
+
+
+def test_the_summary_is_over_layers() -> None:
+    told = report(
+        LayerReport(0, 2.0, (0.5, 1.0), (0.5, 0.5), 1.0),
+        LayerReport(5, 7.0, (0.7, 0.8), (1.0, 0.0), 3.0),
+    )
+    assert told.condition == 7.0
+    assert told.ill_conditioned == (5,)
+    assert told.routing == pytest.approx((0.6, 0.9))
+    assert told.entropy == 0.5
+    assert told.lowest_entropy == 0.0
+    assert told.most_entropy == 1.0
+    assert told.margin == 2.0
+
+
+def test_ridge_has_a_limit_of_its_own() -> None:
+    layers = LayerReport(0, 50.0), LayerReport(1, 101.0)
+    assert report(*layers).ill_conditioned == (0, 1)
+    assert report(*layers, mode="ridge").ill_conditioned == (1,)
+
+
+def test_a_report_of_no_text() -> None:
+    told = report(LayerReport(0, 1.0))
+    assert (told.routing, told.entropy, told.lowest_entropy, told.margin) == (None, None, None, None)
+    assert told.to_json()["summary"]["routing"] is None
+
+
+shares = st.lists(st.floats(0, 1), min_size=2, max_size=2).map(tuple)
+layers_of = st.lists(
+    st.builds(
+        LayerReport,
+        layer=st.integers(0, 99),
+        condition=st.floats(1, 1e9) | st.just(INFINITE),
+        routing=st.none() | shares,
+        load=st.none() | shares,
+        margin=st.none() | st.floats(0, 1e6),
+    ),
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(layers_of, st.sampled_from(("hidden", "ridge", "random")))
+def test_reports_go_through_json(layers: list[LayerReport], mode: str) -> None:
+    told = GateReport(mode, ("a", "b"), tuple(layers), (3, 4), (1,))
+    text = json.dumps(told.to_json(), allow_nan=False)
+    assert GateReport.from_json(json.loads(text)) == told
+    assert json.loads(text)["kind"] == "gates"
