@@ -10,13 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACK ?= ../shared/conformance
+BEHAVIOUR ?= ../shared/behaviour
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test check format conformance
+.PHONY: help quickstart test check format conformance gates
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -24,6 +25,7 @@ help:
 	@echo "make check        lint, formatting, types and the import contracts only"
 	@echo "make format       rewrite the files as make check wants them"
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
+	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
@@ -44,6 +46,9 @@ format: $(VENV)/.installed-dev
 
 conformance: $(VENV)/.installed-dev
 	@$(BIN)/python tests/conformance_table.py $(PACK)
+
+gates: $(VENV)/.installed-dev
+	@$(BIN)/python tests/gate_table.py $(BEHAVIOUR)
 
 # torch comes first and alone, so that the pinned build is what everything after it finds installed.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -13,17 +13,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kits.conformance import LATER, Judged, run_recipes
+from kits.conformance import Judged, run_recipes
 from kits.golden_cases import golden_cases
 
 
 def table(pack: Path, golden: Path) -> Iterator[Judged]:
-    """All lines: recipes that can be run, recipes that cannot yet, golden cases."""
+    """All lines: recipes, then golden cases."""
     with tempfile.TemporaryDirectory() as place:
         for merge in run_recipes(pack, Path(place)).values():
             yield merge.judged()
-    for name, missing in LATER.items():
-        yield Judged("LATER", name, "-", missing)
     for case in golden_cases(golden):
         yield case.judged()
 

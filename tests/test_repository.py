@@ -47,6 +47,7 @@ def _names(paths: Iterator[Path] | list[Path]) -> list[str]:
 
 
 RECIPES = _names(sorted((ROOT / "configs" / "recipes").glob("*.yml")))
+MIXTURES = _names(sorted((ROOT / "configs" / "recipes" / "moe").glob("*.yml")))
 MODULES = _names(sorted(PACKAGE.rglob("*.py")))
 PAGES = _names(_files(".md"))
 
@@ -85,7 +86,7 @@ def test_every_method_has_a_recipe_of_its_name() -> None:
     assert {Path(recipe).stem for recipe in RECIPES} == set(methods())
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "configs/quickstart/recipe.yml"])
+@pytest.mark.parametrize("recipe", [*RECIPES, *MIXTURES, "configs/quickstart/recipe.yml"])
 def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     raymerge.plan(recipe)

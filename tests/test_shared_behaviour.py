@@ -5,14 +5,21 @@ The recipes run in this process; the pack's own evaluation judges them in two su
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kits.command_line import Outcome, run_command
+from gate_table import GATES, HEADING, line
+from kits.behaviour import (
+    DOMAINS,
+    PADDED_MEANS,
+    Behaviour,
+    Gate,
+    judge,
+    mixtures,
+    reference_losses,
+    submit,
+)
+from kits.command_line import Outcome
 
 RECIPES = (
     "linear",
@@ -36,40 +43,16 @@ RECIPES = (
     "passthrough-identity",
     "passthrough-upscale",
     "passthrough-upscale-zero",
+    "moe-cheap_embed",
+    "moe-hidden_avg",
+    "moe-hidden_avg-near",
+    "moe-hidden_avg-positive-only",
+    "moe-hidden_avg-top2",
 )
-"""All of the pack but those that build a mixture of experts, which cannot be carried out yet."""
-EVALUATIONS_AT_ONCE = 2
+"""All of the pack."""
 
-JUDGE = """
-import json, os, runpy, sys
-import torch
-torch.set_num_threads(1)
-pack, outs, names = sys.argv[1], sys.argv[2], sys.argv[3:]
-tools = runpy.run_path(os.path.join(pack, "eval.py"))
-rules = json.load(open(os.path.join(pack, "thresholds.json")))["recipes"]
-for name in names:
-    try:
-        result = tools["evaluate"](os.path.join(outs, name))
-        failed = tools["check"](result, rules[name]) + tools["check"](result, rules[name].get("parity", {}))
-    except Exception as error:
-        result, failed = {"loss": {}}, [repr(error)]
-    print(json.dumps({"name": name, "loss": result["loss"], "failed": failed}), flush=True)
-"""
-
-
-def _judge(pack: Path, outs: Path) -> dict[str, dict[str, Any]]:
-    """What the pack says of every merge under ``outs``, by name."""
-    command = [sys.executable, "-c", JUDGE, str(pack), str(outs)]
-    shares = [RECIPES[index::EVALUATIONS_AT_ONCE] for index in range(EVALUATIONS_AT_ONCE)]
-    running = [
-        subprocess.Popen([*command, *share], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for share in shares
-    ]
-    ended = [process.communicate(timeout=220) for process in running]
-    for process, (_, complaints) in zip(running, ended, strict=True):
-        assert process.returncode == 0, complaints
-    judged = [json.loads(line) for printed, _ in ended for line in printed.splitlines() if line[:1] == "{"]
-    return {entry["name"]: entry for entry in judged}
+BETTER_GATES = (Gate("router_input"), Gate("ridge"))
+"""Gates that must do better than the best of the pack's, ``moe-cheap_embed``."""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +60,29 @@ def outs(shared_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """Every recipe, run: the folder of the merges and how each command ended."""
     place = tmp_path_factory.mktemp("behaviour")
     pack = shared_root / "behaviour"
-    return place, {
-        name: run_command("submit", f"recipes/{name}.yml", "-o", str(place / name), "--inline", cwd=pack)
-        for name in RECIPES
-    }
+    return place, {name: submit(pack, f"recipes/{name}.yml", place / name) for name in RECIPES}
 
 
 @pytest.fixture(scope="module")
-def judged(outs: tuple[Path, dict[str, Outcome]], shared_root: Path) -> dict[str, dict[str, Any]]:
+def judged(outs: tuple[Path, dict[str, Outcome]], shared_root: Path) -> dict[str, Behaviour]:
     """What the pack says of every merge."""
-    return _judge(shared_root / "behaviour", outs[0])
+    return judge(shared_root / "behaviour", outs[0], RECIPES)
 
 
-def test_every_recipe_but_those_of_mixtures_is_judged(shared_root: Path) -> None:
-    names = {path.stem for path in (shared_root / "behaviour" / "recipes").glob("*.yml")}
-    assert {name for name in names if not name.startswith("moe-")} == set(RECIPES)
+@pytest.fixture(scope="module")
+def gated(shared_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Behaviour]:
+    """What the pack says of mixtures with gates of which it has no recipe."""
+    place = tmp_path_factory.mktemp("gates")
+    pack = shared_root / "behaviour"
+    outcomes = mixtures(pack, place, BETTER_GATES)
+    assert [outcome.text for outcome in outcomes.values() if outcome.code] == []
+    return judge(pack, place / "outs", list(outcomes))
+
+
+def test_every_recipe_is_judged(shared_root: Path) -> None:
+    found = {path.stem for path in (shared_root / "behaviour" / "recipes").glob("*.yml")}
+    assert found == set(RECIPES)
+    assert set(RECIPES) > PADDED_MEANS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -101,9 +92,40 @@ def test_a_recipe_of_trained_models_merges(name: str, outs: tuple[Path, dict[str
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_merge_behaves_as_a_right_merge(name: str, judged: dict[str, dict[str, Any]]) -> None:
-    assert judged[name]["failed"] == [], judged[name]
+def test_a_merge_behaves_as_a_right_merge(name: str, judged: dict[str, Behaviour]) -> None:
+    assert judged[name].failed == (), judged[name]
 
 
-def test_the_same_layers_put_together_again_are_the_same_model(judged: dict[str, dict[str, Any]]) -> None:
-    assert judged["passthrough-identity"]["loss"] == judged["passthrough-upscale-zero"]["loss"]
+def test_the_same_layers_put_together_again_are_the_same_model(judged: dict[str, Behaviour]) -> None:
+    assert judged["passthrough-identity"].loss == judged["passthrough-upscale-zero"].loss
+
+
+@pytest.mark.parametrize("name", sorted(PADDED_MEANS))
+def test_means_without_padding_give_better_routers(
+    name: str, judged: dict[str, Behaviour], shared_root: Path
+) -> None:
+    assert judged[name].loss["avg"] < reference_losses(shared_root / "behaviour")[name]["avg"] - 0.005
+
+
+@pytest.mark.parametrize("gate", BETTER_GATES, ids=lambda gate: gate.name)
+def test_gates_from_what_the_router_sees_beat_the_best_of_the_pack(
+    gate: Gate, gated: dict[str, Behaviour], judged: dict[str, Behaviour]
+) -> None:
+    made, best = gated[gate.name], judged["moe-cheap_embed"]
+    assert made.failed == ()
+    assert made.loss["avg"] < min(best.loss["avg"], 3.032) - 0.005
+    for domain in DOMAINS:
+        assert made.loss[domain] < best.loss[domain]
+        assert made.right_first[domain] > best.right_first[domain] + 0.02
+
+
+def test_a_line_of_the_table_of_gates() -> None:
+    loss = {"code": 3.16666, "english": 3.1171, "french": 2.7644, "avg": 3.0161}
+    routing = {"code": [0.75, 0.2, 0.05], "english": [0.05, 0.916, 0.034], "french": [0.01, 0.02, 0.97]}
+    gate = Gate("ridge", experts_per_token=2, from_file=True)
+    printed = line(gate, Behaviour(gate.name, loss, routing, ()))
+    assert printed == (
+        "| ridge, prompts joined in a file | 2 | 3.167 | 3.117 | 2.764 | 3.016 | 75 / 92 / 97 % |"
+    )
+    assert all(each.count("|") == printed.count("|") for each in HEADING)
+    assert len({each.name for each in GATES}) == len(GATES)

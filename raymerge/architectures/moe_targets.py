@@ -123,6 +123,12 @@ def named_targets(prefix: str) -> tuple[MoeTarget, ...]:
     )
 
 
+def implied_tokenizer_class(model_type: str) -> str | None:
+    """The tokenizer's class that loaders take for a family whatever its files say; None where these count."""
+    found: str | None = target_table("general")["tokenizer_class"].get(model_type)
+    return found
+
+
 def target_table(name: str) -> dict[str, Any]:
     """One of the tables as it stands in its file: a target's, or ``general``."""
     table = files("raymerge.architectures").joinpath("families", "targets", f"{name}.toml")

@@ -30,6 +30,7 @@ from raymerge.planner.finish import Decided, collector_paused, finish_plan
 from raymerge.planner.moe_experts import MoeExperts
 from raymerge.planner.moe_gates import gate_stage, router_tensor, shared_gate_tensor
 from raymerge.planner.moe_shape import MoeShape, shape_of
+from raymerge.planner.moe_tokenizer import named_tokenizer
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared, Stage
@@ -84,6 +85,7 @@ def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
     resized = shop.builder.embeddings.settle(trunk, shape.base)
     config = output_config(shape.config, tie=tie.tied)
     config = with_fields(config, vocabulary_size(config, resized) if resized else {})
+    tokenizer = named_tokenizer(shop.tokenizer, shape.base, shape.target)
     return finish_plan(
         Decided(
             recipe=recipe,
@@ -96,8 +98,8 @@ def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
             findings=shop.findings,
             config=config,
             tie=tie,
-            tokenizer=shop.tokenizer,
-            notes=(*shape.notes(recipe), *shop.notes(trunk)),
+            tokenizer=tokenizer,
+            notes=(*shape.notes(recipe), *shop.notes(trunk), *tokenizer.notes),
         ),
         version=version,
     )

@@ -221,3 +221,29 @@ def test_mixed_dtypes_are_written_in_the_bases(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     assert (made.dtype(name), made.method(name)) == ("BF16", "passthrough")
     assert made.fate(1, "model.layers.0.mlp.gate_proj.weight")[0] == "converted"
+
+
+def _qwen2(root: Path, said: dict[str, Any]) -> Path:
+    shapes = llama_shapes(llama_config())
+    biases = {
+        f"model.layers.{n}.self_attn.{p}_proj.bias": (32 if p == "q" else 16,)
+        for n in range(3)
+        for p in "qkv"
+    }
+    config = {**llama_config(), "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    header_checkpoint(root, {n: (DType.BF16, s) for n, s in {**shapes, **biases}.items()}, config)
+    (root / "tokenizer_config.json").write_text(json.dumps(said))
+    return root
+
+
+@pytest.mark.parametrize("said", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None])
+def test_a_tokenizer_is_loaded_as_that_of_the_base(tmp_path: Path, said: str | None) -> None:
+    base = _qwen2(tmp_path / "base", {"pad_token": "é", **({"tokenizer_class": said} if said else {})})
+    data = {"base_model": base, "gate_mode": "random", "experts": [{"source_model": base, "copies": 2}]}
+    made = _good(tmp_path, {**data, "architecture": "qwen2_moe", "shared_experts": [{"source_model": base}]})
+    files = {row["name"]: json.loads(row["content"]) for row in made.plan["files"].to_pylist()}
+    if said == "PreTrainedTokenizerFast":
+        assert files == {"tokenizer_config.json": {"pad_token": "é", "tokenizer_class": "Qwen2Tokenizer"}}
+        assert any("names Qwen2Tokenizer" in note for note in made.plan.manifest["notes"])
+    else:
+        assert not files
