@@ -262,6 +262,18 @@ def test_another_dtype_leaves_biases_of_the_selection(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_an_expert_in_another_dtype_loses_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", sparse("mixtral"), 1)
+    whole, name = read_tensors(tmp_path / "base"), "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
+    stored = {key: tensor if key == name.format(2) else tensor.bfloat16() for key, tensor in whole.items()}
+    save_file(stored, tmp_path / "base" / "model.safetensors")
+    for out, change in (("kept", {"keep": [1, 2]}), ("merged", {"merge": [[1], [2], [0, 3]]})):
+        made = read_tensors(submitted(tmp_path, out, change))
+        assert made[name.format(1)].dtype is torch.float32
+        assert torch.equal(made[name.format(1)], stored[name.format(2)])
+        assert made[name.format(0)].dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_an_adapter_adds_goes_with_its_expert(fused: bool, tmp_path: Path) -> None:
     kind = sparse("mixtral")

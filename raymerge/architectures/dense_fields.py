@@ -23,7 +23,7 @@ _ONLY_EXPERTS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class DenseFamily:
+class DenseCounterpart:
     """A dense family with the attention, norms and embeddings of a mixture of experts."""
 
     model_type: str
@@ -38,15 +38,15 @@ class DenseFamily:
     """Whether heads are of a fixed width where its config is silent, and not what the hidden size leaves."""
 
 
-_FAMILIES: Mapping[str, DenseFamily] = MappingProxyType(
+_COUNTERPARTS: Mapping[str, DenseCounterpart] = MappingProxyType(
     {
-        "mixtral": DenseFamily(
+        "mixtral": DenseCounterpart(
             "mistral",
             "MistralForCausalLM",
             MappingProxyType({"sliding_window": None, "rms_norm_eps": 1e-5}),
             rope_theta=1_000_000.0,
         ),
-        "qwen2_moe": DenseFamily(
+        "qwen2_moe": DenseCounterpart(
             "qwen2",
             "Qwen2ForCausalLM",
             MappingProxyType(
@@ -58,16 +58,16 @@ _FAMILIES: Mapping[str, DenseFamily] = MappingProxyType(
                 }
             ),
         ),
-        "qwen3_moe": DenseFamily(
+        "qwen3_moe": DenseCounterpart(
             "qwen3",
             "Qwen3ForCausalLM",
             MappingProxyType({"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4}),
             has_own_width=True,
         ),
-        "granitemoe": DenseFamily(
+        "granitemoe": DenseCounterpart(
             "granite", "GraniteForCausalLM", MappingProxyType({"num_key_value_heads": None})
         ),
-        "flex_olmo": DenseFamily(
+        "flex_olmo": DenseCounterpart(
             "olmo2",
             "Olmo2ForCausalLM",
             MappingProxyType(
@@ -85,14 +85,14 @@ _FAMILIES: Mapping[str, DenseFamily] = MappingProxyType(
 )
 
 
-def dense_family(config: Mapping[str, Any]) -> DenseFamily | None:
+def dense_counterpart(config: Mapping[str, Any]) -> DenseCounterpart | None:
     """The dense family that a mixture of experts can become one of, or None."""
-    return _FAMILIES.get(str(config.get("model_type")))
+    return _COUNTERPARTS.get(str(config.get("model_type")))
 
 
 def families_with_dense() -> tuple[str, ...]:
-    """Model types that ``dense_family`` has an answer for."""
-    return tuple(_FAMILIES)
+    """Model types that ``dense_counterpart`` has an answer for."""
+    return tuple(_COUNTERPARTS)
 
 
 def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:
         yield "qkv_bias is false, and the dense family has these biases."
 
 
-def dense_config(config: Mapping[str, Any], family: DenseFamily, *, width: int) -> dict[str, Any]:
+def dense_config(config: Mapping[str, Any], family: DenseCounterpart, *, width: int) -> dict[str, Any]:
     """The complete config of the dense model.
 
     Args:

@@ -7,7 +7,7 @@ an expert, or to move it, no more has to be known of either kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from raymerge.architectures.roles import EXPERT_NUMBER
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.quantised import quantised_formats
 from raymerge.planner.sources import Source
 
 _ROUTER_PARTS = (Role.ROUTER, Role.ROUTER_BIAS)
@@ -40,6 +41,11 @@ class Stacked:
     def is_router(self) -> bool:
         """Whether it belongs to the router."""
         return self.part is not Role.EXPERT
+
+    @property
+    def first(self) -> int:
+        """The first expert that has a share."""
+        return 0
 
     def name(self, expert: int) -> str:  # noqa: ARG002 - as ``Numbered.name``, where it makes a difference
         """Name of the tensor that holds the share of an expert."""
@@ -67,7 +73,12 @@ class Numbered:
     after: str
     """What stands behind it."""
     tensors: Mapping[int, StoredTensor]
-    """By expert."""
+    """By expert, in order. Some may have none, where codes and plain numbers are mixed."""
+
+    @property
+    def part(self) -> Role:
+        """``EXPERT``, as ``Stacked.part``."""
+        return Role.EXPERT
 
     @property
     def is_router(self) -> bool:
@@ -75,9 +86,14 @@ class Numbered:
         return False
 
     @property
+    def first(self) -> int:
+        """The first expert that has one."""
+        return next(iter(self.tensors))
+
+    @property
     def share(self) -> tuple[int, ...]:
         """Shape of the tensor of an expert."""
-        return self.tensors[0].shape
+        return self.tensors[self.first].shape
 
     def name(self, expert: int) -> str:
         """Name of the tensor of an expert."""
@@ -147,12 +163,13 @@ def expert_blocks(
         findings: receives what is wrong.
     """
     main = source.layer_stack(None)
+    codes = quantised_formats(source.checkpoint).keys()
     members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
     for name, info in logical.infos.items():
         if info.block is not None and main is not None and _is_text(info, main):
             members.setdefault(info.block, []).append((source.checkpoint.tensors[name], info))
     found = [
-        _block(source, path, own, num_experts, findings)
+        _block(source, path, own, num_experts, codes, findings)
         for path, own in members.items()
         if any(info.part is Role.EXPERT for _, info in own)
     ]
@@ -178,6 +195,7 @@ def _block(
     path: str,
     members: Sequence[tuple[StoredTensor, TensorInfo]],
     num_experts: int,
+    codes: Collection[str],
     findings: Findings,
 ) -> ExpertBlock:
     experts = [(tensor, info) for tensor, info in members if info.part is Role.EXPERT]
@@ -199,7 +217,8 @@ def _block(
         routers=tuple(tensor.name for tensor in routers),
         shared=tuple(tensor.name for tensor, own in members if own.part in _SHARED_PARTS),
     )
-    _check(source, block, routers, findings)
+    _check_numbers(source, block, codes, findings)
+    _check_routers(source, block, routers, findings)
     return block
 
 
@@ -244,12 +263,13 @@ def _numbered(members: Sequence[tuple[StoredTensor, TensorInfo]]) -> tuple[Numbe
     return tuple(Numbered(before, after, tensors) for (before, after), tensors in kinds.items())
 
 
-def _check(source: Source, block: ExpertBlock, routers: Sequence[StoredTensor], findings: Findings) -> None:
-    """Report experts that are missing, and routers whose rows are not one for each expert."""
-    wanted = set(range(block.num_experts))
+def _check_numbers(source: Source, block: ExpertBlock, codes: Collection[str], findings: Findings) -> None:
+    """Report experts that are missing, in whole or in part."""
+    modules: dict[tuple[str, str], list[Numbered]] = {}
     for each in block.numbered:
-        absent = sorted(wanted - each.tensors.keys()) + sorted(each.tensors.keys() - wanted)
-        if absent:
+        modules.setdefault((each.before, each.after.rpartition(".")[0]), []).append(each)
+    for kinds in modules.values():
+        for each, absent in _absent(kinds, block.num_experts, codes):
             findings.tensor(
                 ("experts", source.name),
                 where=source.name,
@@ -258,6 +278,30 @@ def _check(source: Source, block: ExpertBlock, routers: Sequence[StoredTensor], 
                 remedy="Use a complete checkpoint.",
                 example=f"{each.name(absent[0])}",
             )
+
+
+def _absent(
+    kinds: Sequence[Numbered], num_experts: int, codes: Collection[str]
+) -> Iterator[tuple[Numbered, Sequence[int]]]:
+    """Kinds of tensors of one module that are stored for other experts than they should be.
+
+    Some experts may be quantised and others not. All experts of either sort have the same tensors.
+    """
+    wanted = set(range(num_experts))
+    stored = {expert for kind in kinds for expert in kind.tensors}
+    coded = {e for kind in kinds for e, tensor in kind.tensors.items() if tensor.name in codes} & wanted
+    for kind in kinds:
+        alike = [sort for sort in (coded, wanted - coded) if not sort.isdisjoint(kind.tensors)]
+        missing = (wanted - stored).union(*alike) - kind.tensors.keys()
+        strange = [*sorted(missing), *sorted(kind.tensors.keys() - wanted)]
+        if strange:
+            yield kind, strange
+
+
+def _check_routers(
+    source: Source, block: ExpertBlock, routers: Sequence[StoredTensor], findings: Findings
+) -> None:
+    """Report routers whose rows are not one for each expert."""
     taken = {each.tensor.name for each in block.stacked}
     rows = [each for each in block.stacked if each.part is Role.ROUTER and len(each.tensor.shape) == 2]
     strange = [each for each in routers if each.name not in taken and _may_name_experts(each, block)]

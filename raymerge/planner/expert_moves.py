@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields
-from raymerge.architectures.sections import text_section
 from raymerge.errors import Problem
 from raymerge.planner.expert_blocks import ExpertBlock
 from raymerge.planner.findings import Findings
 from raymerge.planner.saliency import Scores
 from raymerge.planner.sources import Path_, Source
 from raymerge.recipes import AddedExpert, ExpertSetRecipe
-
-_ACTIVATIONS = ("hidden_act", "hidden_activation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,14 @@ class Mover:
                 yield from (NewExpert((each,), (1.0,), added.row_of) for each in self._origins(added))
 
     def _weights(self, block: ExpertBlock, scores: Scores | None, group: Sequence[int]) -> tuple[float, ...]:
-        """How much each expert of a group counts."""
-        weights = tuple(scores[block.path][expert] for expert in group) if scores else (1.0,) * len(group)
-        if not any(weights):
+        """How much each expert of a group counts; one alone stays what it is, whatever its score."""
+        if scores is None or len(group) == 1:
+            return (1.0,) * len(group)
+        weights = tuple(scores[block.path][expert] for expert in group)
+        if min(weights) < 0:
+            what = f"experts {_listed(group)} in layer {block.layer} have scores down to {min(weights):g}."
+            self._say(("experts", "scores"), what, "Weights of a mean cannot be negative.")
+        elif not any(weights):
             what = f"the scores of experts {_listed(group)} in layer {block.layer} are all 0."
             self._say(("experts", "scores"), what, "A weighted mean needs a weight above 0 in each group.")
         return weights
@@ -222,10 +224,6 @@ class Mover:
             self._say((*path, "experts"), what, "Remove 'experts'.")
         if fields is not None and added.experts is not None:
             self._check_ids((*path, "experts"), added.experts, fields.count.value, source.name)
-        mine, theirs = (_activation(self._sources[0]), _activation(source))
-        if None not in (mine, theirs) and mine != theirs:
-            what = f"the activation of {source.name} is {theirs}, that of {self._sources[0].name} is {mine}."
-            self._say((*path, "model"), what, "All experts of a model have one activation.")
 
     def _check_count(self) -> None:
         """The number of experts that is left has to fit the config."""
@@ -270,11 +268,6 @@ def _groups(recipe: ExpertSetRecipe) -> Iterator[tuple[Path_, tuple[tuple[int, .
         yield ("experts", "merge"), merge.everywhere
     for layer, groups in merge.by_layer:
         yield ("experts", "merge", str(layer)), groups
-
-
-def _activation(source: Source) -> object:
-    section = text_section(source.checkpoint.config)
-    return next((section[key] for key in _ACTIVATIONS if section.get(key)), None)
 
 
 def _remedy(fields: ExpertFields, count: int, *, by_pairs: bool) -> str:

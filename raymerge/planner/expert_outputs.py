@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
-from raymerge.architectures import Role, logical_name
-from raymerge.dtypes import DType
-from raymerge.planner.expert_blocks import ExpertBlock, Kind, Stacked
+from raymerge.architectures import logical_name
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.planner.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
 from raymerge.planner.expert_moves import NewExpert, Origin
 from raymerge.planner.expert_shares import Share, fate_of, matrix_row, mean_expression, share_row
-from raymerge.planner.expert_supplies import FIRST, ExpertSupplies, renumbered
+from raymerge.planner.expert_supplies import BASE, ExpertSupplies, marked, renumbered
 from raymerge.planner.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.planner.logical import Block
 
@@ -33,25 +33,46 @@ class ExpertOutputs:
         One that cannot be made is left out, with a finding.
         """
         for stacked in block.stacked:
-            dtype = self._supplies.dtype_of(stacked.tensor, stacked.part)
-            rows = self._stacked(block, stacked, experts, dtype)
+            work = _Work(self._supplies, block, stacked, stacked.tensor)
+            rows = self._stacked(work, experts)
             shape, name = stacked.shape(len(experts)), stacked.tensor.name
             if rows is not None:
-                yield Output(name, dtype, shape, rows, dtype.is_mergeable)
+                yield Output(name, work.dtype, shape, rows, work.dtype.is_mergeable)
         for numbered in block.numbered:
-            dtype = self._supplies.dtype_of(numbered.tensors[0], Role.EXPERT)
-            for number, expert in enumerate(experts):
-                work = _Work(self._supplies, block, numbered, dtype)
-                found = work.alone(expert)
-                rows = work.combined(expert, number) if found is None else work.unchanged([found], number)
-                if rows is not None:
-                    yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
+            yield from self._numbered(block, numbered, experts)
 
-    def _stacked(
-        self, block: ExpertBlock, stacked: Stacked, experts: Sequence[NewExpert], dtype: DType
-    ) -> tuple[Row, ...] | None:
+    def _numbered(
+        self, block: ExpertBlock, numbered: Numbered, experts: Sequence[NewExpert]
+    ) -> Iterator[Output]:
+        """A tensor for each expert, in the dtype of its own; where only some have one, for those."""
+        is_complete = len(numbered.tensors) == block.num_experts
+        for number, expert in enumerate(experts):
+            if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
+                continue
+            work = _Work(self._supplies, block, numbered, self._like(numbered, expert.origins[0]))
+            found = work.alone(expert)
+            rows = work.combined(expert, number) if found is None else work.unchanged([found], number)
+            if rows is not None:
+                dtype = work.dtype
+                yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
+
+    def _has(self, kind: Numbered, origin: Origin) -> bool:
+        """Whether an expert has such a tensor."""
+        if origin.source == BASE:
+            return origin.expert in kind.tensors
+        return self._supplies.share(kind, origin) is not None
+
+    def _like(self, kind: Numbered, origin: Origin) -> StoredTensor:
+        """The tensor of the base whose dtype an expert is written in: its own, or the first of that dtype."""
+        own = kind.tensors.get(origin.expert) if origin.expert is not None else None
+        if origin.source == BASE and own is not None:
+            return own
+        share = self._supplies.share(kind, origin)
+        same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
+        return next(same, kind.tensors[kind.first])
+
+    def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Row, ...] | None:
         """The rows of a tensor with a share for each expert; shares that lie together become one row."""
-        work = _Work(self._supplies, block, stacked, dtype)
         made: list[tuple[Row, ...] | None] = []
         waiting: list[Share] = []
         for number, expert in enumerate(experts):
@@ -70,13 +91,14 @@ class ExpertOutputs:
 
 
 class _Work:
-    """One kind of tensor of one block."""
+    """One kind of tensor of one block, written in the dtype of ``like``, a tensor of the base."""
 
-    def __init__(self, supplies: ExpertSupplies, block: ExpertBlock, kind: Kind, dtype: DType) -> None:
+    def __init__(self, supplies: ExpertSupplies, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
         self._supplies = supplies
         self._block = block
         self._kind = kind
-        self._dtype = dtype
+        self._like = like
+        self.dtype = supplies.dtype_of(like, kind.part)
 
     def alone(self, expert: NewExpert) -> Share | None:
         """What an expert that is not merged has, where it has it stored as the base has it; else None."""
@@ -86,13 +108,13 @@ class _Work:
     def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
         """One row of shares that lie one behind the other, the last of which is of expert ``number - 1``."""
         first = shares[0]
-        if first.tensor.dtype is not self._dtype and not self._is_plain():
+        if first.tensor.dtype is not self.dtype and not self._is_plain():
             return None
-        if not self._supplies.may_write(first, self._dtype):
+        if not self._supplies.may_write(first, self.dtype):
             return None
         whole = replace(first, num_elements=sum(share.num_elements for share in shares))
         shape = (len(shares), *self._kind.share) if isinstance(self._kind, Stacked) else self._kind.share
-        row, fate = share_row(whole, shape, self._kind.name(number), self._dtype)
+        row, fate = share_row(whole, shape, self._kind.name(number), self.dtype)
         self._supplies.fates.settle(first.source, first.tensor.name, fate)
         return (row,)
 
@@ -105,19 +127,19 @@ class _Work:
             return self._mean_of_shares(expert, number, [share for share in shares if share is not None])
         if isinstance(self._kind, Stacked) and self._kind.is_router:
             return self._router_row(expert, self._kind)
-        own = self._kind.name(0)
+        own = self._kind.name(self._kind.first)
         blocks = self._supplies.logical.blocks(own)
         if blocks is None:
             self._supplies.unknown_layout(own)
             return None
-        rows = [self._matrices(expert, number, each) for each in blocks if FIRST in each.members[0][0]]
+        mark = marked(self._kind.first)
+        rows = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
         found = tuple(row for row in rows if row is not None)
         return found if len(found) == len(rows) else None
 
     def _is_plain(self) -> bool:
         """Whether the base has numbers here, so that numbers may be written; else a finding says so."""
-        kind = self._kind
-        return self._supplies.is_plain(kind.tensor if isinstance(kind, Stacked) else kind.tensors[0])
+        return self._supplies.is_plain(self._like)
 
     def _origins(self, expert: NewExpert) -> Sequence[Origin]:
         return expert.rows if self._kind.is_router else expert.origins
@@ -135,7 +157,7 @@ class _Work:
             return None
         for share in shares:
             self._supplies.fates.settle(share.source, share.tensor.name, fate_of(len(shares), name))
-        expression = mean_expression(self._weights(expert), self._dtype)
+        expression = mean_expression(self._weights(expert), self.dtype)
         shape = self._kind.share or (1,)
         return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
 
@@ -145,7 +167,8 @@ class _Work:
         reads: list[Read] = []
         complete = True
         fate = fate_of(len(expert.origins), self._kind.name(number))
-        for logical, inside in place.members:
+        for called, inside in place.members:
+            logical = renumbered(called, 0, of=self._kind.first)
             for origin in expert.origins:
                 found = self._supplies.matrix(self._block, origin, logical)
                 if found is None or not self._supplies.fits(origin.source, found, inside.shape, logical):
@@ -156,7 +179,7 @@ class _Work:
             parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
         if not complete:
             return None
-        expression = mean_expression(expert.weights, self._dtype)
+        expression = mean_expression(expert.weights, self.dtype)
         return Row(place.num_elements, expression, tuple(parts), tuple(reads))
 
     def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
@@ -167,7 +190,7 @@ class _Work:
         reads = [read for read in found if read is not None]
         if len(reads) < len(found):
             return None
-        expression = mean_expression(self._weights(expert), self._dtype)
+        expression = mean_expression(self._weights(expert), self.dtype)
         return (matrix_row(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
 
     def _row_of(self, stacked: Stacked, origin: Origin, logical: str, count: int) -> Read | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from raymerge.architectures import Role
 from raymerge.architectures.dense_fields import (
-    DenseFamily,
+    DenseCounterpart,
     dense_config,
-    dense_family,
+    dense_counterpart,
     dense_objections,
     families_with_dense,
 )
@@ -21,6 +21,7 @@ from raymerge.planner.config_fields import output_config
 from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
 from raymerge.planner.dispositions import Disposition, Fate, Rule
+from raymerge.planner.expert_added import AddedModels
 from raymerge.planner.expert_blocks import ExpertBlock, expert_blocks
 from raymerge.planner.expert_moves import Mover, Moves, regrouped
 from raymerge.planner.expert_outputs import ExpertOutputs
@@ -81,6 +82,8 @@ class _Builder:
         self._blocks = self._found_blocks(logical[BASE])
         self._mover = Mover(recipe, sources, self._blocks, self._findings)
         self._mover.check()
+        self._added = AddedModels(recipe, self._supplies, self._blocks, self._findings)
+        self._added.check()
         self._require()
         self._work = ExpertSupplies(self._supplies, recipe.dtype, self._findings)
 
@@ -112,7 +115,7 @@ class _Builder:
 
     def _sparse(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
         change = self._recipe.experts
-        scores = read_scores(self._recipe, self._base, self._blocks) if change.scores else None
+        scores = read_scores(self._recipe, self._supplies, self._blocks) if change.scores else None
         moves = self._mover.moves(scores)
         self._require()
         maker = ExpertOutputs(self._work)
@@ -163,14 +166,14 @@ class _Builder:
         if not self._findings.is_empty:
             raise PlanError(self._findings.problems())
 
-    def _family(self) -> DenseFamily:
+    def _family(self) -> DenseCounterpart:
         """The dense family that the checkpoint becomes one of.
 
         Raises:
             PlanError: there is none that can hold all else.
         """
         config, place = self._base.checkpoint.config, self._recipe.where("experts", "dense")
-        family = dense_family(config)
+        family = dense_counterpart(config)
         listed = ", ".join(families_with_dense())
         remedy = f"raymerge makes these dense: {listed}."
         said = list(dense_objections(config))
@@ -210,24 +213,34 @@ class _Builder:
         experts = {
             tensor.name
             for block in self._blocks
+            for used in (_used(block, moves, self._recipe),)
             for numbered in block.numbered
             for expert, tensor in numbered.tensors.items()
-            if expert not in _used(block, moves, self._recipe)
+            if expert not in used
         }
         fates, complete = self._work.fates, self._findings.is_empty
         for store, name in list(fates.unsettled()):
             if store == BASE and name in experts:
                 fates.settle(store, name, Fate(Disposition.DROPPED, Rule.EXPERT_NOT_KEPT))
-            elif store != BASE:
+            elif store != BASE and not self._is_left_behind(store, name):
                 fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))
             elif complete:
-                self._findings.tensor(
-                    ("left over",),
-                    where=self._base.name,
-                    what="{count} tensors have no place in the output",
-                    remedy="The experts of such a checkpoint cannot be changed so.",
-                    example=name,
-                )
+                self._left_over(store, name)
+
+    def _is_left_behind(self, store: int, name: str) -> bool:
+        """Whether a tensor is of an added expert; those of adapters go with their models."""
+        return store < len(self._sources) and self._added.is_left_behind(store, name)
+
+    def _left_over(self, store: int, name: str) -> None:
+        """Report a tensor that nothing was made of."""
+        if store == BASE:
+            what = "{count} tensors have no place in the output"
+            remedy = "The experts of such a checkpoint cannot be changed so."
+        else:
+            what = f"{{count}} tensors of its experts have no place in those of {self._base.name}"
+            remedy = "Add experts that have the same matrices and biases."
+        where = self._sources[store].name
+        self._findings.tensor(("left over", where), where=where, what=what, remedy=remedy, example=name)
 
     def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._recipe.dtype
@@ -241,6 +254,7 @@ class _Builder:
             yield from (f"{source.name}: {note}" for note in source.checkpoint.notes)
         yield f"config, tokenizer and companion files come from {self._base.name}"
         yield from adapter_notes(self._supplies, self._work.fates)
+        yield from self._added.notes()
 
     def _moved(self, moves: Moves) -> Iterator[str]:
         fields = expert_fields(self._base.checkpoint.config, self._base.rules)

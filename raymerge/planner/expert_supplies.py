@@ -27,8 +27,6 @@ from raymerge.planner.supplies import Supplies, Supply
 
 BASE = 0
 """Index of the checkpoint whose experts change."""
-FIRST = ".experts.0."
-"""How the canonical name of a matrix of expert 0 has its number."""
 
 
 class ExpertSupplies:
@@ -125,7 +123,7 @@ class ExpertSupplies:
 
     def _dense_name(self, block: ExpertBlock, source: int, logical: str) -> str:
         """What a dense model calls a matrix; the expert's own name where it has no such one."""
-        projection, _, leaf = logical.rpartition(FIRST)[2].partition("_proj.")
+        projection, _, leaf = logical.rpartition(marked(0))[2].partition("_proj.")
         if block.is_mtp or leaf not in ("weight", "bias"):
             return logical
         return self._dense[source].get((block.name_layer, projection, leaf == "bias"), logical)
@@ -204,10 +202,14 @@ class ExpertSupplies:
         )
 
 
-def renumbered(logical: str, expert: int) -> str:
-    """The canonical name of a matrix of expert 0 as that of another expert."""
-    head, _, tail = logical.rpartition(FIRST)
-    return f"{head}.experts.{expert}.{tail}"
+def marked(expert: int) -> str:
+    """How canonical names have the number of an expert."""
+    return f".experts.{expert}."
+
+
+def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
+    """The canonical name of a matrix of one expert as that of another."""
+    return marked(expert).join(logical.rsplit(marked(of), 1))
 
 
 def _dense_matrices(supplies: Supplies, source: int) -> dict[tuple[int, str, bool], str]:

@@ -66,11 +66,6 @@ class Selector:
     layers: tuple[tuple[int, int], ...] = ()
     """First and last layer of each range, one of which the tensor must be in; empty for any place."""
 
-    @property
-    def is_everything(self) -> bool:
-        """Whether every tensor matches."""
-        return self.filter in _EVERYTHING and self.glob in _EVERYTHING and not self.roles and not self.layers
-
     def matches(self, subject: Subject) -> bool:
         """Whether this speaks of ``subject``. A tensor outside the layers is in no range of them."""
         return (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kits.model_types_decoders import SPARSE
 
 from raymerge.architectures import load_rules
-from raymerge.architectures.dense_fields import dense_config, dense_family, dense_objections
+from raymerge.architectures.dense_fields import dense_config, dense_counterpart, dense_objections
 from raymerge.architectures.expert_fields import (
     ExpertFields,
     Field,
@@ -127,7 +127,7 @@ def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, t
     said = (
         {key: full[key] for key in ("model_type", "hidden_size", "num_attention_heads")} if silent else full
     )
-    family = dense_family(said)
+    family = dense_counterpart(said)
     assert family is not None
     made = dense_config(said, family, width=77)
     (tmp_path / "config.json").write_text(json.dumps(made))
@@ -155,6 +155,6 @@ def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, t
 
 
 def test_what_a_dense_family_cannot_say() -> None:
-    assert dense_family({"model_type": "deepseek_v3"}) is None
+    assert dense_counterpart({"model_type": "deepseek_v3"}) is None
     assert len(list(dense_objections({"use_sliding_window": True, "qkv_bias": False}))) == 2
     assert not list(dense_objections({"use_sliding_window": True, "layer_types": ["full_attention"]}))

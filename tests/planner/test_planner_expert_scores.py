@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.adapter_maker import lora_config, write_adapter
 from kits.checkpoint_maker import write_checkpoint
 from kits.expert_models import refused_set
 from safetensors.torch import save_file
@@ -21,7 +22,9 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.saliency import Scores, read_scores
 from raymerge.planner.sources import open_sources
+from raymerge.planner.supplies import Supplies
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
+from raymerge.storage.local import LocalStore
 
 LAYERS, EXPERTS = 2, 4
 BLOCK = "model.layers.{}.mlp"
@@ -62,7 +65,7 @@ def _scores(base: Path, said: str) -> Scores:
     recipe = _recipe(base, {"drop": 1, "scores": said})
     (source,) = open_sources(recipe)
     blocks = expert_blocks(source, LogicalTensors(source), EXPERTS, Findings())
-    return read_scores(recipe, source, blocks)
+    return read_scores(recipe, Supplies([source], [LogicalTensors(source)]), blocks)
 
 
 def test_sizes_of_weights(base: Path) -> None:
@@ -96,8 +99,23 @@ REFUSED = {
     "list": ("[1, 2]", "is no map of layers"),
     "layer": ('{"0": [1, 2, 3, 4]}', "there are no scores for layer 1 (model.layers.1.mlp)"),
     "short": ('{"0": [1, 2, 3, 4], "1": [1, 2]}', "has 4 experts, and 2 scores"),
-    "nan": ('{"0": [1, 2, 3, NaN], "1": [1, 2, 3, 4]}', "hold NaN or infinity"),
+    "nan": ('{"0": [1, 2, 3, NaN], "1": [1, 2, 3, 4]}', "hold NaN, infinity or a number beyond 1e+300"),
     "text": ('{"0": ["a", 2, 3, 4], "1": [1, 2, 3, 4]}', "there are no scores for layer 0"),
+}
+
+
+_ROW = "[1, 2, 3, 4]"
+REFUSED |= {
+    "huge": (f'{{"0": [1, 2, 3, {"9" * 400}], "1": {_ROW}}}', "or a number beyond 1e+300"),
+    "beyond": (
+        f'{{"0": {_ROW}, "1": {_ROW}, "7": {_ROW}, "x": [1]}}',
+        "scores for '7', 'x', where no experts",
+    ),
+    "twice": (
+        f'{{"0": {_ROW}, "1": {_ROW}, "model.layers.1.mlp": {_ROW}}}',
+        "'1' and 'model.layers.1.mlp' name",
+    ),
+    "repeated": (f'{{"0": {_ROW}, "1": {_ROW}, "0": {_ROW}}}', "these keys stand in it more than once: '0'"),
 }
 
 
@@ -111,12 +129,140 @@ def test_files_that_are_refused(case: str, base: Path, tmp_path: Path) -> None:
     assert "experts.scores" in problem
 
 
+def test_vectors_of_other_layers_are_refused(base: Path, tmp_path: Path) -> None:
+    rows = {str(layer): torch.ones(EXPERTS) for layer in range(LAYERS + 1)}
+    save_file(rows, tmp_path / "s.safetensors")
+    change = {"drop": 1, "scores": str(tmp_path / "s.safetensors")}
+    (problem,) = refused_set({"base_model": base, "experts": change})
+    assert "scores for '2', where no experts are" in problem
+    assert "its layers with experts are 0, 1" in problem
+
+
+@pytest.mark.parametrize("said", ["~no-such-user-at-all/s.json", "nowhere.json", "a" * 5000])
+def test_paths_that_lead_nowhere(said: str, base: Path) -> None:
+    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": said}})
+    assert "experts.scores" in problem
+    assert "no such" in problem or "cannot be read" in problem
+
+
+def test_a_file_that_cannot_be_read(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.json"
+    path.write_text("{}")
+
+    read_text = Path.read_text
+
+    def refuse(self: Path, encoding: str) -> str:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return read_text(self, encoding=encoding)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
+    assert f"experts.scores: {path}: cannot be read (Permission denied)" in problem
+    path.write_bytes(b" " * (64 * 2**20 + 1))
+    (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": str(path)}})
+    assert "is too large for a file of scores" in problem
+
+
+def test_scores_count_only_in_groups_of_several(base: Path, tmp_path: Path) -> None:
+    scores = tmp_path / "scores.json"
+    change = {"merge": [[0], [1], [3, 2]], "scores": str(scores)}
+    scores.write_text(json.dumps({"0": [0, -2, 3, 4], "1": [0, 0, 0, 4]}))
+    assert refused_set({"base_model": base, "experts": change}) == []
+    scores.write_text(json.dumps({"0": [0, -2, 3, 4], "1": [1, 1, 0, 0]}))
+    (problem,) = refused_set({"base_model": base, "experts": change})
+    assert "the scores of experts 3, 2 in layer 1 are all 0" in problem
+
+
+def _bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Every run of bytes that is read from now on."""
+    found: list[tuple[int, int]] = []
+    read_into = LocalStore.read_into
+
+    def counted(self: LocalStore, key: str, offset: int, buffer: memoryview) -> None:
+        found.append((offset, buffer.nbytes))
+        read_into(self, key, offset, buffer)
+
+    monkeypatch.setattr(LocalStore, "read_into", counted)
+    return found
+
+
+def _fused(family: str) -> dict[str, torch.Tensor]:
+    """The same experts as ``_tensors`` has, gate and up in one tensor."""
+    plain, found = _tensors(), {}
+    for layer in range(LAYERS):
+        head = BLOCK.format(layer)
+        kinds = {
+            kind: torch.stack([plain[f"{head}.experts.{e}.{kind}_proj.weight"] for e in range(EXPERTS)])
+            for kind in ("gate", "up", "down")
+        }
+        found[f"{head}.gate.weight"] = plain[f"{head}.gate.weight"]
+        if family == "gpt_oss":
+            pairs = torch.stack([kinds["gate"], kinds["up"]], dim=2).flatten(1, 2).mT
+        else:
+            pairs = torch.cat([kinds["gate"], kinds["up"]], dim=1).mT
+        found[f"{head}.experts.gate_up_proj"] = pairs.contiguous()
+        found[f"{head}.experts.down_proj"] = kinds["down"].mT.contiguous()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text", "gpt_oss"])
+def test_every_byte_of_an_expert_is_read_once(
+    family: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, wanted = base, _scores(base, "weights")
+    if family != "qwen3_moe":
+        sizes = {"hidden_size": 8, "intermediate_size": 6, "model_type": family, "num_local_experts": EXPERTS}
+        root = write_checkpoint(tmp_path / "fused", _fused(family), CONFIG | sizes)
+    recipe = _recipe(root, {"drop": 1, "scores": "weights"})
+    (source,) = open_sources(recipe)
+    supplies = Supplies([source], [LogicalTensors(source)])
+    blocks = expert_blocks(source, supplies.logical[0], EXPERTS, Findings())
+    read = _bytes_read(monkeypatch)
+    assert read_scores(recipe, supplies, blocks) == wanted
+    stored = [t.nbytes for name, t in source.checkpoint.tensors.items() if ".experts." in name]
+    assert sum(nbytes for _, nbytes in read) == sum(stored)
+    assert len(set(read)) == len(read)
+
+
+def test_sizes_of_weights_with_what_an_adapter_adds(base: Path, tmp_path: Path) -> None:
+    module, generator = f"{BLOCK.format(1)}.experts.2.down_proj", torch.Generator().manual_seed(1)
+    down, up = torch.randn(2, 6, generator=generator), torch.randn(8, 2, generator=generator)
+    name = f"base_model.model.{module}"
+    write_adapter(
+        tmp_path / "adapter",
+        {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up},
+        lora_config(r=2, lora_alpha=4, target_modules=["down_proj"]),
+    )
+    recipe = _recipe(Path(f"{base}+{tmp_path / 'adapter'}"), {"drop": 1, "scores": "weights"})
+    (source,) = open_sources(recipe)
+    supplies = Supplies([source], [LogicalTensors(source)])
+    blocks = expert_blocks(source, supplies.logical[0], EXPERTS, Findings())
+    found, plain, tensors = read_scores(recipe, supplies, blocks), _scores(base, "weights"), _tensors()
+    block = BLOCK.format(1)
+    before = float(tensors[f"{module}.weight"].double().norm())
+    after = float((tensors[f"{module}.weight"].double() + 2 * up.double() @ down.double()).norm())
+    assert math.isclose(found[block][2], plain[block][2] / before * after, rel_tol=1e-5)
+    assert found[block][:2] == plain[block][:2]
+
+
+def test_codes_have_no_sizes(tmp_path: Path) -> None:
+    tensors = {
+        name: tensor.to(torch.float8_e4m3fn) if ".experts." in name else tensor
+        for name, tensor in _tensors().items()
+    }
+    root = write_checkpoint(tmp_path / "base", tensors, CONFIG)
+    (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
+    assert "it holds F8_E4M3 where plain numbers are needed" in problem
+    assert "give the scores in a file" in problem
+
+
 def test_weights_of_a_mean(base: Path, tmp_path: Path) -> None:
     scores = tmp_path / "scores.json"
     change = {"merge": [[0, 1], [2, 3]], "scores": str(scores)}
     scores.write_text(json.dumps({"0": [1, -1, 3, 4], "1": [1, 2, 3, 4]}))
     (problem,) = refused_set({"base_model": base, "experts": change})
-    assert "the lowest score of layer 0 (model.layers.0.mlp) is -1" in problem
+    assert "experts 0, 1 in layer 0 have scores down to -1" in problem
     scores.write_text(json.dumps({"0": [0, 0, 3, 4], "1": [0, 2, 3, 4]}))
     (problem,) = refused_set({"base_model": base, "experts": change})
     assert "the scores of experts 0, 1 in layer 0 are all 0" in problem

@@ -17,6 +17,7 @@ from raymerge.dtypes import DType
 from raymerge.planner.expert_moves import NewExpert, Origin
 
 HIDDEN, WIDTH = 32, 16
+QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 BLOCK = "model.layers.{}.block_sparse_moe"
 
 
@@ -116,15 +117,14 @@ def _fp8(scale: str = "weight_scale_inv") -> Specs:
 
 
 def test_codes_and_scales_of_quantised_experts_go_together(tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    root = _mixtral(tmp_path / "m", _fp8(), **quantised)
+    root = _mixtral(tmp_path / "m", _fp8(), **QUANTISED)
     made = good_set({"base_model": root, "experts": {"keep": [3, 1]}})
     block = BLOCK.format(1)
     for leaf in ("weight", "weight_scale_inv"):
         assert made.reads(f"{block}.experts.0.w3.{leaf}") == [(0, f"{block}.experts.3.w3.{leaf}")]
         assert made.fate(0, f"{block}.experts.2.w3.{leaf}")[1] == "expert_not_kept"
     assert {expression.method for expression in made.plan.expressions} == {"copy"}
-    other = _mixtral(tmp_path / "other", _fp8(), **quantised)
+    other = _mixtral(tmp_path / "other", _fp8(), **QUANTISED)
     added = good_set({"base_model": root, "experts": {"add": [{"model": other}]}})
     assert added.reads(f"{block}.experts.7.w2.weight") == [(1, f"{block}.experts.3.w2.weight")]
     plain, dense = _mixtral(tmp_path / "plain"), _dense(tmp_path / "dense", WIDTH)
@@ -140,6 +140,80 @@ def test_codes_and_scales_of_quantised_experts_go_together(tmp_path: Path) -> No
         assert all("quantised as block FP8" in problem for problem in problems)
     (problem,) = refused_set({"base_model": root, "experts": {"keep": [0, 1]}, "dtype": "bfloat16"})
     assert "quantised as block FP8" in problem
+
+
+def _mixed(coded: tuple[int, ...] = (0, 2)) -> Specs:
+    """Some experts in block FP8, the others in BF16 without scales."""
+    codes = {f".experts.{expert}." for expert in coded}
+
+    def is_coded(name: str) -> bool:
+        return any(mark in name for mark in codes)
+
+    plain = {name: spec for name, spec in _specs().items() if not is_coded(name)}
+    return plain | {name: spec for name, spec in _fp8().items() if is_coded(name)}
+
+
+def test_plain_experts_between_quantised_ones_are_copied(tmp_path: Path) -> None:
+    root, block = _mixtral(tmp_path / "m", _mixed(), **QUANTISED), BLOCK.format(1)
+    made = good_set({"base_model": root, "experts": {"keep": [1, 2, 3]}})
+    assert {expression.method for expression in made.plan.expressions} == {"copy"}
+    assert [made.dtype(f"{block}.experts.{new}.w1.weight") for new in range(3)] == ["BF16", "F8_E4M3", "BF16"]
+    scales = [name for name in made.names() if name.endswith("w1.weight_scale_inv") and block in name]
+    assert scales == [f"{block}.experts.1.w1.weight_scale_inv"]
+    assert made.reads(scales[0]) == [(0, f"{block}.experts.2.w1.weight_scale_inv")]
+    assert made.fate(0, f"{block}.experts.0.w1.weight_scale_inv")[1] == "expert_not_kept"
+    merged = good_set({"base_model": root, "experts": {"merge": [[0], [2], [1, 3]]}})
+    assert [merged.dtype(f"{block}.experts.{n}.w2.weight") for n in range(3)] == [
+        "F8_E4M3",
+        "F8_E4M3",
+        "BF16",
+    ]
+    assert f"{block}.experts.2.w2.weight_scale_inv" not in merged.names()
+    problems = refused_set({"base_model": root, "experts": {"merge": [[0, 1], [2], [3]]}})
+    assert problems
+    assert all("quantised as block FP8" in problem for problem in problems)
+    dense = good_set({"base_model": root, "experts": {"dense": "mean", "of": [1, 3]}})
+    assert dense.dtype("model.layers.0.mlp.up_proj.weight") == "BF16"
+
+
+def test_experts_are_added_to_mixed_ones_as_they_are(tmp_path: Path) -> None:
+    root, block = _mixtral(tmp_path / "m", _mixed(), **QUANTISED), BLOCK.format(0)
+    other = _mixtral(tmp_path / "other", _mixed((1,)), **QUANTISED)
+    made = good_set({"base_model": root, "experts": {"add": [{"model": other, "experts": [1, 2]}]}})
+    assert {expression.method for expression in made.plan.expressions} == {"copy"}
+    assert made.reads(f"{block}.experts.4.w3.weight_scale_inv") == [
+        (1, f"{block}.experts.1.w3.weight_scale_inv")
+    ]
+    assert [made.dtype(f"{block}.experts.{new}.w3.weight") for new in (4, 5)] == ["F8_E4M3", "BF16"]
+    assert f"{block}.experts.5.w3.weight_scale_inv" not in made.names()
+
+
+def test_a_quantised_expert_that_lacks_its_scale_is_refused(tmp_path: Path) -> None:
+    for number, missing in enumerate(("experts.2.w1.weight_scale_inv", "experts.1.w1.weight")):
+        specs = {name: spec for name, spec in _mixed().items() if not name.endswith(missing)}
+        root = _mixtral(tmp_path / str(number), specs, **QUANTISED)
+        (problem,) = refused_set({"base_model": root, "experts": {"keep": [0, 1]}})
+        assert "are stored for others" in problem
+        assert missing in problem
+
+
+def test_an_expert_that_stands_alone_keeps_its_dtype(tmp_path: Path) -> None:
+    wide = f"{BLOCK.format(1)}.experts.2."
+    specs = {name: (DType.F32, spec[1]) if name.startswith(wide) else spec for name, spec in _specs().items()}
+    root, name = _mixtral(tmp_path / "m", specs), f"{BLOCK.format(1)}.experts.{{}}.w1.weight"
+    made = good_set({"base_model": root, "experts": {"keep": [1, 2]}})
+    assert [made.dtype(name.format(new)) for new in range(2)] == ["BF16", "F32"]
+    assert {expression.method for expression in made.plan.expressions} == {"copy"}
+    assert made.fate(0, name.format(2)) == ("copied", "one_source", name.format(1))
+    merged = good_set({"base_model": root, "experts": {"merge": [[0, 2], [3], [1]]}})
+    assert [merged.dtype(name.format(new)) for new in range(3)] == ["BF16", "BF16", "BF16"]
+    merged = good_set({"base_model": root, "experts": {"merge": [[2], [0, 3], [1]]}})
+    assert [merged.dtype(name.format(new)) for new in range(3)] == ["F32", "BF16", "BF16"]
+    added = good_set({"base_model": tmp_path / "m", "experts": {"add": [{"model": root, "experts": [2, 0]}]}})
+    assert [added.dtype(name.format(new)) for new in (4, 5)] == ["F32", "BF16"]
+    plain = _mixtral(tmp_path / "plain")
+    added = good_set({"base_model": plain, "experts": {"add": [{"model": root, "experts": [2]}]}})
+    assert added.dtype(name.format(4)) == "BF16"
 
 
 def test_stacked_codes_are_shared_out(tmp_path: Path) -> None:
