@@ -170,10 +170,11 @@ def submit(
         planning = thread.submit(plan_for, recipes, place)
         # Most errors of a recipe show at once; only a long planning is overlapped with starting the workers.
         wait([planning], timeout=_EARLY_ERRORS_SECONDS)
-        pool = _prepared(planning, chosen, place, emit)
+        pool, chain = _prepared(planning, chosen, place, emit, began)
         try:
             pool.start()
-            return Chain(planning.result(), place, chosen, on_event=emit, began=began).carry_out(pool)
+            chain = chain or Chain(planning.result(), place, chosen, on_event=emit, began=began)
+            return chain.carry_out(pool)
         finally:
             pool.close()
 
@@ -286,24 +287,29 @@ def _no_plan(recipe: Recipe) -> Problem:
 
 
 def _prepared(
-    planning: Future[tuple[PlannedMerge, ...]], options: RunOptions, output: Path, emit: OnEvent
-) -> Pool:
-    """A pool to start; errors that planning has found by now are raised first.
+    planning: Future[tuple[PlannedMerge, ...]],
+    options: RunOptions,
+    output: Path,
+    emit: OnEvent,
+    began: float,
+) -> tuple[Pool, Chain | None]:
+    """A pool to start, and the chain if planning is over; errors found by now are raised first.
 
-    No more workers are asked for than there are segments, where that is known by now.
+    No more workers are asked for than there are parts of the work, where that is known by now.
     """
+    chain: Chain | None = None
     if planning.done():
-        chain = Chain(planning.result(), output, options, on_event=emit)
+        chain = Chain(planning.result(), output, options, on_event=emit, began=began)
         chain.check()
         if options.workers is not None:
             options = replace(options, workers=max(1, min(options.workers, chain.most_segments)))
     if options.inline:
         from raymerge.runtime.inline import InlinePool
 
-        return InlinePool(options.device)
+        return InlinePool(options.device), chain
     from raymerge.runtime.ray_pool import RayPool
 
-    return RayPool(options, emit)
+    return RayPool(options, emit), chain
 
 
 def _ignore(event: Event) -> None:

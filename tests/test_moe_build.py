@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kits.adapter_maker import LLAMA_TARGETS, peft_merge, tiny_lora
 from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.dense_maker import load_whole, make_dense
 
 import raymerge
 from raymerge.errors import PlanError
+from raymerge.planner import expert_rows
 from raymerge.runtime.options import RunOptions
 
 BLOCK = "model.layers.1.block_sparse_moe"
@@ -37,11 +40,7 @@ def _experts(parents: dict[str, Path], *names: str, **more: Any) -> list[dict[st
 
 
 def _logits(model: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        model, output_loading_info=True, dtype=torch.float32
-    )
+    loaded, report = load_whole(model)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
@@ -91,6 +90,85 @@ def test_pieces_of_an_expert_chosen_together_are_the_dense_model(
     }
     made = _submit(tmp_path, recipe)
     torch.testing.assert_close(_logits(made), _logits(parents["base"]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_weights_that_do_not_sum_to_1_are_made_up_for_where_the_router_has_no_preferences(
+    tmp_path: Path, granularity: int
+) -> None:
+    dense = make_dense("deepseek_v2", tmp_path / "dense").root
+    recipe = {
+        "base_model": dense,
+        "gate_mode": "random",
+        "gate_scale": 1e-6,
+        "architecture": "deepseek_v2",
+        "granularity": granularity,
+        "experts": [{"source_model": dense, "copies": 4}],
+        "shared_experts": [{"source_model": dense, "residual_scale": 0}],
+    }
+    made = _submit(tmp_path, recipe)
+    torch.testing.assert_close(_logits(made), _logits(dense), rtol=1e-4, atol=1e-4)
+    assert json.loads((made / "config.json").read_text())["norm_topk_prob"] is False
+    plain = _submit(tmp_path, {**recipe, "weight_scaling": False}, "plain")
+    assert not torch.allclose(_logits(plain), _logits(dense), rtol=1e-2, atol=1e-2)
+
+
+def test_columns_are_taken_a_few_rows_at_a_time(
+    tmp_path: Path, parents: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_rows, "_RUN_BYTES", 5 * 64 * 4)
+    recipe = {
+        "base_model": parents["base"],
+        "gate_mode": "random",
+        "granularity": 4,
+        "weight_scaling": False,
+        "dtype": "float32",
+        "experts": _experts(parents, "a", "b"),
+    }
+    made = read_tensors(_submit(tmp_path, recipe))
+    down = torch.cat([made[f"{BLOCK}.experts.{e}.w2.weight"] for e in range(4, 8)], 1)
+    assert torch.equal(down, read_tensors(parents["b"])[f"{MLP}.down_proj.weight"])
+
+
+def test_shared_experts_lie_side_by_side_with_what_adapters_add(
+    tmp_path: Path, parents: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_rows, "_RUN_BYTES", 5 * 128 * 4)
+    base = read_tensors(parents["b"])
+    adapter = tiny_lora(tmp_path / "adapter", base, 1)
+    recipe = {
+        "base_model": parents["base"],
+        "gate_mode": "random",
+        "architecture": "glm4_moe",
+        "experts": _experts(parents, "a", "b"),
+        "shared_experts": [
+            {"source_model": f"{parents['b']}+{adapter}", "residual_scale": 0.5},
+            {"source_model": parents["c"], "residual_scale": 0.5},
+        ],
+    }
+    made = read_tensors(_submit(tmp_path, recipe))
+    changed, other = peft_merge(base, adapter), read_tensors(parents["c"])
+    name = f"{MLP}.down_proj.weight"
+    assert "down_proj" in LLAMA_TARGETS
+    assert not torch.equal(changed[name], base[name])
+    down = made[f"{MLP}.shared_experts.down_proj.weight"]
+    torch.testing.assert_close(down, torch.cat([changed[name].float(), other[name]], 1) / 2)
+    up = made[f"{MLP}.shared_experts.up_proj.weight"]
+    assert torch.equal(up[64:], other[f"{MLP}.up_proj.weight"])
+
+
+def test_a_shared_expert_without_more_words_gives_what_transformers_loads(
+    tmp_path: Path, parents: dict[str, Path]
+) -> None:
+    recipe = {
+        "base_model": parents["base"],
+        "gate_mode": "random",
+        "experts": _experts(parents, "a", "b"),
+        "shared_experts": _experts(parents, "c"),
+    }
+    made = _submit(tmp_path, recipe)
+    assert json.loads((made / "config.json").read_text())["model_type"] == "qwen2_moe"
+    _logits(made)
 
 
 def test_the_fused_layout_is_the_hub_layout_stacked(tmp_path: Path, parents: dict[str, Path]) -> None:

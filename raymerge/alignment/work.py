@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from raymerge.alignment.symmetry import (
 from raymerge.checkpoints.layout import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.planner.aligned import BlockPair, paired_blocks
-from raymerge.planner.aligned_blocks import AlignedBlock, Network, Piece
+from raymerge.planner.aligned_blocks import AlignedBlock, Network, Piece, Scores
 from raymerge.planner.stages import RESULT_FILE, AlignSpec, Stage
 from raymerge.planner.weights import Weights
 from raymerge.storage.open import open_store
+from raymerge.storage.ranges import Range
 from raymerge.storage.store import WriteStore
 
 # For libraries, and for freed memory that the process keeps.
@@ -103,6 +104,11 @@ class AlignWork:
         """Bytes that the largest layer needs: what all experts make of the probes, or two experts."""
         return _SLACK_NBYTES + max((_least(pair) for pairs in self._pairs for pair in pairs), default=0)
 
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Bytes of disk: the result, into which every layer writes its own part."""
+        del budget, busy
+        return self._stage.layout.nbytes
+
     def check(self) -> None:
         """Find what stands in the way.
 
@@ -112,10 +118,19 @@ class AlignWork:
         if self._problems:
             raise PlanError(self._problems)
 
-    def unit(self, number: int, *, staging: Path, device: torch.device, budget: int) -> tuple[int, int]:
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
         """Match one layer and write it.
 
-        The memory it takes is that of ``least_budget``, however large ``budget`` is.
+        The memory it takes is that of ``least_budget``, however large ``budget`` is. ``tell`` is called after
+        each expert with the bytes read so far.
 
         Returns:
             Bytes read and written.
@@ -127,17 +142,30 @@ class AlignWork:
         layer, written = self._spec.layers[number], 0
         reports: list[BlockReport] = []
         mine, theirs = self._weights()
+        count = _Count(tell)
         with open_store(str(staging)) as store, mine, theirs:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             for pair in self._pairs[number]:
-                matched = _Matched(pair, self._spec, mine, theirs, device)
+                matched = _Matched(pair, self._spec, mine, theirs, device=device, count=count)
                 for name, tensor in matched.tensors():
                     written += _write(store, self._placed[name], tensor)
                 reports.append(matched.report(layer))
             store.sync(RESULT_FILE)
             told = json.dumps([asdict(report) for report in reports])
             store.write_atomic(_report_key(layer), told.encode())
-        return self.costs()[number], written
+        return count.nbytes, written
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a layer leaves: its tensors' bytes in the result, and its report."""
+        names = [
+            piece.logical
+            for pair in self._pairs[number]
+            for piece in pair.other.pieces(neurons=self._spec.neurons)
+        ]
+        placed = [self._placed[name] for name in names]
+        ranges = tuple(Range(tensor.offset, tensor.nbytes) for tensor in placed)
+        report = {_report_key(self._spec.layers[number]): ()}
+        return {RESULT_FILE: ranges, **report} if ranges else report
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
         """Make the file whole by its header.
@@ -163,24 +191,48 @@ class AlignWork:
         return self._open
 
     def _cost(self, pair: BlockPair) -> int:
-        mine, theirs = (
-            sum(piece.nbytes for piece in block.pieces(neurons=self._spec.neurons))
-            for block in (pair.reference, pair.other)
-        )
-        return mine + 2 * theirs + (mine if self._spec.neurons else 0)
+        neurons, blocks = self._spec.neurons, (pair.reference, pair.other)
+        pieces = [*pair.other.pieces(neurons=neurons)]
+        for block in blocks:
+            pieces += [part for expert in block.experts for part in expert.parts]
+            pieces += [scores for scores in (_rows_of(block),) if scores is not None]
+            if neurons:
+                pieces += [part for each in (*block.experts, *block.shared) for part in each.parts]
+        return sum(piece.nbytes for piece in pieces)
+
+
+class _Count:
+    """Adds up what is read of a layer, and tells."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.nbytes = 0
+        self._tell = tell
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Bytes of these are read; raises what whoever is told raises."""
+        self.nbytes += sum(piece.nbytes for piece in pieces)
+        self._tell(self.nbytes)
 
 
 class _Matched:
     """The experts of one layer, matched; the neurons are when the tensors are asked for."""
 
     def __init__(
-        self, pair: BlockPair, spec: AlignSpec, mine: Weights, theirs: Weights, device: torch.device
+        self,
+        pair: BlockPair,
+        spec: AlignSpec,
+        mine: Weights,
+        theirs: Weights,
+        *,
+        device: torch.device,
+        count: _Count,
     ) -> None:
         self._pair = pair
         self._spec = spec
         self._mine = mine
         self._theirs = theirs
         self._device = device
+        self._count = count
         self._shares: list[float] = []
         costs = self._expert_costs()
         self._before = float(np.trace(costs))
@@ -198,6 +250,7 @@ class _Matched:
             for mine, theirs in zip(pair.reference.shared, pair.other.shared, strict=True):
                 yield from self._network(mine, theirs, [part.logical for part in theirs.parts])
         order = torch.from_numpy(self._order)
+        self._count.add(pair.other.router)
         for scores in pair.other.router:
             yield scores.logical, self._theirs.raw(scores.logical).index_select(scores.axis, order)
 
@@ -218,12 +271,9 @@ class _Matched:
     def _expert_costs(self) -> Costs:
         pair = self._pair
         features = [(self._outputs(pair.reference, self._mine), self._outputs(pair.other, self._theirs))]
-        rows = [
-            next((self._rows(weights, scores) for scores in block.router if scores.are_rows), None)
-            for block, weights in ((pair.reference, self._mine), (pair.other, self._theirs))
-        ]
-        if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
-            features.append((rows[0], rows[1]))
+        mine, theirs = self._rows(pair.reference, self._mine), self._rows(pair.other, self._theirs)
+        if mine is not None and theirs is not None and mine.shape == theirs.shape:
+            features.append((mine, theirs))
         return expert_costs(features)
 
     def _outputs(self, block: AlignedBlock, weights: Weights) -> torch.Tensor:
@@ -237,16 +287,22 @@ class _Matched:
             made[number] = outputs(expert, self._loaded(expert, weights), inputs, act).flatten()
         return made
 
-    def _rows(self, weights: Weights, scores: Piece) -> torch.Tensor:
-        """The router's rows, each of length 1."""
+    def _rows(self, block: AlignedBlock, weights: Weights) -> torch.Tensor | None:
+        """The router's rows, each of length 1; None without any."""
+        scores = _rows_of(block)
+        if scores is None:
+            return None
+        self._count.add([scores])
         rows = self._finite(scores, weights, weights.load(scores.logical, device=self._device))
         return torch.nn.functional.normalize(rows, dim=1)
 
     def _loaded(self, network: Network, weights: Weights) -> dict[str, torch.Tensor]:
-        return {
+        found = {
             part.logical: self._finite(part, weights, weights.load(part.logical, device=self._device))
             for part in network.parts
         }
+        self._count.add(network.parts)
+        return found
 
     def _finite(self, piece: Piece, weights: Weights, tensor: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(tensor).all()):
@@ -265,6 +321,7 @@ class _Matched:
         for part, name in zip(theirs.parts, names, strict=True):
             stored = self._theirs.raw(part.logical)
             yield name, stored if order is None else with_neurons(part, stored, order)
+        self._count.add(theirs.parts)
 
     def _neurons(self, mine: Network, theirs: Network) -> torch.Tensor | None:
         if not self._spec.neurons:
@@ -277,6 +334,11 @@ class _Matched:
         order: Order = order_of(squared_distances(list(sides)))
         self._shares.append(float((order != np.arange(len(order))).mean()))
         return torch.from_numpy(order)
+
+
+def _rows_of(block: AlignedBlock) -> Scores | None:
+    """The router's matrix."""
+    return next((scores for scores in block.router if scores.are_rows), None)
 
 
 def _report_key(layer: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from raymerge.architectures.dense_models import DenseModel
 from raymerge.architectures.moe_targets import Layout, MoeTarget
@@ -21,8 +20,6 @@ class FusedExperts:
     """Name of ``[experts, 2 * width, hidden]``: the gate's rows above the up projection's."""
     down: str
     """Name of ``[experts, hidden, width]``."""
-    kind: Literal["out_in"]
-    """How the experts lie in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def fused_names(target: MoeTarget, layer: int) -> FusedExperts:
         ValueError: the target has no such layout.
     """
     names = _fused(target)
-    return FusedExperts(_below(layer, names["gate_up"]), _below(layer, names["down"]), "out_in")
+    return FusedExperts(_below(layer, names["gate_up"]), _below(layer, names["down"]))
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:

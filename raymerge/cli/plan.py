@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
 from raymerge.units import format_size
@@ -135,11 +136,14 @@ def _which(name: str | None, number: int, total: int) -> str:
 
 
 def _explained(merge: PlannedMerge, options: RunOptions) -> Explanation:
-    """The account of a plan; a budget that is too small is one more problem of it."""
+    """The account of a plan; a budget that is too small, or what its stages lack, are problems of it too."""
     from raymerge.planner.explain import explain
+    from raymerge.runtime.chain import stage_lines
 
     memory, problems = _projection(merge.plan, options)
-    return explain(merge.plan, merge.sources, memory, problems=problems)
+    stages, lacks = stage_lines(merge, options)
+    found = dict.fromkeys((*problems, *lacks))
+    return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(found))
 
 
 def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Problem, ...]]:
@@ -173,6 +177,7 @@ def _show_account(stream: IO[str], account: Account) -> None:
     console.print()
     console.print(make_table(("", ""), list(_facts(explanation))))
     _show_sources(console, explanation)
+    _show_stages(console, explanation)
     _show_dispositions(console, explanation)
     _show_changes(console, explanation.config_changes)
     if explanation.notes:
@@ -213,15 +218,10 @@ def _duplicates(explanation: Explanation) -> str:
     found = explanation.duplicates
     if not found.tensors:
         return "none"
-    size = f"{counted(found.tensors, 'tensor')} ({format_size(found.nbytes)})"
+    size = sized(found.tensors, found.nbytes)
     shared = "; they may share storage" if found.policy == "share" else ""
-    lines = [
-        f"{group.pattern}: {counted(group.tensors, 'tensor')}, {format_size(group.nbytes)}"
-        for group in found.groups[:_GROUPS]
-    ]
-    hidden = len(found.groups) - _GROUPS
-    more = [f"and {counted(hidden, 'group')} more"] if hidden > 0 else []
-    return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines, *more])
+    lines = group_lines(found.groups, shown=_GROUPS)
+    return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines])
 
 
 def _show_sources(console: Console, explanation: Explanation) -> None:
@@ -234,6 +234,25 @@ def _show_sources(console: Console, explanation: Explanation) -> None:
     ]  # fmt: skip
     console.print()
     console.print(make_table(("", "source", "tensors", "bytes", "dtypes", "gives"), rows, numbers=(0, 2, 3)))
+
+
+def _show_stages(console: Console, explanation: Explanation) -> None:
+    if not explanation.stages:
+        return
+    rows = [
+        (
+            line.title, _known(line.units, str), _known(line.read_bytes), _known(line.least_memory),
+            _known(line.disk_bytes),
+        )
+        for line in explanation.stages
+    ]  # fmt: skip
+    titles = ("stage before", "units", "reads", "least memory", "disk")
+    console.print()
+    console.print(make_table(titles, rows, numbers=(1, 2, 3, 4)))
+
+
+def _known(number: int | None, shown: Callable[[int], str] = format_size) -> str:
+    return "?" if number is None else shown(number)
 
 
 def _show_dispositions(console: Console, explanation: Explanation) -> None:

@@ -14,9 +14,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from raymerge.cli.duplicates import duplicate_lines
 from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
 from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
+    DuplicatesFound,
     Event,
     Planned,
     Published,
@@ -29,6 +31,7 @@ from raymerge.runtime.events import (
     StepStarted,
     Stopping,
     UnitDone,
+    UnitProgress,
     Verified,
     WorkerLost,
 )
@@ -115,7 +118,7 @@ class PlainProgress:
         self._report.tell(event, self._tally)
         if isinstance(event, Started | StageStarted):
             self._said_at, self._said_part = self._clock(), self._tally.fraction
-        if isinstance(event, SegmentDone | UnitDone) and self._is_time():
+        if isinstance(event, SegmentDone | UnitDone | UnitProgress) and self._is_time():
             self._said_at, self._said_part = self._clock(), self._tally.fraction
             self._console.print(f"{self._tally.fraction:.0%}: {summary(self._tally)}", soft_wrap=True)
 
@@ -180,7 +183,7 @@ def summary(tally: Tally) -> str:
     left = tally.seconds_left
     parts = (
         f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
-        _rate(tally, tally.made_bytes),
+        _rate(tally, tally.moved_bytes),
         f"{format_duration(left)} left" if left is not None else _waited(tally),
         f"{tally.done_segments} of {counted(tally.total_segments, tally.part)}",
     )
@@ -188,7 +191,7 @@ def summary(tally: Tally) -> str:
 
 
 def _waited(tally: Tally) -> str:
-    """How long a stage goes on without a finished unit; often it has one alone."""
+    """How long a stage goes on of which nothing is known yet; often it has one unit alone."""
     return "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
 
 
@@ -240,6 +243,9 @@ class _Report:
             self._print(_started(event, tally))
         elif isinstance(event, SegmentDone) and tally.done_segments >= tally.total_segments:
             for line in _merged(tally):
+                self._print(line)
+        elif isinstance(event, DuplicatesFound):
+            for line in duplicate_lines(event):
                 self._print(line)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event, tally.part), style="yellow")

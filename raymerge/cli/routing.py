@@ -46,8 +46,9 @@ def _facts(report: GateReport) -> Iterator[tuple[str, str]]:
         yield "load entropy", f"{report.entropy:.2f} of {report.most_entropy:.2f} bits{lowest}"
     if report.margin is not None:
         yield "margin", f"{report.margin:.3g} between the first and the second logit"
-    for note in report.notes:
-        yield "note", note
+    if report.unproven:
+        layers = ", ".join(map(str, report.unproven[:_LAYERS_SHOWN]))
+        yield "unproven", f"half of the texts does not hold for the other half in layers {layers}: give more"
 
 
 def _condition(report: GateReport) -> str:

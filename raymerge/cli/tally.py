@@ -16,6 +16,7 @@ from raymerge.runtime.events import (
     StepKept,
     StepStarted,
     UnitDone,
+    UnitProgress,
     Verified,
     WorkerLost,
 )
@@ -55,6 +56,7 @@ class Tally:
         self.made_segments = 0
         self.made_bytes = 0
         self._planned_bytes = 0
+        self._begun_bytes = 0
 
     def take(self, event: Event) -> None:
         """Add one event."""
@@ -74,6 +76,8 @@ class Tally:
             self._start(event)
         elif isinstance(event, SegmentDone | UnitDone):
             self._add(event)
+        elif isinstance(event, UnitProgress):
+            self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
         elif isinstance(event, WorkerLost):
             self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
         elif isinstance(event, Verified):
@@ -91,6 +95,8 @@ class Tally:
         self.made_segments += 1
         self.made_bytes += nbytes
         self._planned_bytes += event.planned_bytes
+        # What was begun of this unit is no more than all of it, so that the sum does not fall.
+        self._begun_bytes = max(0, self._begun_bytes - event.planned_bytes)
 
     @property
     def is_last(self) -> bool:
@@ -123,7 +129,11 @@ class Tally:
 
     @property
     def done_bytes(self) -> int:
-        """Bytes of the plan that are done, by this run and earlier ones."""
+        """Bytes that are done, by this run and earlier ones; of a stage those of begun units too."""
+        return self._finished_bytes + self._begun_bytes
+
+    @property
+    def _finished_bytes(self) -> int:
         return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
 
     @property
@@ -131,6 +141,11 @@ class Tally:
         if isinstance(self.started, StageStarted):
             return self.started.done_units
         return self.started.done_segments if self.started is not None else 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written in this run, those of begun units included."""
+        return self.made_bytes + self._begun_bytes
 
     @property
     def fraction(self) -> float:
@@ -149,5 +164,5 @@ class Tally:
     @property
     def seconds_left(self) -> float | None:
         """Seconds to go at this speed; None while it is not known."""
-        speed = self.speed(self._planned_bytes)
+        speed = self.speed(self._planned_bytes + self._begun_bytes)
         return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

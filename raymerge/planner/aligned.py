@@ -93,6 +93,9 @@ def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> 
     references = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
     by_reference = {source.reference: _Opened(source) for source in sources if source.reference in references}
     first = by_reference.pop(recipe.base_model or references[0])
+    if not by_reference:
+        what = f"there is one model alone, {first.name}, and nothing to align with it."
+        problems[Problem(recipe.where("align"), what, "Remove 'align', or list more models.")] = None
     stages: list[Stage] = []
     for other in by_reference.values():
         asked = AlignSpec(first.source, other.source, (), recipe.align.neurons)
@@ -149,7 +152,7 @@ def _stage(asked: AlignSpec, pairs: Sequence[BlockPair], place: str, version: st
     spec = AlignSpec(asked.reference, asked.other, tuple(layers), asked.neurons)
     told = f"{spec.reference.reference}\n{spec.other.reference}\n{spec.neurons}"
     return make_stage(
-        name=f"align-{xxhash.xxh3_64_hexdigest(told.encode())}",
+        name=f"@align-{xxhash.xxh3_64_hexdigest(told.encode())}",
         title=f"aligning the experts of {spec.other.name}",
         place=place,
         spec=spec,

@@ -40,6 +40,33 @@ class Duplicates:
     """The first such tensors with the one that each equals."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundDuplicates:
+    """What a finished run knows of output that equals other output."""
+
+    planned: Duplicates
+    """What was made once and written to several places."""
+    shared_bytes: int | None
+    """Bytes of it that share storage; None where that was not asked for, or an earlier run saw to it."""
+    unforeseen: tuple[DuplicateGroup, ...]
+    """What was made more than once, since only its bytes tell that it is equal; most bytes first."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.planned.tensors or self.unforeseen)
+
+
+def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: int | None) -> FoundDuplicates:
+    """What there is to say of equal output once all of it is made.
+
+    Args:
+        plan: what was made.
+        digests: digest of the bytes of each row that was made.
+        shared_bytes: bytes that were made to share storage.
+    """
+    return FoundDuplicates(planned_duplicates(plan), shared_bytes, equal_tensors(plan, digests))
+
+
 def planned_duplicates(plan: Plan) -> Duplicates:
     """What the plan makes once and writes more than once."""
     names = plan["tensors"].column("name").to_pylist()

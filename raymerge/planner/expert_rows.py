@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from raymerge.architectures import logical_name
@@ -32,6 +32,9 @@ _NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
 # Along which dimension of each projection its neurons lie.
 _KEY_LIMIT = 2**53
 # A parameter of a method is a float: larger keys would lose bits.
+_RUN_BYTES = 8 << 20
+_RUN_ELEMENTS = 1 << 20
+# Of a run of rows of which columns are taken, at most: stored bytes, and elements taken. It is made at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +92,49 @@ class ExpertRows:
         self._fates = fates
         self._seed = seed
 
-    def row(self, expert: Upcycled, matrix: Matrix) -> Row | None:
-        """The row of one matrix of an expert, or None with a finding."""
+    def rows(self, expert: Upcycled, matrix: Matrix) -> tuple[Row, ...] | None:
+        """The rows of one matrix of an expert, or None with a finding.
+
+        Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
+        memory of the whole. Where chance is drawn the matrix is one row: its statistics are those of all.
+        """
         supply = self._supply(expert, matrix)
         if supply is None:
             return None
-        read, shape = self._read(supply, expert, matrix.projection, part=0)
+        if expert.slices > 1 and _NEURON_AXIS[matrix.projection] == _COLUMNS and not expert.is_random:
+            return self._in_runs((expert,), (supply,), matrix)
+        read, shape = self._read(supply, expert, matrix.projection)
         expression = self._expression(expert, matrix, supply, shape)
         self._settle(expert, supply, matrix, expression)
-        return Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,))
+        return (Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
 
-    def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> Row | None:
-        """One row of the down projections of several experts side by side; None with a finding.
+    def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
+        """The down projections of several experts side by side, in runs of rows; None with a finding.
 
-        Their settings must agree: one expression holds for all of the row.
+        One expression holds for all of a row: nothing of the experts is drawn by chance, and they have one
+        factor.
         """
         supplies = [self._supply(expert, matrix) for expert in experts]
         found = [supply for supply in supplies if supply is not None]
-        if len(found) < len(experts):
-            return None
-        reads = [
-            self._read(supply, expert, matrix.projection, part=number)
-            for number, (expert, supply) in enumerate(zip(experts, found, strict=True))
-        ]
-        rows, width = reads[0][1][0], sum(shape[1] for _, shape in reads)
-        parts: list[Part] = []
-        first = 0
-        for number, (_, shape) in enumerate(reads):
-            parts.append(Part(f"{matrix.logical}#{number}", shape, View(first, shape, (width, 1))))
-            first += shape[1]
-        expression = self._computed(experts[0], matrix, (rows, width))
-        for expert, supply in zip(experts, found, strict=True):
+        return self._in_runs(experts, found, matrix) if len(found) == len(experts) else None
+
+    def _in_runs(
+        self, experts: Sequence[Upcycled], supplies: Sequence[Supply], matrix: Matrix
+    ) -> tuple[Row, ...]:
+        """Columns of matrices side by side, so many rows at a time that what is read of them stays small."""
+        height = supplies[0].place.shape[0]
+        stored = sum(each.place.tensor.dtype.nbytes(each.place.shape[1]) for each in supplies)
+        taken = sum(
+            each.place.shape[1] // expert.slices for expert, each in zip(experts, supplies, strict=True)
+        )
+        step = max(1, min(_RUN_BYTES // stored, _RUN_ELEMENTS // taken))
+        expression = self._computed(experts[0], matrix, supplies[0].place.shape)
+        for expert, supply in zip(experts, supplies, strict=True):
             self._settle(expert, supply, matrix, expression)
-        return Row(rows * width, expression, tuple(parts), tuple(read for read, _ in reads))
+        return tuple(
+            _run(experts, supplies, matrix, expression, span=(first, min(step, height - first)))
+            for first in range(0, height, step)
+        )
 
     def _supply(self, expert: Upcycled, matrix: Matrix) -> Supply | None:
         source = self._supplies.sources[expert.source]
@@ -140,24 +153,19 @@ class ExpertRows:
             return None
         return found
 
-    def _read(
-        self, supply: Supply, expert: Upcycled, projection: str, *, part: int
-    ) -> tuple[Read, tuple[int, ...]]:
+    def _read(self, supply: Supply, expert: Upcycled, projection: str) -> tuple[Read, tuple[int, ...]]:
         """What is read of a matrix, and the shape of what that gives."""
         rows, columns = supply.place.shape
-        whole = supply.read(part)
+        whole = supply.read(0)
         if expert.slices == 1:
             return whole, (rows, columns)
         if _NEURON_AXIS[projection] == _ROWS:
             count = rows // expert.slices
             width = whole.dtype.nbytes(columns)
             first = whole.offset + expert.slice * count * width
-            run = Read(part, whole.source, whole.key, first, count * width, whole.dtype, None)
+            run = Read(0, whole.source, whole.key, first, count * width, whole.dtype, None)
             return run, (count, columns)
-        count = columns // expert.slices
-        view = View(expert.slice * count, (rows, count), (columns, 1))
-        cut = Read(part, whole.source, whole.key, whole.offset, whole.nbytes, whole.dtype, view)
-        return cut, (rows, count)
+        return _columns_read(supply, expert, part=0, span=(0, rows))
 
     def _expression(
         self, expert: Upcycled, matrix: Matrix, supply: Supply, shape: tuple[int, ...]
@@ -220,6 +228,46 @@ def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) ->
     runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
     total = num_rows * times
     return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))
+
+
+def _run(
+    experts: Sequence[Upcycled],
+    supplies: Sequence[Supply],
+    matrix: Matrix,
+    expression: Expression,
+    *,
+    span: tuple[int, int],
+) -> Row:
+    """Some rows of the columns of all experts: those from ``span[0]`` on, ``span[1]`` of them."""
+    taken = [
+        _columns_read(supply, expert, part=number, span=span)
+        for number, (expert, supply) in enumerate(zip(experts, supplies, strict=True))
+    ]
+    width = sum(shape[1] for _, shape in taken)
+    parts: list[Part] = []
+    column = 0
+    for number, (_, shape) in enumerate(taken):
+        view = View(column, shape, (width, 1)) if len(taken) > 1 else None
+        parts.append(Part(f"{matrix.logical}#{number}.{span[0]}", shape, view))
+        column += shape[1]
+    return Row(span[1] * width, expression, tuple(parts), tuple(read for read, _ in taken))
+
+
+def _columns_read(
+    supply: Supply, expert: Upcycled, *, part: int, span: tuple[int, int]
+) -> tuple[Read, tuple[int, int]]:
+    """What is read for some rows of a slice's columns, and their shape; of the stored rows all bytes are."""
+    first, count = span
+    columns = supply.place.shape[1]
+    own = columns // expert.slices
+    if supply.factor is not None or supply.place.view is not None:
+        rows = Assembly(count, columns, (supply.term(),), ((0, first, count, 0),), count)
+        return assembled(part, rows), (count, columns)
+    whole = supply.read(part)
+    width = whole.dtype.nbytes(columns)
+    view = View(expert.slice * own, (count, own), (columns, 1)) if expert.slices > 1 else None
+    read = replace(whole, offset=whole.offset + first * width, nbytes=count * width, view=view)
+    return read, (count, own)
 
 
 def _is_scaled(expert: Upcycled, matrix: Matrix) -> bool:

@@ -82,6 +82,23 @@ class ConfigChange:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLine:
+    """Work on weights that comes before the merge."""
+
+    title: str
+    """What it does."""
+    units: int | None
+    """Units that it is cut into; None where that, and what follows, is not known: it reads the result of
+    another merge, or cannot be carried out."""
+    read_bytes: int | None
+    """Bytes that they read."""
+    least_memory: int | None
+    """Bytes of memory that a worker needs for them."""
+    disk_bytes: int | None
+    """Bytes of disk that it takes beside the output at most; None also where there is too little memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A plan in numbers."""
 
@@ -91,6 +108,8 @@ class Explanation:
     """Merge method, and after it those that rules choose."""
     sources: tuple[SourceLine, ...]
     """The sources, by index, and after them the adapters laid over them."""
+    stages: tuple[StageLine, ...]
+    """What has to be made of weights before, in order."""
     output: OutputLine
     """What will be written."""
     dispositions: tuple[DispositionLine, ...]
@@ -148,7 +167,12 @@ class TensorLine:
 
 
 def explain(
-    plan: Plan, sources: Sequence[Source], memory: Projection, *, problems: Sequence[Problem] = ()
+    plan: Plan,
+    sources: Sequence[Source],
+    memory: Projection,
+    *,
+    stages: Sequence[StageLine] = (),
+    problems: Sequence[Problem] = (),
 ) -> Explanation:
     """Account for a plan.
 
@@ -156,7 +180,8 @@ def explain(
         plan: may have problems; what is shown is then what could be planned.
         sources: the opened sources that it was made of.
         memory: peak memory under the budget in question.
-        problems: of the run options, to be told with the plan's.
+        stages: what comes before the merge.
+        problems: of the run options and of stages, to be told with the plan's.
     """
     holders = holdings(sources)
     donor = int(plan.manifest["donor"])
@@ -167,6 +192,7 @@ def explain(
         digest=plan.digest,
         method=", ".join(dict.fromkeys([plan.manifest["method"], *plan.manifest["rules"]])),
         sources=tuple(_source_line(each, index == giver) for index, each in enumerate(holders)),
+        stages=tuple(stages),
         output=_output_line(plan),
         dispositions=_disposition_lines(plan, holders),
         read_bytes=_read_bytes(plan),

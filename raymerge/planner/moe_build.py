@@ -7,7 +7,6 @@ The trunk is an ordinary merge: the base as it is, or any method over any models
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 
 from raymerge.architectures import Role
@@ -31,6 +30,7 @@ from raymerge.planner.moe_experts import MoeExperts
 from raymerge.planner.moe_gates import gate_stage, router_tensor, shared_gate_tensor
 from raymerge.planner.moe_shape import MoeShape, shape_of
 from raymerge.planner.moe_tokenizer import named_tokenizer
+from raymerge.planner.moe_trunk import trunk_outputs
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared, Stage
@@ -46,17 +46,7 @@ def moe_stages(recipe: MoeRecipe, sources: Sequence[Source], *, version: str) ->
     Raises:
         PlanError: no family of mixtures of experts fits the models, or a file of prompts cannot be read.
     """
-    shape = shape_of(recipe, sources)
-    stage = gate_stage(
-        recipe,
-        shape.base,
-        layers=range(shape.num_layers),
-        hidden_size=shape.hidden_size,
-        shared_have_gates=shape.shared_have_gates,
-        constants=shape.constants,
-        version=version,
-    )
-    return (stage,)
+    return (gate_stage(recipe, shape_of(recipe, sources), version=version),)
 
 
 def build_moe_plan(recipe: MoeRecipe, sources: Sequence[Source], *, version: str) -> Plan:
@@ -78,7 +68,7 @@ def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
     shape = shape_of(recipe, sources)
     shop = open_workshop(trunk_recipe(recipe, _per_model(recipe)), sources)
     experts = MoeExperts(recipe, shape, shop)
-    trunk = tuple(_trunk(shop, shape))
+    trunk = trunk_outputs(shop, shape)
     tie = settle_tie(trunk, shop.sections, sources, shop.builder.fates, donor=shape.base)
     outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, shop))
     _settle_rest(shop, shape)
@@ -113,18 +103,6 @@ def _per_model(recipe: MoeRecipe) -> frozenset[str]:
         if method
         else frozenset()
     )
-
-
-def _trunk(shop: Workshop, shape: MoeShape) -> Iterator[Output]:
-    """Everything but feed-forward layers, under the names that the family has."""
-    replaced = set(shape.dense[shape.base.index].values())
-    for aligned in shop.aligned():
-        if aligned.lead in replaced:
-            continue
-        output = shop.builder.output(aligned)
-        name = trunk_name(shape.target, aligned.output)
-        if output is not None and name is not None:
-            yield replace(output, name=name)
 
 
 def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, shop: Workshop) -> Iterator[Output]:
@@ -180,7 +158,7 @@ def _settle_rest(shop: Workshop, shape: MoeShape) -> None:
         if source >= len(supplies.sources):
             continue
         changed = (supplies.adapters[source].changed_by(name) or "") if store in models else name
-        if changed in shape.dense[source].values():
+        if changed in shape.dense[source].values() or trunk_name(shape.target, changed) is None:
             fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED_BY_EXPERTS))
         elif source not in mixed:
             fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))

@@ -2,62 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import Constant, ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.planner.moe_shape import MoeShape
+from raymerge.planner.stages import ExpertPrompts, GateSpec, Stage, make_stage
 from raymerge.recipes import Expert, MoeRecipe
 
 _MOST_TEXT_BYTES = 64 * 2**20
 
 
-def gate_stage(
-    recipe: MoeRecipe,
-    base: Source,
-    *,
-    layers: Sequence[int],
-    hidden_size: int,
-    shared_have_gates: bool,
-    constants: Sequence[Constant],
-    version: str,
-) -> Stage:
+def gate_stage(recipe: MoeRecipe, shape: MoeShape, *, version: str) -> Stage:
     """The stage of a recipe's router rows.
 
     Args:
         recipe: what is asked.
-        base: the model that reads prompts.
-        layers: those that get rows.
-        hidden_size: elements of a row.
-        shared_have_gates: whether shared experts get rows too.
-        constants: tensors of one value that the output needs beside the rows.
+        shape: what is built; its base reads the prompts, and all its layers get rows.
         version: raymerge's version.
 
     Raises:
         PlanError: a file of prompts cannot be read.
     """
-    problems: list[Problem] = []
-    routed = tuple(_prompts(recipe, "experts", recipe.experts, problems))
-    shared = tuple(_prompts(recipe, "shared_experts", recipe.shared_experts, problems))
-    if problems:
-        raise PlanError(problems)
+    routed, shared = _all_prompts(recipe)
     spec = GateSpec(
-        base=base,
+        base=shape.base,
         mode=recipe.gate_mode,
         experts=routed,
-        shared=shared if shared_have_gates else (),
-        layers=tuple(layers),
-        hidden_size=hidden_size,
+        shared=shared if shape.shared_have_gates else (),
+        layers=tuple(range(shape.num_layers)),
+        hidden_size=shape.hidden_size,
         seed=recipe.seed,
         scale=recipe.gate_scale,
         penalty=recipe.gate_ridge,
-        constants=tuple(constants),
+        constants=shape.constants,
     )
     return make_stage(
-        name=f"{recipe.name or 'output'}-router",
+        # No merge's name begins so.
+        name=f"@router-{recipe.name}" if recipe.name is not None else "@router",
         title=f"router rows ({recipe.gate_mode})",
         place=recipe.where("gate_mode"),
         spec=spec,
@@ -85,6 +70,20 @@ def _tensors(spec: GateSpec) -> Iterator[TensorSpec]:
         yield TensorSpec(each.name, each.dtype, each.shape)
 
 
+def _all_prompts(recipe: MoeRecipe) -> tuple[tuple[ExpertPrompts, ...], tuple[ExpertPrompts, ...]]:
+    """Of the routed experts, and of the shared ones.
+
+    Raises:
+        PlanError: files cannot be read; all of them.
+    """
+    problems: list[Problem] = []
+    routed = tuple(_prompts(recipe, "experts", recipe.experts, problems))
+    shared = tuple(_prompts(recipe, "shared_experts", recipe.shared_experts, problems))
+    if problems:
+        raise PlanError(problems)
+    return routed, shared
+
+
 def _prompts(
     recipe: MoeRecipe, key: str, experts: Sequence[Expert], problems: list[Problem]
 ) -> Iterator[ExpertPrompts]:
@@ -105,13 +104,17 @@ def _prompts(
 def _read(recipe: MoeRecipe, path: tuple[str | int, ...], file: str | None, problems: list[Problem]) -> str:
     if file is None:
         return ""
-    place = Path(file).expanduser()
+    place = Path(os.path.expanduser(file))
     try:
+        if place.exists() and not place.is_file():
+            what = f"{file} is no ordinary file."
+            problems.append(Problem(recipe.where(*path), what, "Give the path of a text file."))
+            return ""
         if place.stat().st_size > _MOST_TEXT_BYTES:
             what = f"{file} has more than {_MOST_TEXT_BYTES} bytes."
             problems.append(Problem(recipe.where(*path), what, "Take a part of it: a few pages are enough."))
             return ""
-        text = place.read_text(encoding="utf-8")
+        text = place.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         problems.append(Problem(recipe.where(*path), f"{file} is not UTF-8 ({error}).", "Save it as UTF-8."))
         return ""

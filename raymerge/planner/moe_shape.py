@@ -40,14 +40,10 @@ class MoeShape:
     """Its layers; all have experts."""
     hidden_size: int
     """Elements of a hidden state."""
-    width: int
-    """Neurons of a routed expert before it is cut."""
     experts: tuple[Upcycled, ...]
     """The routed experts in the order of the router's rows, pieces of one side by side."""
     shared: tuple[Upcycled, ...]
     """The shared experts."""
-    shared_width: int
-    """Neurons of all shared experts together."""
     shared_have_gates: bool
     """Whether shared experts have a gate."""
     dtype: DType
@@ -69,6 +65,8 @@ class MoeShape:
         if self.others and recipe.architecture is None:
             names = ", ".join(other.name for other in self.others)
             yield f"the models fit other families as well, which 'architecture' chooses: {names}"
+        if recipe.gate_mode in RANDOM_GATES and _has_prompts(recipe):
+            yield f"prompts are not read by gate_mode {recipe.gate_mode}"
         if recipe.trunk is None:
             yield f"everything but the experts is that of {self.base.name}"
 
@@ -88,19 +86,8 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     models = tuple(map(_dense_model, sources))
     dense = tuple(model.matrices for model in models)
     target, others = _target(recipe, sources, models)
-    shared_width = sum(_width(found[each.source_model], dense) for each in recipe.shared_experts)
-    width = _width(found[recipe.experts[0].source_model], dense)
-    num_experts = _num_experts(recipe)
     main = main_dtype(base.checkpoint)
-    config = moe_config(
-        target,
-        base.checkpoint.config,
-        num_experts=num_experts,
-        experts_per_token=recipe.experts_per_token * recipe.granularity,
-        expert_width=width // recipe.granularity,
-        shared_width=shared_width,
-        dtype_name=_said(base.checkpoint.config, _stored(recipe.dtype, main), asked=recipe.dtype is not None),
-    )
+    num_experts = _num_experts(recipe)
     return MoeShape(
         target=target,
         others=others,
@@ -108,14 +95,33 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         dense=dense,
         num_layers=1 + max(layer for layer, _ in dense[base.index]),
         hidden_size=_hidden(base, dense),
-        width=width,
         experts=tuple(_routed(recipe, found, dense, target)),
         shared=tuple(_shared(recipe, found, dense)),
-        shared_width=shared_width,
         shared_have_gates=bool(recipe.shared_experts) and shared_gate_name(target, 0) is not None,
         dtype=_stored(recipe.dtype, main),
         constants=tuple(_constants(recipe, target, models[base.index], num_experts, main)),
-        config=config,
+        config=_config(recipe, target, base, found, dense),
+    )
+
+
+def _config(
+    recipe: MoeRecipe,
+    target: MoeTarget,
+    base: Source,
+    found: Mapping[ModelReference, Source],
+    dense: Sequence[DenseNames],
+) -> Mapping[str, Any]:
+    """The output's config, but for what the trunk changes."""
+    config = base.checkpoint.config
+    stored = _stored(recipe.dtype, main_dtype(base.checkpoint))
+    return moe_config(
+        target,
+        config,
+        num_experts=_num_experts(recipe),
+        experts_per_token=recipe.experts_per_token * recipe.granularity,
+        expert_width=_width(found[recipe.experts[0].source_model], dense) // recipe.granularity,
+        shared_width=sum(_width(found[each.source_model], dense) for each in recipe.shared_experts),
+        dtype_name=_said(config, stored, asked=recipe.dtype is not None),
     )
 
 
@@ -169,6 +175,11 @@ def _have_prompts(recipe: MoeRecipe) -> bool | None:
     return any(each.positive_prompts or each.prompt_file for each in recipe.shared_experts)
 
 
+def _has_prompts(recipe: MoeRecipe) -> bool:
+    everyone = (*recipe.experts, *recipe.shared_experts)
+    return any(each.positive_prompts or each.negative_prompts for each in everyone)
+
+
 def _num_experts(recipe: MoeRecipe) -> int:
     """Routed experts of each layer of the output."""
     return sum(expert.copies for expert in recipe.experts) * recipe.granularity
@@ -177,18 +188,25 @@ def _num_experts(recipe: MoeRecipe) -> int:
 def _no_family(
     recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
 ) -> list[Problem]:
-    """One problem a family, with all that stands in its way."""
+    """What stands in the way of every family, once, and then of each family what stands in its way alone."""
     place = recipe.where("experts" if recipe.architecture is None else "architecture")
-    remedy = "Use models that fit one family, or another 'architecture'."
+    said = {target.name: _sentences(refused[target.name]) for target in candidates}
+    every = [each for each in said[candidates[0].name] if all(each in other for other in said.values())]
+    if every and len(candidates) > 1:
+        what = f"no family of mixtures can be built of these models: {' '.join(every)}"
+        return [Problem(place, what, "Correct that first; then families are looked at one by one.")]
     return [
         Problem(
             place,
-            f"{target.title} ({target.name}) cannot be built of these models: "
-            + " ".join(f"{each.parent}: {each.reason}" for each in refused[target.name]),
-            remedy,
+            f"{target.title} ({target.name}) cannot be built of these models: {' '.join(said[target.name])}",
+            "Use models that fit one family, or another 'architecture'.",
         )
         for target in candidates
     ]
+
+
+def _sentences(refused: Sequence[Refusal]) -> list[str]:
+    return [f"{each.parent}: {each.reason}" for each in refused]
 
 
 def _dense_model(source: Source) -> DenseModel:
@@ -250,19 +268,19 @@ def _upcycled(
 
 
 def _routing_factor(recipe: MoeRecipe, target: MoeTarget) -> float:
-    """What makes up for the routing weights that the pieces of one expert share.
+    """What makes up for routing weights that do not sum to 1 over the models chosen for a token.
 
-    With it the mixture of one model's pieces is that model, when all pieces of an expert are chosen together
-    (virtual groups, arXiv 2410.07524). All of it is put on the down projection, which keeps that exact for
-    gated units.
+    The pieces of one expert share its weight. With the factor the mixture of one model's pieces is that
+    model, when all pieces of an expert are chosen together (virtual groups, arXiv 2410.07524); so is that of
+    whole copies. Where weights are a softmax over all experts, used as it is, this holds for a router without
+    preferences. All of it is put on the down projection, which keeps that exact for gated units.
     """
-    pieces = recipe.granularity
-    if pieces == 1 or not recipe.weight_scaling:
+    if not recipe.weight_scaling:
         return 1.0
     if target.weights_sum_to_one:
-        return float(pieces)
+        return float(recipe.granularity)
     whole = sum(expert.copies for expert in recipe.experts)
-    return pieces * whole / recipe.experts_per_token
+    return recipe.granularity * whole / recipe.experts_per_token
 
 
 def _constants(

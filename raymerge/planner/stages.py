@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
 from raymerge.checkpoints.source import WeightFile
 from raymerge.dtypes import DType
 from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.storage.open import open_store
 
 RESULT_FILE = "model.safetensors"
 """The one file of a stage's result."""
 
 _LENGTH_NBYTES = 8
 """Bytes of a file before the JSON of its header."""
+_TOKENIZER = (
+    "token*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +223,23 @@ def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
     }
 
 
-def _fingerprints(source: Source) -> list[dict[str, Any]]:
-    return [fingerprint(holding) for holding in holdings([source])]
+def _fingerprints(source: Source) -> list[Any]:
+    """A source as far as a stage depends on it: headers, config, tokenizer files, adapter."""
+    weights = [fingerprint(holding) for holding in holdings([source])]
+    factors = source.adapter.factors if source.adapter is not None else {}
+    scales = [[module, factor.scale, factor.transposed] for module, factor in factors.items()]
+    return [weights, source.checkpoint.config, _tokenizer_digests(source), scales]
+
+
+def _tokenizer_digests(source: Source) -> dict[str, str]:
+    """Digests of what tokens are made by, and what stands beside it."""
+    checkpoint, promised = source.checkpoint, source.checkpoint.unwritten
+    keys = [key for key in checkpoint.companions if any(fnmatchcase(key, each) for each in _TOKENIZER)]
+    written = promised.written if promised is not None else {}
+    found = {key: xxhash.xxh3_128_hexdigest(written[key]) for key in keys if key in written}
+    with open_store(checkpoint.root if promised is None else promised.companions_root) as store:
+        for key in keys:
+            info = store.info(key) if key not in found else None
+            if info is not None:
+                found[key] = xxhash.xxh3_128_hexdigest(store.read(key, 0, info.nbytes))
+    return found

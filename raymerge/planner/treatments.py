@@ -98,14 +98,28 @@ class Treatments:
         """The treatment of a span by the recipe's own method, where some tensor asked for it."""
         return self._made.get((span.path, OWN))
 
-    def report_unused(self) -> None:
-        """Report every rule that spoke of no tensor: most likely it is misspelled."""
+    def report_unused(self, replaced: Sequence[Subject] = ()) -> None:
+        """Report every rule that spoke of no tensor: most likely it is misspelled.
+
+        Args:
+            replaced: tensors that experts take the place of, so that no rule could make them.
+        """
         for index in range(len(self._recipe.methods)):
             if index not in self._spoken:
-                self._findings.add(self._unused(index))
+                self._findings.add(self._unused(index, replaced))
 
-    def _unused(self, rule: int) -> Problem:
+    def _unused(self, rule: int, replaced: Sequence[Subject]) -> Problem:
         place = self._recipe.where(*self._rule_path(rule))
+        selector = self._recipe.methods[rule].selector
+        lost = next((each.name for each in replaced if selector.matches(each)), None)
+        if lost is not None:
+            what = (
+                f"this rule matches only feed-forward tensors, such as {lost}, and experts take their place."
+            )
+            remedy = (
+                "Remove it, or have it match tensors of the trunk: attention, norms, embeddings, the head."
+            )
+            return Problem(place, what, remedy)
         if rule == self._router_rule:
             what = "'router' says where routers come from, but these models have none."
             return Problem(place, what, "Remove it: it is for mixtures of experts.")
@@ -161,6 +175,8 @@ class Treatments:
         found: list[Member] = []
         for position, reference in enumerate(wanted):
             own = [m for m in span.members if self._sources[m.source].reference == reference]
+            if rule == self._router_rule:
+                own = own[:1]  # However often the model is listed, its router is one.
             if not own:
                 own_path = self._rule_path(rule)
                 self._absent(

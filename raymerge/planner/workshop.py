@@ -13,6 +13,7 @@ from raymerge.planner.expressions import Output
 from raymerge.planner.families import other_families, other_meanings
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.names_meant import with_names_meant
 from raymerge.planner.notes import adapter_notes, base_notes, recipe_notes
 from raymerge.planner.outputs import OutputBuilder
 from raymerge.planner.router_policy import router_notes, with_router_rule
@@ -90,10 +91,13 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
     """
     recipe, router_rule = with_router_rule(recipe)
     method, ruled = _methods(recipe)
+    misspelt = check_parameter_names(recipe, method, ruled)
+    # Said once: what a wrong name leaves without a value is no further problem.
+    recipe = with_names_meant(recipe, method, ruled) if misspelt else recipe
     donor = donor_of(recipe, sources)
     findings = Findings()
     treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=router_rule)
-    sections = _sections(recipe, (method, *ruled), sources, treatments, findings)
+    sections = _sections(recipe, (method, *ruled), sources, treatments, findings, misspelt)
     logical = [LogicalTensors(source) for source in sources]
     supplies = Supplies(sources, logical)
     for laid in supplies.adapters.values():
@@ -161,6 +165,7 @@ def _sections(
     sources: Sequence[Source],
     treatments: Treatments,
     findings: Findings,
+    misspelt: Sequence[Problem],
 ) -> tuple[Section, ...]:
     """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
 
@@ -176,7 +181,7 @@ def _sections(
         unfit = [treatments.by(span, OWN) for section in sections for span in section.spans]
         bare += findings.problems() if None in unfit else ()
     problems = [
-        *check_parameter_names(recipe, chosen[0], chosen[1:]),
+        *misspelt,
         *check_rule_sources(recipe),
         *other_meanings(recipe, sections, sources, donor=donor),
         *_no_base_to_copy(recipe, sections, sources),

@@ -16,7 +16,7 @@ from raymerge.recipes.entry import (
     Text,
     by,
 )
-from raymerge.recipes.faults import Fault
+from raymerge.recipes.faults import Fault, FaultError
 from raymerge.recipes.moe_expert import Expert, GateMode, enough_experts, routed_faults, shared_faults
 from raymerge.recipes.readers import between, choice_of, read_integer, read_positive, read_switch
 from raymerge.recipes.rule import MethodRule
@@ -36,6 +36,23 @@ _FLAG_ADVICE: Mapping[str, str] = {
     "load_in_8bit": "In mergekit that is the flag --load-in-8bit; it is not needed here, since the base is "
     "run with one layer in memory at a time. Remove the key.",
 }
+
+_VOCABULARY_ADVICE = (
+    "A mixture has the tokenizer and the vocabulary of its base_model. Merge vocabularies in a recipe of "
+    "their own before this one, and name its result as base_model."
+)
+
+_LEAST_SCALE, _MOST_SCALE = 1e-6, 1e6
+
+
+def _read_scale(value: object) -> float:
+    """A factor in the making of router rows that leaves them numbers."""
+    number = read_positive(value)
+    if not _LEAST_SCALE <= number <= _MOST_SCALE:
+        what = f"{number:g} is out of range."
+        raise FaultError(Fault((), what, f"Write a number from {_LEAST_SCALE:g} to {_MOST_SCALE:.0f}."))
+    return number
+
 
 _TRUNK_ADVICE = "Everything but the experts is merged by 'trunk: {merge_method: ..., models: [...]}'."
 
@@ -64,6 +81,7 @@ class MoeRecipe(Document):
         "merge_method": "A recipe with 'experts' builds a mixture of experts and has no method. "
         f"{_TRUNK_ADVICE}",
         **dict.fromkeys(("models", "methods", "parameters"), _TRUNK_ADVICE),
+        **dict.fromkeys(("tokenizer", "tokenizer_source", "embedding_sizes"), _VOCABULARY_ADVICE),
     }
 
     base_model: Reference
@@ -72,9 +90,9 @@ class MoeRecipe(Document):
     """The routed experts, in the order of the router's rows."""
     gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = _DEFAULT_GATE
     """How the router's rows are made."""
-    gate_scale: Annotated[float, by(read_positive)] = 1.0
+    gate_scale: Annotated[float, by(_read_scale)] = 1.0
     """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""
-    gate_ridge: Annotated[float, by(read_positive)] = 0.1
+    gate_ridge: Annotated[float, by(_read_scale)] = 0.1
     """Penalty of ``ridge``, as a share of the mean of the Gram matrix's diagonal."""
     experts_per_token: Annotated[int, by(between(1))] = _DEFAULT_EXPERTS_PER_TOKEN
     """How many experts the router chooses for each token, counted before ``granularity`` cuts them."""

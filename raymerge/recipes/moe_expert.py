@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from raymerge.recipes.entry import Entry, Reference, Text, by
-from raymerge.recipes.faults import Fault
+from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.readers import between, read_fraction, read_integer, read_number
 
 GateMode = Literal[
@@ -35,6 +35,17 @@ _WITHOUT_NEGATIVES = ("centroid", "ridge")
 
 _RANDOM_REMEDY = "write gate_mode: random."
 
+_MOST_COPIES = 4096
+
+
+def _read_deviation(value: object) -> float:
+    """A standard deviation: 0 or more."""
+    number = read_number(value)
+    if number < 0:
+        what = f"{show(value)} is below 0, and is a standard deviation."
+        raise FaultError(Fault((), what, "Write 0 or more, like 0.01."))
+    return number
+
 
 class Expert(Entry):
     """One expert: the feed-forward layers of a dense model."""
@@ -52,9 +63,9 @@ class Expert(Entry):
     """Path of a text file whose words stand for this expert, relative to the current directory."""
     held_out_prompts: tuple[Text, ...] = ()
     """Texts of this expert's kind that only the report of the gates uses."""
-    copies: Annotated[int, by(between(1))] = 1
+    copies: Annotated[int, by(between(1, _MOST_COPIES))] = 1
     """How many experts, one after the other, are made of the source."""
-    noise_scale: Annotated[float, by(read_number)] | None = None
+    noise_scale: Annotated[float, by(_read_deviation)] | None = None
     """Standard deviation of noise added to the expert's weights."""
     residual_scale: Annotated[float, by(read_number)] | None = None
     """Factor on the expert's down projection."""
@@ -140,7 +151,13 @@ def _prompted(index: int, expert: object, gate: GateMode) -> Iterable[Fault]:
 def _prompts(expert: object) -> tuple[Any, Any, Any]:
     keys = ("positive_prompts", "negative_prompts", "prompt_file")
     positive, negative, file = (_get(expert, key) or () for key in keys)
-    return positive, negative, file
+    return _distinct(positive), _distinct(negative), file
+
+
+def _distinct(texts: object) -> object:
+    """Texts without repetitions in an order of their own: neither makes a difference to a router."""
+    is_list = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
+    return sorted(set(texts)) if isinstance(texts, (list, tuple)) and is_list else texts
 
 
 def _copies(expert: object) -> int | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass
 
 from raymerge.recipes.entry import Parameters, Reading
+from raymerge.recipes.faults import Path
 from raymerge.recipes.locate import Places
-from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.moe import MoeRecipe, Trunk
 from raymerge.recipes.schema import ModelEntry, Recipe
 
 _BASE = ("base_model",)
+_TRUNK = ("trunk",)
 
 
 def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
@@ -45,18 +47,42 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
         "duplicates": recipe.duplicates,
         "pickled_weights": recipe.pickled_weights,
     }
-    return Recipe.model_validate(asked, context=Reading(_places(recipe), None))
+    places = _TrunkPlaces(recipe._places.name, recipe._places.marks, recipe.trunk)
+    return Recipe.model_validate(asked, context=Reading(places, None))
 
 
 def _without(parameters: Parameters, names: Collection[str]) -> Parameters:
     return {name: value for name, value in parameters.items() if name not in names}
 
 
-def _places(recipe: MoeRecipe) -> Places:
-    """Places of the mixture's recipe, by the paths that they have in the trunk's."""
-    places = recipe._places
-    marks = {path: mark for path, mark in places.marks.items() if path == () or path == _BASE}
-    if recipe.trunk is None:
-        return replace(places, marks=marks | ({("models", 0): marks[_BASE]} if _BASE in marks else {}))
-    inside = {path[1:]: mark for path, mark in places.marks.items() if path[:1] == ("trunk",)}
-    return replace(places, marks=marks | inside)
+@dataclass(frozen=True, slots=True)
+class _TrunkPlaces(Places):
+    """Places of the mixture's recipe, asked for by the paths that they have in the trunk's."""
+
+    trunk: Trunk | None = None
+    """The mixture's ``trunk``."""
+
+    def mark(self, path: Path) -> tuple[int, int]:
+        """Line and column in the mixture's recipe."""
+        return Places(self.name, self.marks).mark(self._moved(path))
+
+    def at(self, path: Path) -> str:
+        """The place in the mixture's recipe."""
+        return Places(self.name, self.marks).at(self._moved(path))
+
+    def _moved(self, path: Path) -> Path:
+        """Where the mixture's recipe says what the trunk's has at a path."""
+        is_models = path[:1] == ("models",)
+        if self.trunk is None:
+            return _BASE if is_models else path
+        if path and path[0] not in Trunk.model_fields:
+            return path
+        if is_models and path[2:3] == ("parameters",) and not self._is_written(path):
+            return (*_TRUNK, *path[2:])
+        return _TRUNK if is_models and not self.trunk.models else (*_TRUNK, *path)
+
+    def _is_written(self, path: Path) -> bool:
+        """Whether a parameter is written at that model, and not for all of them."""
+        models = self.trunk.models if self.trunk is not None else ()
+        entry = next((each for number, each in enumerate(models) if number == path[1]), None)
+        return entry is not None and set(path[3:4]) <= entry.parameters.keys()

@@ -20,6 +20,8 @@ _FEED_FORWARD = frozenset(
     {Role.MLP, Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE}
 )
 _MOST_LISTED = 3
+_STATE_SPACE = frozenset({"A_log", "D"})
+# What a state space has, and linear attention has not both of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def dissect(base: Source, model: Any, weights: Weights) -> Anatomy:
     inside = tuple(search.inside(f"{word}.{number}.", layer) for number, layer in enumerate(layers))
     outside = tuple(search.outside(decoder, embedding, word))
     feed_forward = tuple(search.feed_forward(number, layer) for number, layer in enumerate(layers))
+    search.state_spaces(layers)
     search.finish(type(model).__name__)
     return Anatomy(decoder, embedding, name, word, layers, outside, inside, feed_forward)
 
@@ -84,6 +87,7 @@ class _Search:
         self._path = path
         self._absent: list[str] = []
         self._lacking: list[int] = []
+        self._scanning: list[int] = []
 
     def embedding(self, decoder: Any, embedding: Any) -> str:
         """Logical name of the embedding's matrix."""
@@ -118,6 +122,16 @@ class _Search:
             self._lacking.append(layer)
         return tuple(dict.fromkeys(path[0] for path in paths if path))
 
+    def state_spaces(self, layers: Sequence[nn.Module]) -> None:
+        """Look for layers that scan the tokens with a state.
+
+        As transformers computes it without kernels of its own, each token takes as much memory as the state
+        is large, or many times that: more than a budget could be said to cover.
+        """
+        for number, layer in enumerate(layers):
+            if any(module._parameters.keys() >= _STATE_SPACE for module in layer.modules()):
+                self._scanning.append(number)
+
     def finish(self, architecture: str) -> None:
         """Tell of all that is wrong.
 
@@ -128,6 +142,10 @@ class _Search:
         if self._lacking:
             layers = ", ".join(map(str, self._lacking))
             what = f"layers without a feed-forward network in whose place experts could come: {layers}."
+            problems.append(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
+        if self._scanning:
+            layers = ", ".join(map(str, self._scanning))
+            what = f"layers with a state space ({architecture}), whose memory cannot be foretold: {layers}."
             problems.append(Problem(self._base.name, what, NO_PROMPTS_REMEDY))
         if self._absent:
             listed = ", ".join(self._absent[:_MOST_LISTED]) + (", ..." if self._absent[_MOST_LISTED:] else "")

@@ -21,7 +21,7 @@ class Collector:
     def __init__(
         self,
         spec: GateSpec,
-        plan: Schedule,
+        schedule: Schedule,
         readings: Sequence[Reading],
         *,
         device: torch.device,
@@ -30,13 +30,13 @@ class Collector:
         """
         Args:
             spec: what is asked.
-            plan: what all units read.
+            schedule: what all units read.
             readings: those of this unit.
             device: where the sums are made.
             on_layer: is handed finished layers, in order.
         """
         self._spec = spec
-        self._plan = plan
+        self._schedule = schedule
         self._readings = readings
         self._device = device
         self._on_layer = on_layer
@@ -53,10 +53,10 @@ class Collector:
         if layer != self._current or self._sums is None:
             self.finish()
             self._current, self._num_kept = layer, 0
-            self._sums = accumulator(self._spec.mode, self._plan, self._spec.hidden_size, self._device)
+            self._sums = accumulator(self._spec.mode, self._schedule, self._spec.hidden_size, self._device)
         reading = self._readings[run]
-        for expert, sign in reading.uses:
-            self._sums.add(expert, sign, hidden, router_input)
+        for use in reading.uses:
+            self._sums.add(use, hidden, router_input)
         for _, positions in reading.kept:
             place = self._kept[self._num_kept : self._num_kept + len(positions)]
             place.copy_(router_input[list(positions)])

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.moe_gates import router_tensor, shared_gate_tensor
-from raymerge.planner.stages import GateSpec, Stage
+from raymerge.planner.stages import RESULT_FILE, GateSpec, Stage
 from raymerge.recipes import RANDOM_GATES
 from raymerge.router.embed_gates import embed_nbytes, embed_rows, embedding_problems
 from raymerge.router.gates import Rows, check_finite
@@ -21,10 +23,11 @@ from raymerge.router.readings import prompt_problems
 from raymerge.router.report import GateReport, layer_report
 from raymerge.router.results import Result
 from raymerge.storage.local import LocalStore
+from raymerge.storage.ranges import Range
 
 
 class DirectWork:
-    """One unit, which makes the result at once."""
+    """One unit, which makes the result at once. Pickles as the stage alone, without the prompts' tokens."""
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
         """
@@ -34,7 +37,12 @@ class DirectWork:
         """
         self._stage = stage
         self._spec = spec
-        self._read: tuple[TokenRun, ...] | None = None
+
+    def __getstate__(self) -> tuple[Stage, GateSpec]:
+        return self._stage, self._spec
+
+    def __setstate__(self, state: tuple[Stage, GateSpec]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     @property
     def num_units(self) -> int:
@@ -43,12 +51,16 @@ class DirectWork:
 
     def costs(self) -> tuple[int, ...]:
         """Bytes read: rows of the embedding."""
-        return (0 if self._is_random else embed_nbytes(self._spec, self._runs()),)
+        return (0 if self._is_random else embed_nbytes(self._spec, self._runs),)
 
     def least_budget(self) -> int:
         """Bytes for the rows of one layer, and for the rows of the embedding that are read at once."""
         num_experts = len(self._spec.experts) + len(self._spec.shared)
         return 8 * self._spec.hidden_size * (8 * num_experts + 4096)
+
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Bytes of disk: the result."""
+        return self._stage.layout.nbytes
 
     def check(self) -> None:
         """Find out whether the rows can be made.
@@ -60,13 +72,21 @@ class DirectWork:
             return
         problems: list[Problem] = [*embedding_problems(self._spec)]
         try:
-            problems += prompt_problems(self._spec, self._runs(), where=self._stage.place)
+            problems += prompt_problems(self._spec, self._runs, where=self._stage.place)
         except PlanError as error:
             problems += error.problems
         if problems:
             raise PlanError(problems)
 
-    def unit(self, number: int, *, staging: Path, device: torch.device, budget: int) -> tuple[int, int]:
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
         """Make the rows; on the CPU, whatever the worker has: they are small.
 
         Raises:
@@ -79,13 +99,18 @@ class DirectWork:
             result = Result(store, self._stage, self._spec)
             result.create()
             if not self._is_random:
-                rows = embed_rows(self._spec, self._runs())
-                read_bytes = embed_nbytes(self._spec, self._runs())
+                rows = embed_rows(self._spec, self._runs)
+                read_bytes = embed_nbytes(self._spec, self._runs)
                 check_finite(rows.routed, self._spec, self._spec.layers[0])
             for layer in self._spec.layers:
                 result.write(layer, rows or self._random(layer))
+                tell(read_bytes)
             result.finish()
         return read_bytes, result.nbytes
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """The result."""
+        return {RESULT_FILE: ()}
 
     def conclude(self, staging: Path) -> dict[str, Any]:
         """The condition of the rows; nothing is known of where they send text."""
@@ -99,10 +124,9 @@ class DirectWork:
     def _is_random(self) -> bool:
         return self._spec.mode in RANDOM_GATES
 
+    @cached_property
     def _runs(self) -> tuple[TokenRun, ...]:
-        if self._read is None:
-            self._read = tokenized(self._spec)
-        return self._read
+        return tokenized(self._spec)
 
     def _random(self, layer: int) -> Rows:
         spec, width = self._spec, self._spec.hidden_size

@@ -5,6 +5,7 @@ All arithmetic is float64, rounded once to float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.planner.stages import GateSpec
 from raymerge.router.accumulate import FLOOR
 from raymerge.router.readings import Schedule
+from raymerge.router.ridge import Ridge, ridge_rows
 
 
 class Rows(NamedTuple):
@@ -23,29 +25,34 @@ class Rows(NamedTuple):
     """Of the routed experts: float32 ``[E, H]``."""
     shared: torch.Tensor
     """Of the shared experts with gates: float32 ``[S, H]``."""
+    separation: float | None = None
+    """That of ridge's rows; None for rows of other modes."""
 
 
-def rows_of(spec: GateSpec, plan: Schedule, parts: Mapping[str, torch.Tensor], *, layer: int) -> Rows:
+def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor], *, layer: int) -> Rows:
     """The rows of a layer.
 
     Args:
         spec: what is asked.
-        plan: what was read.
+        schedule: what was read.
         parts: the sums of all units, as ``Accumulator.parts`` gives them; may be overwritten.
         layer: for messages.
 
     Raises:
-        PlanError: ridge without a penalty, on inputs that leave rows open.
+        PlanError: ridge with so small a penalty, or with so large a scale, that rows are no sane numbers.
         NonFiniteError: the base model gave NaN or infinity.
     """
     for part in parts.values():
         check_finite(part, spec, layer)
     try:
-        both = _both(spec, plan, parts)
+        both, separation = _both(spec, schedule, parts)
     except ArithmeticError as error:
         raise PlanError(_open_rows(spec, layer)) from error
-    routed, shared = both[: plan.num_routed], both[plan.num_routed :]
-    return Rows((routed * spec.scale).float().cpu(), shared.float().cpu())
+    routed, shared = both[: schedule.num_routed], both[schedule.num_routed :]
+    rows = Rows((routed * spec.scale).float().cpu(), shared.float().cpu(), separation)
+    if not _is_finite(rows.routed) or not _is_finite(rows.shared):
+        raise PlanError(_too_large(spec, layer))
+    return rows
 
 
 def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch.Tensor:
@@ -62,9 +69,10 @@ def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch
     return unit(vectors)
 
 
-def difference(sums: torch.Tensor, plan: Schedule) -> torch.Tensor:
+def difference(sums: torch.Tensor, schedule: Schedule) -> torch.Tensor:
     """Mean over positive runs less mean over negative runs: float64 ``[E + S, H]`` of ``[2, E + S, H]``."""
-    counts = torch.tensor([plan.num_positive, plan.num_negative], dtype=torch.float64, device=sums.device)
+    runs = [schedule.num_positive, schedule.num_negative]
+    counts = torch.tensor(runs, dtype=torch.float64, device=sums.device)
     means = sums / counts.clamp_min(1.0)[:, :, None]
     return means[0] - means[1]
 
@@ -76,54 +84,13 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
     return shortened
 
 
-def ridge_rows(gram: torch.Tensor, means: torch.Tensor, *, num_routed: int, penalty: float) -> torch.Tensor:
-    """Ridge regression from router inputs to the expert whose text they are in (DUME, 2603.29765).
-
-    With G the mean of ``x x^T`` and m_e the mean of expert e's inputs, the routed rows are proportional to
-    ``(m_e - m) (G + lambda I)^-1``: the targets are centred, which takes from all rows what they have in
-    common, and changes no choice. One factor for all routed rows makes their differences log-odds: for two
-    classes of inputs with one covariance S these are ``(m_a - m_b) S^-1``, so that ``v (m_a - m_b) = v S v``
-    for the difference v of two rows. The factor is the ratio of the two sums over all pairs, S taken with the
-    penalty: without it the softmax over the chosen experts would be nearly flat.
-
-    A shared expert's row is the density of its inputs over that of the routed experts' as the same regression
-    estimates it (uLSIF; Kanamori, Hido and Sugiyama, JMLR 2009): ``m_s (G + lambda I)^-1``.
-
-    Args:
-        gram: G over the routed experts' inputs, each expert's weighing 1 / E in all: float64 ``[H, H]``;
-            overwritten.
-        means: float64 ``[E + S, H]``.
-        num_routed: E.
-        penalty: lambda, relative to the mean of the Gram matrix's diagonal.
-
-    Returns:
-        float64 ``[E + S, H]``.
-
-    Raises:
-        ArithmeticError: the matrix cannot be inverted.
-    """
-    diagonal = gram.diagonal()
-    diagonal += penalty * diagonal.mean()
-    routed = means[:num_routed]
-    targets = means.clone()
-    if num_routed > 1:
-        targets[:num_routed] = (routed - routed.mean(0)) / num_routed
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if int(failed):
-        raise ArithmeticError("the Gram matrix with its penalty is not positive definite")
-    rows = torch.cholesky_solve(targets.T, factor).T.contiguous()
-    if num_routed > 1:
-        rows[:num_routed] *= _log_odds(rows[:num_routed] @ routed.T)
-    return rows
-
-
 def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
     """Refuse what is not finite.
 
     Raises:
         NonFiniteError: something is NaN or infinite.
     """
-    if not bool(torch.isfinite(numbers).all()):
+    if not _is_finite(numbers):
         what = f"prompts give NaN or infinity in layer {layer}."
         remedy = (
             "Check the base model's weights, for example by `raymerge inspect`; or use gate_mode: random."
@@ -131,34 +98,32 @@ def check_finite(numbers: torch.Tensor, spec: GateSpec, layer: int) -> None:
         raise NonFiniteError(Problem(spec.base.name, what, remedy))
 
 
-def _both(spec: GateSpec, plan: Schedule, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _both(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor]) -> Ridge:
+    """Rows of routed and shared experts, and their separation where it is known."""
     match spec.mode:
         case "ridge":
-            routed = plan.num_routed
-            return ridge_rows(parts["gram"], parts["means"], num_routed=routed, penalty=spec.penalty)
+            shares = schedule.shares.to(parts["gram"].device)
+            return ridge_rows(parts["gram"], parts["means"], shares=shares, penalty=spec.penalty)
         case "centroid":
-            return mean_rows(unit(parts["directions"]), plan.num_routed, centred=True)
+            return Ridge(mean_rows(unit(parts["directions"]), schedule.num_routed, centred=True), None)
         case _:
-            vectors = difference(parts["sums"], plan)
-            return mean_rows(vectors, plan.num_routed, centred=spec.mode == "router_input")
+            vectors, centred = difference(parts["sums"], schedule), spec.mode == "router_input"
+            return Ridge(mean_rows(vectors, schedule.num_routed, centred=centred), None)
 
 
-def _log_odds(scores: torch.Tensor) -> float:
-    """The factor on ridge's rows; ``scores`` float64 ``[E, E]`` has each row times each expert's mean.
-
-    For the difference v of rows a and b, ``E v (G + lambda I) v`` is ``v (m_a - m_b)``; what the means of the
-    classes make up of it is no spread within a class.
-    """
-    count = scores.shape[0]
-    gaps = count * scores.trace() - scores.sum()
-    between = count * scores.square().sum() - scores.sum(0).square().sum()
-    within = gaps - between
-    # Nothing to scale where all rows are equal, as with the same texts for every expert.
-    return float(count * gaps / within) if float(gaps) > 0 and float(within) > 0 else 1.0
+def _is_finite(numbers: torch.Tensor) -> bool:
+    """Whether all are; numbers so large that their sum overflows are refused as well."""
+    # A sum takes no memory, unlike a mask: matrices may be as large as memory allows.
+    return math.isfinite(float(numbers.sum(dtype=torch.float64)))
 
 
 def _open_rows(spec: GateSpec, layer: int) -> Problem:
-    what = f"the router inputs of layer {layer} do not determine ridge's rows without a penalty."
+    what = f"the router inputs of layer {layer} do not determine ridge's rows with so small a penalty."
     return Problem(
         spec.base.name, what, f"Write gate_ridge: 0.1 instead of {spec.penalty:g}, or give more text."
     )
+
+
+def _too_large(spec: GateSpec, layer: int) -> Problem:
+    what = f"the router's rows of layer {layer} are too large for float32 with gate_scale {spec.scale:g}."
+    return Problem(spec.base.name, what, "Write gate_scale: 1.0.")

@@ -23,7 +23,6 @@ from raymerge.router.buffers import compute_buffers
 from raymerge.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.router.parameters import Parameter, state_of
 
-_FLOAT32 = 4
 _CPU = torch.device("cpu")
 _TRIAL = 7
 # Tokens of the trial; a size that nothing else in a model has, so that it is seen what grows with them.
@@ -81,11 +80,16 @@ class HollowModel:
         sizes = (prod(length if n == _TRIAL else n for n in each.shape) for each in found)
         return sum(n * each.element_size() for n, each in zip(sizes, found, strict=True))
 
-    def open(self, device: torch.device) -> int:
-        """Load what stands around the layers; returns the bytes read."""
+    @contextmanager
+    def opened(self, device: torch.device) -> Iterator[int]:
+        """What stands around the layers in memory, for as long as the context lasts; gives the bytes read."""
         outside = self._anatomy.outside
-        self._fill_outside(state_of(outside, self._weights, device), device)
-        return sum(each.read_bytes(self._weights) for each in outside)
+        with self._weights:
+            self._fill_outside(state_of(outside, self._weights, device), device)
+            try:
+                yield sum(each.read_bytes(self._weights) for each in outside)
+            finally:
+                self._anatomy.decoder.to("meta")
 
     def embed(self, tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
         """What goes into the first layer, float32 ``[T, hidden]``, and the bytes read for it."""
@@ -144,17 +148,23 @@ class HollowModel:
             decoder.to("meta")
 
     def _tried(self, numbers: torch.Generator) -> tuple[Call, ...]:
-        def trial(first: int) -> tuple[Call, ...]:
-            rows = torch.randn(_TRIAL, self._anatomy.embedding.embedding_dim, generator=numbers)
-            tokens = torch.arange(first, first + _TRIAL)
-            return self._run(tokens, tokens, rows)
+        def numbered(first: int) -> torch.Tensor:
+            return torch.arange(first, first + _TRIAL)
 
-        calls = self._in_either_form(lambda: trial(3))
+        def trial(tokens: torch.Tensor) -> tuple[Call, ...]:
+            used = torch.tensor(sorted(set(tokens.tolist())))
+            rows = torch.randn(len(used), self._anatomy.embedding.embedding_dim, generator=numbers)
+            return self._run(tokens, used, rows)
+
+        calls = self._in_either_form(lambda: trial(numbered(3)))
         if not is_chain(calls, self.num_layers):
             raise PlanError(self._refused("it does more between layers than to hand on their results"))
         if not all(call.is_plain for call in calls):
             raise PlanError(self._refused("its layers leave things for one another"))
-        if not are_alike(calls, trial(3 + _TRIAL)):
+        # Zeros, as it is called with in earnest; and its padding, for which some look.
+        padding = getattr(self._anatomy.decoder.config, "pad_token_id", None) or 0
+        others = (numbered(3 + _TRIAL), torch.zeros_like(numbered(0)), torch.full_like(numbered(0), padding))
+        if not all(are_alike(calls, trial(tokens)) for tokens in others):
             raise PlanError(self._refused("its layers are called with more that depends on the tokens"))
         return calls
 
@@ -199,7 +209,7 @@ class HollowModel:
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         widest = max(max(each.shape[-2:], default=1) for each in every)
         per_token = _HIDDEN_COPIES * self.width + _WIDE_COPIES * widest + _ATTENTION_COPIES * heads * length
-        return _FLOAT32 * length * per_token
+        return torch.float32.itemsize * length * per_token
 
     def _refused(self, why: str) -> Problem:
         name = type(self._anatomy.decoder).__name__

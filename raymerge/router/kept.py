@@ -13,7 +13,6 @@ import torch
 from raymerge.storage.local import LocalStore
 
 _FILE = "hidden_states.bin"
-_FLOAT32 = 4
 
 
 class KeptStates(Protocol):
@@ -33,7 +32,7 @@ def kept_nbytes(lengths: Sequence[int], width: int) -> int:
         lengths: tokens of each run.
         width: elements of one token's state.
     """
-    return sum(lengths) * width * _FLOAT32
+    return sum(lengths) * width * torch.float32.itemsize
 
 
 @contextmanager
@@ -72,7 +71,7 @@ class _InFile:
     def __init__(self, store: LocalStore, lengths: Sequence[int], width: int) -> None:
         self._store = store
         self._shapes = [(length, width) for length in lengths]
-        self._offsets = [0, *accumulate(length * width * _FLOAT32 for length in lengths)]
+        self._offsets = [0, *accumulate(length * width * torch.float32.itemsize for length in lengths)]
 
     def put(self, run: int, hidden: torch.Tensor) -> None:
         self._store.write_at(_FILE, self._offsets[run], hidden.contiguous().cpu().numpy().data)

@@ -17,8 +17,6 @@ from raymerge.planner.elements import strided
 from raymerge.planner.sources import Source
 from raymerge.planner.weights import Weights
 
-_FLOAT32 = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -34,14 +32,14 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         """Its bytes in float32."""
-        return prod(self.shape) * _FLOAT32
+        return prod(self.shape) * torch.float32.itemsize
 
     @property
     def loading_nbytes(self) -> int:
         """Bytes that are needed beside it while it is loaded."""
         longest = max(prod(view.shape) if view else prod(self.shape) for _, view in self.parts)
         # The stored numbers, and what an adapter adds; of a stack one matrix in float32 as well.
-        return longest * _FLOAT32 * 2
+        return longest * torch.float32.itemsize * 2
 
     def load(self, weights: Weights, device: torch.device) -> torch.Tensor:
         """Its numbers: float32, of its shape.

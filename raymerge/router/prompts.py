@@ -85,7 +85,9 @@ class _Tokenizing:
             self.problems.append(Problem(where, what, "Write a text, or remove the prompt."))
         elif self._most is not None and len(tokens) > self._most:
             what = f"is {len(tokens)} tokens long, and {self._base.name} reads {self._most} at once."
-            remedy = "Shorten it, or put it into a prompt_file, which is cut into pieces."
+            remedy = (
+                "Shorten it; router_input, centroid and ridge take a prompt_file, which is cut into pieces."
+            )
             self.problems.append(Problem(where, what, remedy))
         elif self._is_known(where, tokens):
             yield TokenRun(expert, sign, tuple(tokens))

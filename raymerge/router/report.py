@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raymerge.router.ridge import UNPROVEN
+
 KIND = "gates"
 """What the report of a gate stage says it is."""
 
@@ -40,6 +42,8 @@ class LayerReport:
     """By expert, the share of all tokens that go to it first, every expert's texts counting alike."""
     margin: float | None = None
     """Mean difference of the first and the second logit."""
+    separation: float | None = None
+    """How far apart experts are, in standard deviations, on text that ridge's rows were not made of."""
 
     @property
     def entropy(self) -> float | None:
@@ -80,6 +84,20 @@ class GateReport:
         return tuple(each.layer for each in self.layers if each.condition > self.limit)
 
     @property
+    def separation(self) -> float | None:
+        """Of ridge's rows, mean over the layers."""
+        return _mean([each.separation for each in self.layers])
+
+    @property
+    def unproven(self) -> tuple[int, ...]:
+        """Layers where what ridge learns from half of the texts does not hold for the other half.
+
+        Their rows are so short that the experts chosen work nearly evenly.
+        """
+        found = ((each.layer, each.separation) for each in self.layers)
+        return tuple(layer for layer, told in found if told is not None and told < UNPROVEN)
+
+    @property
     def routing(self) -> tuple[float, ...] | None:
         """By expert, the share of its tokens that go to it first, mean over the layers."""
         found = [each.routing for each in self.layers if each.routing is not None]
@@ -116,6 +134,8 @@ class GateReport:
             "lowest_entropy": self.lowest_entropy,
             "most_entropy": self.most_entropy,
             "margin": self.margin,
+            "separation": self.separation,
+            "unproven": list(self.unproven),
         }
         layers = [
             _plain(asdict(each)) | {"condition": _finite(each.condition), "entropy": each.entropy}
@@ -175,13 +195,16 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
     return Choices(first, margins)
 
 
-def layer_report(layer: int, rows: torch.Tensor, choices: Choices | None) -> LayerReport:
+def layer_report(
+    layer: int, rows: torch.Tensor, choices: Choices | None, separation: float | None = None
+) -> LayerReport:
     """What to say of a layer.
 
     Args:
         layer: its number.
         rows: of its routed experts, float32 ``[E, H]``.
         choices: of at least one token of every expert; None where no text was run.
+        separation: that of ridge's rows.
     """
     condition = condition_of(rows)
     if choices is None:
@@ -194,6 +217,7 @@ def layer_report(layer: int, rows: torch.Tensor, choices: Choices | None) -> Lay
         routing=tuple(shares.diagonal().tolist()),
         load=tuple(shares.mean(0).tolist()),
         margin=float((choices.margins / counts).mean()),
+        separation=separation,
     )
 
 
@@ -205,6 +229,7 @@ def _layer(data: Mapping[str, Any]) -> LayerReport:
         routing=None if routing is None else tuple(routing),
         load=None if load is None else tuple(load),
         margin=data["margin"],
+        separation=data["separation"],
     )
 
 

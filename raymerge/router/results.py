@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from raymerge.checkpoints.layout import TensorSpec, lay_out
@@ -71,6 +73,7 @@ class ChoicesFile:
         count = len(spec.experts)
         specs = [TensorSpec(f"first.{layer}", DType.F64, (count, count)) for layer in spec.layers]
         specs += [TensorSpec(f"margins.{layer}", DType.F64, (count,)) for layer in spec.layers]
+        specs += [TensorSpec(f"separation.{layer}", DType.F64, (1,)) for layer in spec.layers]
         layout = lay_out(specs)
         self._piece = Piece(store, CHOICES_FILE, layout)
         self.nbytes = layout.nbytes
@@ -84,8 +87,10 @@ class ChoicesFile:
         """
         self._piece.create()
 
-    def write(self, layer: int, choices: Choices) -> None:
-        """Put in the choices of a layer."""
+    def write(self, layer: int, choices: Choices, separation: float | None) -> None:
+        """Put in the choices of a layer, and the separation of its rows."""
+        told = math.nan if separation is None else separation
+        self._piece.write(f"separation.{layer}", torch.tensor([told], dtype=torch.float64))
         self._piece.write(f"first.{layer}", choices.first)
         self._piece.write(f"margins.{layer}", choices.margins)
 
@@ -96,3 +101,8 @@ class ChoicesFile:
     def read(self, layer: int) -> Choices:
         """The choices of a layer."""
         return Choices(self._piece.read(f"first.{layer}"), self._piece.read(f"margins.{layer}"))
+
+    def separation(self, layer: int) -> float | None:
+        """The separation of a layer's rows; None where it is not known."""
+        told = float(self._piece.read(f"separation.{layer}"))
+        return None if math.isnan(told) else told

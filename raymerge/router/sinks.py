@@ -40,18 +40,18 @@ class RowSink:
     """Makes rows at once, and looks where they send what was kept."""
 
     def __init__(
-        self, store: LocalStore, stage: Stage, spec: GateSpec, *, plan: Schedule, owners: Sequence[int]
+        self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
     ) -> None:
         """
         Args:
             store: the staging directory.
             stage: whose result.
             spec: what it asks for.
-            plan: what was read.
+            schedule: what was read.
             owners: the expert of each router input that is kept.
         """
         self._spec = spec
-        self._plan = plan
+        self._schedule = schedule
         self._owners = owners
         self._result = Result(store, stage, spec)
         self._choices = ChoicesFile(store, spec)
@@ -68,9 +68,9 @@ class RowSink:
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
         """Make the rows of a layer; raises what ``rows_of`` raises."""
-        rows = rows_of(self._spec, self._plan, parts, layer=layer)
+        rows = rows_of(self._spec, self._schedule, parts, layer=layer)
         self._result.write(layer, rows)
-        self._choices.write(layer, choices_of(rows.routed, kept, self._owners))
+        self._choices.write(layer, choices_of(rows.routed, kept, self._owners), rows.separation)
 
     def finish(self) -> None:
         """Return once both files are safe."""
@@ -78,21 +78,26 @@ class RowSink:
         self._choices.finish()
 
 
+def sums_file(number: int) -> str:
+    """The file that a unit leaves its sums in."""
+    return f"unit-{number}.safetensors"
+
+
 class SumSink:
     """Leaves one unit's sums, and what was kept, for later."""
 
     def __init__(
-        self, store: LocalStore, spec: GateSpec, number: int, *, plan: Schedule, num_kept: int
+        self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
     ) -> None:
         """
         Args:
             store: the staging directory.
             spec: what is asked.
             number: of the unit.
-            plan: what all units read.
+            schedule: what all units read.
             num_kept: router inputs that this unit keeps of each layer.
         """
-        self._shapes = part_shapes(spec.mode, plan.num_experts, spec.hidden_size)
+        self._shapes = part_shapes(spec.mode, schedule.num_experts, spec.hidden_size)
         specs = [
             TensorSpec(f"{part}.{layer}", DType.F64, shape)
             for layer in spec.layers
@@ -102,7 +107,7 @@ class SumSink:
             TensorSpec(f"kept.{layer}", DType.F32, (num_kept, spec.hidden_size)) for layer in spec.layers
         ]
         layout = lay_out(specs)
-        self._piece = Piece(store, f"unit-{number}.safetensors", layout)
+        self._piece = Piece(store, sums_file(number), layout)
         self.nbytes = layout.nbytes
         """Size of the file."""
 

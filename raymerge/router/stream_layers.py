@@ -7,7 +7,7 @@ does not depend on the others.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -36,67 +36,96 @@ class LayerVisitor(Protocol):
         """
 
 
-def stream(
-    base: Source,
-    runs: Sequence[TokenRun],
-    visitor: LayerVisitor,
-    *,
-    device: torch.device,
-    budget: int,
-    spill: Path,
-) -> int:
-    """Show a visitor the states of every run at every layer, with one layer in memory at a time.
+class LayerStream:
+    """A base model that is read layer by layer.
 
-    Args:
-        base: the model.
-        runs: what it reads.
-        visitor: is shown the states.
-        device: where the arithmetic is done.
-        budget: bytes of memory to use; what does not fit between layers goes to a file.
-        spill: directory for that file, of this call alone.
-
-    Returns:
-        Bytes read.
-
-    Raises:
-        PlanError: the model cannot be run layer by layer.
-        CheckpointError: its weights cannot be read.
-        OptionError: there is no room for the file.
+    Its hollow model is built when it is first needed, and kept. Pickles as the base alone.
     """
-    if not runs:
-        return 0
-    lengths = [len(run.tokens) for run in runs]
-    with Weights(base) as weights, _exact_float32(), torch.no_grad():
-        model = HollowModel(base, weights)
-        spare = budget - model.least_bytes(max(lengths))
-        kept = kept_nbytes(lengths, model.width)
-        in_memory = kept <= spare
-        calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
-        with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
-            read = _embedded(model, runs, states, device)
-            for layer in range(model.num_layers):
-                read += _layer(model, layer, lengths, states, visitor, calls)
-    return read
 
+    def __init__(self, base: Source) -> None:
+        """
+        Args:
+            base: the model.
+        """
+        self._base = base
+        self._spare: HollowModel | None = None
 
-def least_stream_budget(base: Source, longest: int) -> int:
-    """Fewest bytes of memory in which runs of up to ``longest`` tokens can be streamed.
+    def __getstate__(self) -> Source:
+        return self._base
 
-    Raises:
-        PlanError: the model cannot be run layer by layer.
-    """
-    with Weights(base) as weights:
-        return HollowModel(base, weights).least_bytes(longest)
+    def __setstate__(self, base: Source) -> None:
+        self.__init__(base)  # type: ignore[misc]
 
+    def check(self) -> None:
+        """Find out from headers, and a trial on a few random numbers, whether the model can be streamed.
 
-def check_streamable(base: Source) -> None:
-    """Find out from headers, and a trial on a few random numbers, whether a model can be streamed.
+        Raises:
+            PlanError: it cannot, for all the reasons given.
+        """
+        with self._model():
+            pass
 
-    Raises:
-        PlanError: it cannot, for all the reasons given.
-    """
-    with Weights(base) as weights:
-        HollowModel(base, weights)
+    def least_budget(self, longest: int) -> int:
+        """Fewest bytes of memory in which runs of up to ``longest`` tokens can be read.
+
+        Raises:
+            PlanError: the model cannot be run layer by layer.
+        """
+        with self._model() as model:
+            return model.least_bytes(longest)
+
+    def read(
+        self,
+        runs: Sequence[TokenRun],
+        visitor: LayerVisitor,
+        *,
+        device: torch.device,
+        budget: int,
+        spill: Path,
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Show a visitor the states of every run at every layer, with one layer in memory at a time.
+
+        Args:
+            runs: what the model reads.
+            visitor: is shown the states.
+            device: where the arithmetic is done.
+            budget: bytes of memory to use; what does not fit between layers goes to a file.
+            spill: directory for that file, of this call alone.
+            tell: called after each layer with the bytes read so far; what it raises ends the reading.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            PlanError: the model cannot be run layer by layer.
+            CheckpointError: its weights cannot be read.
+            OptionError: there is no room for the file.
+        """
+        if not runs:
+            return 0
+        lengths = [len(run.tokens) for run in runs]
+        with self._model() as model, _exact_float32(), torch.no_grad(), model.opened(device) as read:
+            spare = budget - model.least_bytes(max(lengths))
+            kept = kept_nbytes(lengths, model.width)
+            in_memory = kept <= spare
+            calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
+            with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
+                read += _embedded(model, runs, states, device)
+                for layer in range(model.num_layers):
+                    read += _layer(model, layer, lengths, states, visitor, calls)
+                    tell(read)
+        return read
+
+    @contextmanager
+    def _model(self) -> Iterator[HollowModel]:
+        """The hollow model, of this caller alone; what was left after a failure is not used again."""
+        model, self._spare = self._spare, None
+        if model is None:
+            with Weights(self._base) as weights:
+                model = HollowModel(self._base, weights)
+        yield model
+        self._spare = model
 
 
 class _Calls:
@@ -128,7 +157,7 @@ class _Calls:
 
 def _embedded(model: HollowModel, runs: Sequence[TokenRun], states: KeptStates, device: torch.device) -> int:
     """Put what goes into the first layer where it is kept; returns the bytes read."""
-    read = model.open(device)
+    read = 0
     for number, run in enumerate(runs):
         hidden, nbytes = model.embed(run.tokens, device)
         states.put(number, hidden)

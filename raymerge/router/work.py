@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from raymerge.planner.stages import GateSpec, Stage
 from raymerge.recipes import RANDOM_GATES
 from raymerge.router.direct import DirectWork
 from raymerge.router.streamed import StreamedWork
+from raymerge.storage.ranges import Range
 
 
 class GateWork(Protocol):
@@ -29,6 +31,9 @@ class GateWork(Protocol):
     def least_budget(self) -> int:
         """Fewest bytes of memory that a worker needs."""
 
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Most bytes of disk, the result included, with so much memory a worker and so many units in hand."""
+
     def check(self) -> None:
         """Find out before anything starts whether it can be done.
 
@@ -36,8 +41,22 @@ class GateWork(Protocol):
             PlanError: with all of the reasons why not.
         """
 
-    def unit(self, number: int, *, staging: Path, device: torch.device, budget: int) -> tuple[int, int]:
-        """Do one unit and leave its file in ``staging``; returns bytes read and written."""
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
+        """Do one unit and leave its files in ``staging``; returns bytes read and written.
+
+        ``tell`` is called after each layer with the bytes read so far; what it raises ends the unit.
+        """
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a unit leaves in ``staging``: whole files."""
 
     def conclude(self, staging: Path) -> dict[str, Any]:
         """Make the result of all units' files, and say what is known of it: ``GateReport.to_json``."""

@@ -19,7 +19,8 @@ from typing import Any
 
 from raymerge.assemble.finish import kept_companions
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, PlanError, Problem, UserError
+from raymerge.errors import CheckpointError, PlanError, Problem, TargetError, UserError
+from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Stage
@@ -28,10 +29,12 @@ from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.prepared import awaits_results, over_results, with_stage_results
+from raymerge.runtime.room import disk_nbytes
 from raymerge.runtime.run import Run, RunResult
-from raymerge.runtime.stage_run import StageRun, is_stage_made, stage_record
+from raymerge.runtime.stage_results import stage_record
+from raymerge.runtime.stage_run import StageRun, is_stage_made
 from raymerge.runtime.stage_work import StageWork, work_of
-from raymerge.runtime.staging import RECORD, Staging, is_untouched
+from raymerge.runtime.staging import RECORD, Staging, check_room, is_untouched
 from raymerge.runtime.versions import file_versions
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
@@ -91,13 +94,18 @@ class Chain:
 
         Raises:
             TargetError: it is taken, or holds another plan's unfinished run.
+            OptionError: there is not enough room for the stages and what comes after them.
         """
         for run in reversed(self._runs):
             run.check()
+        if self._stages:
+            wanted = disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
+            check_room(self._output.parent, wanted, what="the output, with what is made before it,")
 
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
 
+        What was begun under other conditions is refused before anything is made again on the way to it.
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
         *before, last = self._merges
@@ -105,6 +113,7 @@ class Chain:
             return _carried_out(self._runs[-1], pool)
         self.check()
         with Staging(self._root, last.plan).lock():
+            self._check_conditions(pool)
             for merge in before:
                 self._have(merge, pool)
             if before:
@@ -114,13 +123,25 @@ class Chain:
                 shutil.rmtree(self._root, ignore_errors=True)
         return result
 
+    def _check_conditions(self, pool: Pool) -> None:
+        """Find out what may not go on with these workers, as far as it reads what is there by now."""
+        errors: list[UserError] = []
+        with _noting(errors):
+            self._runs[-1].check_conditions(pool)
+        for stage in self._stages:
+            with _noting(errors):
+                if not awaits_results(stage):
+                    self._stage_run(stage).check_conditions(pool)
+        if errors:
+            raise TargetError(_problems(errors))
+
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
         """Have the result of a merge that others need: the one that is there, or a new one.
 
         One that was touched is run again from where it was: its receipts tell which of its bytes are right.
         """
         place = self._place(merge)
-        if _is_kept(merge, self._root, pool.numerics):
+        if _is_kept(merge, self._root, pool):
             self._on_event(StepKept(*self._step(merge)))
             return
         self._on_event(StepStarted(*self._step(merge)))
@@ -186,6 +207,10 @@ class Chain:
             position=(number, len(self._stages)),
         )
 
+    def _staging_nbytes(self, stage: Stage) -> int:
+        """Bytes of disk that a stage takes at most; its result at least, where no more is known yet."""
+        return self._stage_run(stage).disk_nbytes() if stage.name in self._known else stage.layout.nbytes
+
     def _place(self, merge: PlannedMerge) -> Path:
         return self._output if merge is self._merges[-1] else self._root / str(merge.recipe.name)
 
@@ -214,28 +239,27 @@ def kept_steps(merges: Sequence[PlannedMerge], output: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def stage_problems(
+def stage_lines(
     merge: PlannedMerge, options: RunOptions, *, works: Works = work_of
-) -> tuple[Problem, ...]:
-    """What stands in the way of a merge's stages; of one over results of other merges it is not known yet.
+) -> tuple[tuple[StageLine, ...], tuple[Problem, ...]]:
+    """What the stages of a merge take, and what stands in their way; reads no weights, and writes nothing.
 
-    Reads no weights, and writes nothing.
+    Of a stage over results of other merges neither is known yet.
     """
     errors: list[UserError] = []
+    lines: list[StageLine] = []
     for stage in merge.stages:
+        line = StageLine(stage.title, None, None, None, None)
         with _noting(errors):
             if not awaits_results(stage):
-                StageRun(stage, Path(), options, work=works(stage), on_event=lambda _: None).check()
-    return _problems(errors)
-
-
-def sources_of(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
-    """The sources of a merge, with the results that it uses as they are under ``root`` now.
-
-    Raises:
-        CheckpointError: one is not there, or is not what its plan or its stage made.
-    """
-    return with_stage_results(_with_results(merge, root), root)
+                run = StageRun(stage, Path(), options, work=works(stage), on_event=lambda _: None)
+                run.work.check()
+                units, read = run.work.num_units, sum(run.work.costs())
+                line = StageLine(stage.title, units, read, run.work.least_budget(), None)
+                run.check_memory()
+                line = replace(line, disk_bytes=run.disk_nbytes())
+        lines.append(line)
+    return tuple(lines), _problems(errors)
 
 
 def _with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
@@ -275,11 +299,12 @@ def _noting(errors: list[UserError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _is_kept(merge: PlannedMerge, root: Path, numerics: Mapping[str, str] | None = None) -> bool:
-    """Whether the result of a merge that others use is there, and those of its stages."""
+def _is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
+    """Whether the result of a merge that others use is there, and those of its stages; None for any pool."""
+    numerics, of_stages = (None, None) if pool is None else (pool.numerics, pool.stage_numerics)
     results = _with_results(merge, root)
     stages = [over_results(stage, results) for stage in merge.stages]
-    if not all(is_stage_made(root / stage.name, stage, numerics) for stage in stages):
+    if not all(is_stage_made(root / stage.name, stage, of_stages) for stage in stages):
         return False
     return _is_made(root / str(merge.recipe.name), merge, with_stage_results(results, root), numerics)
 

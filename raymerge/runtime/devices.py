@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
 
 from raymerge.errors import OptionError, Problem
@@ -27,3 +29,16 @@ def choose_device(wanted: Device) -> torch.device:
 def numerics_of(device: torch.device) -> dict[str, str]:
     """What the bytes of a merge may depend on beside the plan."""
     return {"device": device.type, "torch": torch.__version__}
+
+
+def kernels_of(device: torch.device) -> dict[str, str]:
+    """What the bytes of a stage's result may depend on beside ``numerics_of``.
+
+    Layers of a model are computed by transformers, with matrix products whose order of additions the
+    libraries choose by the processor.
+    """
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = torch.backends.cpu.get_cpu_capability()
+    return {"transformers": version("transformers"), "processor": processor}

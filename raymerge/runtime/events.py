@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raymerge.planner.duplicates import DuplicateGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,16 @@ class UnitDone(Event):
     """Its share of the stage's bytes."""
     seconds: float
     """Wall time of the unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProgress(Event):
+    """The units in hand are further than they were; told now and then."""
+
+    done_bytes: int
+    """Bytes of the stage that are read: those of finished units, and the units in hand so far."""
+    total_bytes: int
+    """Bytes that the stage reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +194,22 @@ class WorkerLost(Event):
 @dataclass(frozen=True, slots=True)
 class Stopping(Event):
     """A stop was asked for: the segments or units in hand are finished, no new one is begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicatesFound(Event):
+    """All shards are written, and some output equals other output."""
+
+    tensors: int
+    """Tensors that equal an earlier one, in whole or in part, and were written without being made again."""
+    nbytes: int
+    """Bytes of them."""
+    groups: tuple[DuplicateGroup, ...]
+    """The same by names, those with most bytes first."""
+    shared_bytes: int | None
+    """Bytes of them that share storage; None where that was not asked for, or an earlier run saw to it."""
+    unforeseen: tuple[DuplicateGroup, ...]
+    """Tensors whose bytes turned out to be those of an earlier one, which the plan did not know."""
 
 
 @dataclass(frozen=True, slots=True)

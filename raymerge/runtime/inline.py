@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing
 import torch
 
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.devices import choose_device, numerics_of
+from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.options import Device
-from raymerge.runtime.pool import Runner, Stop, Work
+from raymerge.runtime.pool import TICK_SECONDS, Runner, Stop, Work
 
 _NAME = "inline"
 
@@ -38,11 +38,16 @@ class InlinePool:
         """What bytes may depend on."""
         return numerics_of(self._device)
 
+    @property
+    def stage_numerics(self) -> dict[str, str]:
+        """What the bytes of a stage's result may depend on."""
+        return {**self.numerics, **kernels_of(self._device)}
+
     def start(self) -> None:
         """Choose the device."""
         self._device = choose_device(self._wanted)
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
         """Do the parts in threads; see ``Pool.run``."""
         with ExitStack() as stack:
             runner = stack.enter_context(closing(work.open(self._device, _NAME)))
@@ -56,13 +61,15 @@ class InlinePool:
 
 def _feed(
     runner: Runner, threads: ThreadPoolExecutor, todo: list[int], slots: int, stop: Stop
-) -> Generator[Receipt, None, None]:
+) -> Generator[Receipt | None, None, None]:
     flight: set[Future[Receipt]] = set()
     while True:
         while todo and len(flight) < slots and not stop.requested:
             flight.add(threads.submit(runner.run, todo.pop(0)))
         if not flight:
             return
-        done, flight = wait(flight, return_when=FIRST_COMPLETED)
+        done, flight = wait(flight, timeout=TICK_SECONDS, return_when=FIRST_COMPLETED)
+        if not done:
+            yield None
         for future in done:
             yield future.result()

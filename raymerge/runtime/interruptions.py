@@ -14,6 +14,8 @@ from raymerge.errors import IncompleteError, Problem, RaymergeError, TargetError
 from raymerge.runtime.events import OnEvent, Stopping
 from raymerge.runtime.pool import Stop
 
+STOPPED_AT_ONCE = "stopped at once. What is finished is kept: the same command goes on from there."
+"""What is said when the parts in hand were given up."""
 _LASTING = frozenset(
     {
         errno.EACCES,
@@ -74,9 +76,7 @@ def stopping(on_event: OnEvent) -> Iterator[Stop]:
     try:
         yield stop
     except KeyboardInterrupt as error:
-        raise IncompleteError(
-            "stopped at once. What is finished is kept: the same command goes on from there."
-        ) from error
+        raise IncompleteError(STOPPED_AT_ONCE) from error
     finally:
         for number, old in zip(wanted, before, strict=True):
             signal.signal(number, old)

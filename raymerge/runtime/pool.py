@@ -10,6 +10,13 @@ import torch
 
 from raymerge.execute.receipts import Receipt
 
+TICK_SECONDS = 1.0
+"""How long a pool waits before it lets the driver look around."""
+
+
+UNIT = "unit"
+"""A part of a stage's work; of a merge's it is a segment."""
+
 
 class Runner(Protocol):
     """One worker's end of a piece of work; several threads may run its parts at once."""
@@ -70,6 +77,10 @@ class Pool(Protocol):
     def numerics(self) -> dict[str, str]:
         """What bytes may depend on: device kind and torch version."""
 
+    @property
+    def stage_numerics(self) -> dict[str, str]:
+        """What the bytes of a stage's result may depend on: that, and what computes layers and products."""
+
     def start(self) -> None:
         """Start the workers; returns when they are ready.
 
@@ -77,9 +88,10 @@ class Pool(Protocol):
             OptionError: the workers asked for cannot be had.
         """
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
         """Do the parts of these numbers in about the given order and yield receipts as they come.
 
+        Yields None when ``TICK_SECONDS`` went by without any, for the driver to look how far the parts are.
         Ends early, without error, once ``stop`` is requested and the parts in hand are done. Closing the
         generator gives up the parts in hand.
         """

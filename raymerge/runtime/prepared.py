@@ -11,6 +11,7 @@ from raymerge.checkpoints.source import WeightFile
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import GateSpec, Prepared, Stage
+from raymerge.runtime.stage_results import result_digest
 from raymerge.runtime.stage_work import sources_of_stage
 from raymerge.storage.local import LocalStore
 
@@ -55,16 +56,27 @@ def with_stage_results(sources: Sequence[Source], root: Path) -> tuple[Source, .
 
 
 def _opened(prepared: Prepared, place: Path) -> Prepared:
-    """A result with the versions of its files."""
-    return replace(prepared, files=tuple(_file(planned, prepared, place) for planned in prepared.files))
+    """A result whose file has its digest for a version."""
+    return replace(
+        prepared, root=str(place), files=tuple(_file(planned, prepared, place) for planned in prepared.files)
+    )
 
 
 def _file(planned: WeightFile, prepared: Prepared, place: Path) -> WeightFile:
     with LocalStore(place) as store:
         info = store.info(planned.key)
         header = None if info is None else read_header(store, info.key, info.nbytes, info.version)
-    if header is None or (header.nbytes, header.digest) != (planned.nbytes, planned.header_digest):
-        state = "absent" if header is None else "no longer what was prepared; something else changed it"
+    digest = result_digest(place)
+    if (
+        header is None
+        or digest is None
+        or (header.nbytes, header.digest) != (planned.nbytes, planned.header_digest)
+    ):
+        state = (
+            "absent"
+            if header is None or digest is None
+            else "no longer what was prepared; something else changed it"
+        )
         what = f"the result of '{prepared.name}' is {state}."
         raise CheckpointError(Problem(str(place / planned.key), what, "Give the command again."))
-    return WeightFile(header.key, header.nbytes, header.digest, header.version)
+    return WeightFile(header.key, header.nbytes, header.digest, digest)

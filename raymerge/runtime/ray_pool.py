@@ -14,12 +14,11 @@ from raymerge.execute.receipts import Receipt
 from raymerge.planner.memory import SLOTS
 from raymerge.runtime.events import OnEvent, WorkerLost
 from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
-from raymerge.runtime.pool import Stop, Work
+from raymerge.runtime.pool import TICK_SECONDS, UNIT, Stop, Work
 from raymerge.runtime.ray_environment import RayConnection
 from raymerge.runtime.worker import MergeWorker
 
 _READY_SECONDS = 120.0
-_TICK_SECONDS = 1.0
 _ATTEMPTS = 3
 """Workers that a part may take down, or that may fail to start in a row, before the run gives up."""
 
@@ -50,6 +49,7 @@ class RayPool:
         self._actors: list[_Actor] = []
         self._spawned = 0
         self._numerics: dict[str, str] = {}
+        self._kernels: dict[str, str] = {}
         self._use_gpu = False
         slots = max(options.workers or 0, os.cpu_count() or 1)
         self._connection = RayConnection(options.address, num_cpus=slots if options.address is None else None)
@@ -69,16 +69,21 @@ class RayPool:
         """What bytes may depend on."""
         return self._numerics
 
+    @property
+    def stage_numerics(self) -> dict[str, str]:
+        """What the bytes of a stage's result may depend on."""
+        return {**self._numerics, **self._kernels}
+
     def start(self) -> None:
         """Connect and start the workers; see ``Pool.start``."""
         self._connection.open()
         self._actors = [self._spawn() for _ in range(self._count())]
         answers = self._answers([actor.handle.ready.remote() for actor in self._actors])
-        self._numerics = dict(answers[0]["numerics"])
+        self._numerics, self._kernels = dict(answers[0]["numerics"]), dict(answers[0]["kernels"])
         for answer in answers:
             self._check_numerics(answer)
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
         """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
         shift = _Shift(self, self._connection.ray, work, deque(numbers))
         shift.begin()
@@ -147,6 +152,17 @@ class RayPool:
                 )
             )
 
+    def _check_kernels(self, answer: dict[str, Any]) -> None:
+        if answer["kernels"] != self._kernels:
+            raise OptionError(
+                Problem(
+                    "workers",
+                    "they differ in processor or transformers version, which the work before the merge "
+                    f"depends on: {self._kernels} and {answer['kernels']}.",
+                    "Use equal machines, or --inline, so that the bytes do not depend on chance.",
+                )
+            )
+
 
 class _Shift:
     """One call of ``RayPool.run``: what is to be done, and who has what in hand."""
@@ -179,19 +195,21 @@ class _Shift:
         """Whether parts are in hand, or wait and may be begun."""
         return any(actor.flight for actor in self._pool._actors) or bool(self._todo and not stop.requested)
 
-    def advance(self, stop: Stop) -> Generator[Receipt, None, None]:
-        """Hand out parts, wait a moment, and yield the receipts that have come."""
+    def advance(self, stop: Stop) -> Generator[Receipt | None, None, None]:
+        """Hand out parts, wait a moment, and yield the receipts that have come, or None."""
         self._feed(stop)
         actors = self._pool._actors
         waiting = {
             ref: actor for actor in actors for ref in (*actor.flight, actor.opening) if ref is not None
         }
-        ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_TICK_SECONDS)
+        ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
         for ref in ready:
             answer = self._answer(ref, waiting[ref])
             if answer is not None:
                 yield Receipt.from_json(answer)
         self._check_patience(progressed=bool(ready))
+        if not ready:
+            yield None
 
     def _feed(self, stop: Stop) -> None:
         for _ in range(self._slots):
@@ -219,6 +237,8 @@ class _Shift:
             return None
         if ref == actor.opening:
             self._pool._check_numerics(answer)
+            if self._part == UNIT:
+                self._pool._check_kernels(answer)
             actor.opening = None
             self._failed_starts = 0
             return None

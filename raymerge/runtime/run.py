@@ -19,18 +19,28 @@ from raymerge.assemble.finish import (
     finished_files,
     parents_of,
 )
-from raymerge.errors import IncompleteError, NonFiniteError, Problem, TargetError
+from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, TargetError
 from raymerge.execute.receipts import Receipt
+from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
-from raymerge.runtime.events import OnEvent, Planned, Published, SegmentDone, Started, Verified
+from raymerge.runtime.events import (
+    DuplicatesFound,
+    OnEvent,
+    Planned,
+    Published,
+    SegmentDone,
+    Started,
+    Verified,
+)
 from raymerge.runtime.interruptions import resumable, stopping
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shards import Shards
+from raymerge.runtime.stage_results import check_results
 from raymerge.runtime.staging import RECORD, Staging
 from raymerge.runtime.versions import check_unchanged, file_versions
 from raymerge.storage.local import LocalStore
@@ -56,6 +66,8 @@ class RunResult:
     """Receipts of all segments, those of earlier runs included."""
     seconds: float
     """Wall time of this run."""
+    duplicates: FoundDuplicates
+    """What equals other output, known beforehand or not."""
 
 
 class Run:
@@ -106,6 +118,15 @@ class Run:
         """
         self._staging.check(replace=self._options.replace)
 
+    def check_conditions(self, pool: Pool) -> None:
+        """Find out, with a started pool, whether an unfinished run may go on, changing nothing.
+
+        Raises:
+            TargetError: it was begun under other conditions, and is not to be replaced.
+        """
+        if not self._options.replace:
+            self._staging.check_conditions(self._conditions(pool))
+
     def announce(self) -> None:
         """Emit ``Planned``."""
         segments = self._plan["segments"]
@@ -136,7 +157,8 @@ class Run:
     def _carry_out(self, pool: Pool) -> RunResult:
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
         with LocalStore(self._staging.root) as store:
-            receipts = self._work(pool, ledger, store)
+            receipts, shared_bytes = self._work(pool, ledger, store)
+            duplicates = self._duplicates(receipts, shared_bytes)
             self._finish(store)
         verdict = verify_structure(self._staging.root).require()
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
@@ -145,7 +167,7 @@ class Run:
         self._on_event(Published(str(self._staging.output), seconds))
         output = self._staging.output
         proved = replace(verdict, path=str(output))
-        return RunResult(output, self._plan.digest, proved, tuple(receipts.values()), seconds)
+        return RunResult(output, self._plan.digest, proved, tuple(receipts.values()), seconds, duplicates)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
         """What must be the same for a run to go on, beside the plan."""
@@ -154,8 +176,8 @@ class Run:
             "versions": file_versions(self._sources),
         }
 
-    def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> dict[int, Receipt]:
-        """Receipts of all segments, when every shard has its final name."""
+    def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> tuple[dict[int, Receipt], int | None]:
+        """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
         shards = Shards(self._plan, store)
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
@@ -171,9 +193,31 @@ class Run:
                 f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
                 "command goes on from there."
             )
+        self._check_sources()
+        return receipts, shards.complete(self._on_event)
+
+    def _check_sources(self) -> None:
+        """See that what was read is what was planned with; raises CheckpointError."""
         check_unchanged(self._sources)
-        shards.complete(self._on_event)
-        return receipts
+        try:
+            check_results(self._sources)
+        except CheckpointError:
+            # Made again, a result has the same version, and receipts of wrong bytes would be believed.
+            self._staging.discard()
+            raise
+
+    def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
+        """What equals other output, told if there is anything."""
+        digests = {int(row): digest for each in receipts.values() for row, digest in each.digests.items()}
+        found = found_duplicates(self._plan, digests, shared_bytes=shared_bytes)
+        if found:
+            known = found.planned
+            self._on_event(
+                DuplicatesFound(
+                    known.tensors, known.nbytes, known.groups, found.shared_bytes, found.unforeseen
+                )
+            )
+        return found
 
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
@@ -181,7 +225,7 @@ class Run:
         work = SegmentWork(self._plan, roots, self._staging.root, self.projection)
         costs = self._plan["segments"].column("cost").to_pylist()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
-            for receipt in made:
+            for receipt in filter(None, made):
                 ledger.record(receipt)
                 receipts[receipt.segment] = receipt
                 self._on_event(

@@ -59,20 +59,26 @@ class Shards:
         self._open(present, is_complete=len(kept) == len(self._plan["segments"]))
         return kept
 
-    def complete(self, on_event: OnEvent) -> None:
-        """Give every shard its final name, after duplicates share extents where the recipe says so."""
+    def complete(self, on_event: OnEvent) -> int | None:
+        """Give every shard its final name, after duplicates share extents where the recipe says so.
+
+        Returns:
+            Bytes that share storage; None where that is not asked for, or an earlier run saw to it.
+        """
+        shared: int | None = None
         present = {file.key for file in self._store.files()}
         # Names are given after that, so where one is given already, an earlier run has shared.
         if self._plan.manifest["duplicates"] == "share" and not any(
             s["name"] in present for s in self._shards
         ):
-            share_duplicates(self._plan, self._store)
+            shared = share_duplicates(self._plan, self._store)
         for shard in self._shards:
             if shard["name"] not in present:
                 self._store.sync(shard["name"] + UNFINISHED)
                 self._store.rename(shard["name"] + UNFINISHED, shard["name"])
             on_event(ShardDone(shard["name"], shard["nbytes"]))
         self._store.sync_directory()
+        return shared
 
     def _present(self) -> list[str | None]:
         """The key under which each shard is there in full length."""

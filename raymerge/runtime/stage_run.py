@@ -7,33 +7,40 @@ is there, and that nobody wrote to since, is used again.
 from __future__ import annotations
 
 import glob
-import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from raymerge.errors import IncompleteError, NonFiniteError, Problem, VerificationError
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.stages import RESULT_FILE, Stage
-from raymerge.runtime.budget import fit_units
-from raymerge.runtime.events import OnEvent, StageKept, StageReport, StageStarted, UnitDone
+from raymerge.runtime.budget import fit_units, num_workers
+from raymerge.runtime.conditions import agree, check_agreement
+from raymerge.runtime.events import OnEvent, StageKept, StageReport, StageStarted, UnitDone, UnitProgress
 from raymerge.runtime.interruptions import resumable, stopping
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.locking import locked
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
+from raymerge.runtime.stage_results import (
+    clear,
+    is_whole,
+    mark_result,
+    stage_record,
+    write_stage_record,
+)
 from raymerge.runtime.stage_work import StageWork, UnitWork, sources_of_stage
-from raymerge.runtime.staging import RECORD, check_room, file_marks, is_untouched, sync_directory
+from raymerge.runtime.staging import RECORD, check_room, is_untouched, sync_directory
+from raymerge.runtime.unit_files import digests_of
+from raymerge.runtime.unit_progress import told
 from raymerge.runtime.versions import check_unchanged, file_versions
 from raymerge.storage.local import LocalStore
 
-_STAGE = "stage.json"
-_CHUNK = 1 << 20
+_READERS = 8
 
 
 class StageRun:
@@ -65,6 +72,7 @@ class StageRun:
         self._options = options
         self._on_event = on_event
         self._position = position
+        self._told_bytes = 0
 
     def check(self) -> None:
         """Find what stands in the way before any worker is started.
@@ -74,39 +82,66 @@ class StageRun:
             OptionError: the memory limit is too small for it.
         """
         self.work.check()
+        self.check_memory()
+
+    def check_conditions(self, pool: Pool) -> None:
+        """Find out whether what is there of this stage may be used, changing nothing.
+
+        Raises:
+            TargetError: it was made under other conditions, and is not to be replaced.
+        """
+        wanted = _conditions(self._stage, pool.stage_numerics)
+        for place in () if self._options.replace else (self._place, self._staging):
+            before = Ledger.conditions(place / RECORD / NAME)
+            # What was made for another recipe is of no use to anybody.
+            if before is not None and before.get("stage") == self._stage.digest:
+                check_agreement(before, wanted, where=str(place), what=self._stage.title)
+
+    def check_memory(self) -> None:
+        """Find out whether the memory limit is enough; raises OptionError where it is not."""
         self._budget()
+
+    def disk_nbytes(self) -> int:
+        """Bytes of disk that are taken at most until the result is in its place."""
+        work, options = self.work, self._options
+        busy = work.num_units if options.address is not None else num_workers(options)
+        return work.staging_nbytes(budget=self._budget(), busy=min(busy, work.num_units))
 
     def carry_out(self, pool: Pool) -> Mapping[str, Any]:
         """Run with a started pool until the result is in its place; the report about it.
 
         Raises:
             PlanError: the stage cannot be carried out.
+            TargetError: what is there of it was made under other conditions.
             NonFiniteError: the weights or what became of them hold NaN or infinity.
             CheckpointError: a source was changed while it was read.
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: the result is not what was planned.
         """
-        if is_stage_made(self._place, self._stage, pool.numerics):
-            self._on_event(StageKept(self._stage.title, *self._position))
-        else:
-            with resumable(self._place), locked(self._place):
+        with resumable(self._place), locked(self._place):
+            if is_stage_made(self._place, self._stage, pool.stage_numerics):
+                # A crash may have come before it was cleared.
+                clear(self._place, (RESULT_FILE, RECORD))
+                mark_result(self._place)
+                self._on_event(StageKept(self._stage.title, *self._position))
+            else:
+                self.check_conditions(pool)
                 self._carry_out(pool)
         report: dict[str, Any] = stage_record(self._place)["report"]
         self._on_event(StageReport(self._stage.title, report))
         return report
 
     def _carry_out(self, pool: Pool) -> None:
-        conditions = _conditions(self._stage, pool.numerics)
+        conditions = _conditions(self._stage, pool.stage_numerics)
         ledger = self._prepare(conditions)
-        before = ledger.receipts()
         try:
-            self._have_units(pool, ledger, dict(before))
-            report = dict(self._concluded(ledger, is_resumed=bool(before)))
+            self._have_units(pool, ledger, self._proved(ledger))
+            report = dict(self._concluded())
         except NonFiniteError:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise
         check_unchanged(sources_of_stage(self._stage))
-        self._publish(ledger, report)
+        self._publish(conditions["numerics"], report)
 
     def _budget(self) -> int:
         work, title = self.work, self._stage.title
@@ -116,14 +151,34 @@ class StageRun:
         """The ledger of the staging directory; what was begun under other conditions is gone."""
         path = self._staging / RECORD / NAME
         for other in self._place.parent.glob(glob.escape(_prefix(self._stage)) + "*"):
-            if other != self._staging or Ledger.conditions(path) != json.loads(json.dumps(conditions)):
+            if other != self._staging or not agree(Ledger.conditions(path), conditions):
                 shutil.rmtree(other)
         if not path.exists():
-            check_room(self._staging, self._stage.layout.nbytes)
+            check_room(self._staging, self.disk_nbytes(), what=self._stage.title)
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear(self._staging, {RECORD, *self._unit_files()})
         for directory in (self._staging, self._staging.parent):
             sync_directory(directory)
         return Ledger(path, conditions)
+
+    def _unit_files(self) -> set[str]:
+        """Names of all that units leave; anything else is of workers that did not end theirs."""
+        return {key.split("/")[0] for unit in range(self.work.num_units) for key in self.work.files(unit)}
+
+    def _proved(self, ledger: Ledger) -> dict[int, Receipt]:
+        """The receipts of an earlier run whose bytes are still there; the others are out of the ledger.
+
+        A power cut may have taken bytes that a storage had promised to keep.
+        """
+        before = ledger.receipts()
+        files = [self.work.files(unit) for unit in before]
+        with ThreadPoolExecutor(_READERS) as threads:
+            found = threads.map(lambda each: digests_of(self._staging, each), files)
+            pairs = zip(before.values(), found, strict=True)
+            kept = {receipt.segment: receipt for receipt, digests in pairs if receipt.digests == digests}
+        if len(kept) < len(before):
+            ledger.begin(kept)
+        return kept
 
     def _have_units(self, pool: Pool, ledger: Ledger, done: dict[int, Receipt]) -> None:
         """Have every unit done, those that are costly first."""
@@ -156,6 +211,9 @@ class StageRun:
         work, costs = UnitWork(self.work, self._staging, self._budget()), self.work.costs()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for receipt in made:
+                if receipt is None:
+                    self._tell_progress(costs, done)
+                    continue
                 ledger.record(receipt)
                 done[receipt.segment] = receipt
                 self._on_event(
@@ -170,66 +228,55 @@ class StageRun:
                 )
             return stop.requested
 
-    def _concluded(self, ledger: Ledger, *, is_resumed: bool) -> Mapping[str, Any]:
-        """The report of the conclusion, whose result was looked at.
+    def _tell_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
+        """Emit how far the stage is, if the units in hand are any further."""
+        in_hand = {unit: nbytes for unit, nbytes in told(self._staging).items() if unit not in done}
+        nbytes = sum(costs[unit] for unit in done) + sum(min(costs[unit], in_hand[unit]) for unit in in_hand)
+        if in_hand and nbytes > self._told_bytes:
+            self._told_bytes = nbytes
+            self._on_event(UnitProgress(nbytes, sum(costs)))
 
-        Receipts of an earlier run may speak of files that a power cut took. Where nothing can be concluded,
-        they are believed no longer, and the next attempt does all units again.
-        """
-        try:
-            with one_thread():
-                report = self.work.conclude(self._staging)
-            with LocalStore(self._staging) as store:
-                _check_result(self._stage, store)
-                store.sync(RESULT_FILE)
-        except Exception:
-            if is_resumed:
-                ledger.begin({})
-            raise
+    def _concluded(self) -> Mapping[str, Any]:
+        """The report of the conclusion, whose result was looked at."""
+        with one_thread():
+            report = self.work.conclude(self._staging)
+        with LocalStore(self._staging) as store:
+            _check_result(self._stage, store)
+            store.sync(RESULT_FILE)
         return report
 
-    def _publish(self, ledger: Ledger, report: Mapping[str, Any]) -> None:
+    def _publish(self, numerics: Mapping[str, str], report: Mapping[str, Any]) -> None:
         """Record the result and rename it into its place; a crash on the way leaves what can be concluded."""
-        with LocalStore(self._staging) as store:
-            record = {
-                "title": self._stage.title,
-                "digest": self._stage.digest,
-                "result": {"nbytes": self._stage.layout.nbytes, "digest": _digest(store)},
-                "report": report,
-            }
-            text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-            store.write_atomic(f"{RECORD}/{_STAGE}", text.encode())
-        ledger.record_files({RESULT_FILE: file_marks(self._staging)[RESULT_FILE]})
+        digests = digests_of(self._staging, {RESULT_FILE: ()})
+        record = {
+            "title": self._stage.title,
+            "digest": self._stage.digest,
+            "numerics": numerics,
+            "result": {"nbytes": self._stage.layout.nbytes, "digest": digests[RESULT_FILE]},
+            "report": report,
+        }
+        write_stage_record(self._staging, record)
         if self._place.exists():
             shutil.rmtree(self._place)
         self._staging.rename(self._place)
         sync_directory(self._place.parent)
-        _sweep(self._place)
+        clear(self._place, (RESULT_FILE, RECORD))
 
 
 def is_stage_made(place: Path, stage: Stage, numerics: Mapping[str, str] | None = None) -> bool:
-    """Whether a directory holds, untouched, the result of a stage over its sources as they are.
+    """Whether a directory holds the result of a stage over its sources as they are.
 
     Args:
         place: the directory.
         stage: over sources that are there.
-        numerics: what the bytes may depend on; None for any.
+        numerics: what the bytes may depend on; None for any, and for a look without reading: what was
+            written to since counts as lost then.
     """
-    before = dict(Ledger.conditions(place / RECORD / NAME) or {})
-    wanted = _conditions(stage, before.get("numerics") if numerics is None else numerics)
-    return before == json.loads(json.dumps(wanted)) and is_untouched(place) and bool(stage_record(place))
-
-
-def stage_record(place: Path) -> dict[str, Any]:
-    """What is known of a result: title and digest of its stage, size and digest of its file, the report.
-
-    Empty where there is no finished result.
-    """
-    try:
-        found = json.loads((place / RECORD / _STAGE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    before = Ledger.conditions(place / RECORD / NAME) or {}
+    if numerics is None:
+        wanted = _conditions(stage, before.get("numerics"))
+        return agree(before, wanted) and is_untouched(place) and bool(stage_record(place))
+    return agree(before, _conditions(stage, numerics)) and is_whole(place)
 
 
 def _conditions(stage: Stage, numerics: Mapping[str, str] | None) -> dict[str, Any]:
@@ -261,23 +308,3 @@ def _check_result(stage: Stage, store: LocalStore) -> None:
         return
     remedy = "Give the command again; if that does not help, this is a bug in raymerge: please report it."
     raise VerificationError(Problem(f"{stage.place}: {stage.title}", what, remedy))
-
-
-def _digest(store: LocalStore) -> str:
-    """xxh3_128 hex of the whole result."""
-    file = store.info(RESULT_FILE)
-    hasher, nbytes = xxhash.xxh3_128(), 0 if file is None else file.nbytes
-    for start in range(0, nbytes, _CHUNK):
-        hasher.update(store.read(RESULT_FILE, start, min(_CHUNK, nbytes - start)))
-    return hasher.hexdigest()
-
-
-def _sweep(place: Path) -> None:
-    """Delete what units left for the conclusion."""
-    for path in place.iterdir():
-        if path.name in (RESULT_FILE, RECORD):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from raymerge.errors import IncompleteError
+from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import GateSpec, Stage
-from raymerge.runtime.pool import Runner
+from raymerge.runtime.pool import UNIT, Runner
+from raymerge.runtime.unit_files import digests_of
+from raymerge.runtime.unit_progress import telling
+from raymerge.storage.ranges import Range
 
 
 class StageWork(Protocol):
@@ -31,6 +35,14 @@ class StageWork(Protocol):
     def least_budget(self) -> int:
         """Bytes of memory without which no unit can be done."""
 
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Bytes of disk that the staging directory takes at most, the result included.
+
+        Args:
+            budget: bytes of memory that a worker may use; what does not fit may go to disk.
+            busy: units that are in hand at once, at most.
+        """
+
     def check(self) -> None:
         """Find what stands in the way, from headers, configs and tokenizers alone.
 
@@ -38,14 +50,35 @@ class StageWork(Protocol):
             PlanError: with all problems.
         """
 
-    def unit(self, number: int, *, staging: Path, device: torch.device, budget: int) -> tuple[int, int]:
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
         """Do one unit on a worker and leave its files in ``staging``, durably.
 
-        The files have names of their own and come into place whole: a worker that was given up may write
-        the same unit at the same time.
+        A worker that was given up may write the same unit at the same time: the same bytes to the same
+        places.
+
+        Args:
+            number: of the unit.
+            staging: where the files of all units are.
+            device: what it computes on.
+            budget: bytes of memory that it may use.
+            tell: called now and then with the bytes read so far; may raise, to have the unit given up.
 
         Returns:
             Bytes read and bytes written.
+        """
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a unit leaves in ``staging``: ranges of files by the key; without any, the whole file.
+
+        Nothing else writes there, so that it can be told later whether it is still what was left.
         """
 
     def conclude(self, staging: Path) -> Mapping[str, Any]:
@@ -92,7 +125,7 @@ class UnitWork:
     @property
     def part(self) -> str:
         """A unit."""
-        return "unit"
+        return UNIT
 
     def open(self, device: torch.device, name: str) -> Runner:
         """A runner on the device."""
@@ -106,30 +139,43 @@ class UnitRunner:
         self._work = work
         self._device = device
         self._name = name
+        self._aborted = threading.Event()
 
     def run(self, number: int) -> Receipt:
         """Do one unit.
 
         Raises:
-            IncompleteError: the GPU has too little memory.
+            IncompleteError: ``abort`` was called, or the GPU has too little memory and may do with less.
+            OptionError: the GPU has less memory than the unit needs.
         """
         began, wanted = time.monotonic(), self._work
         try:
             # The bytes of a result are those of one thread, wherever it is made.
-            with one_thread():
+            with one_thread(), telling(wanted.staging, number, self._aborted) as tell:
                 read, written = wanted.work.unit(
-                    number, staging=wanted.staging, device=self._device, budget=wanted.budget
+                    number, staging=wanted.staging, device=self._device, budget=wanted.budget, tell=tell
                 )
         except torch.OutOfMemoryError as error:
-            raise IncompleteError(
-                f"the GPU of {self._name} has too little memory: {str(error).splitlines()[0]} A worker may "
-                f"use {wanted.budget} bytes there now. What is done is kept: give a smaller --memory to the "
-                "same command and it goes on, or --device cpu to begin again there."
-            ) from error
-        return Receipt(number, read, written, round(time.monotonic() - began, 6), self._name, {})
+            raise self._without_room(str(error).splitlines()[0]) from error
+        digests = digests_of(wanted.staging, wanted.work.files(number))
+        return Receipt(number, read, written, round(time.monotonic() - began, 6), self._name, digests)
+
+    def _without_room(self, said: str) -> RaymergeError:
+        """What it means that the GPU has too little memory: a smaller budget helps, or none does."""
+        budget, least = self._work.budget, self._work.work.least_budget()
+        short = f"the GPU of {self._name} has too little memory: {said}"
+        if budget > least:
+            return IncompleteError(
+                f"{short} A worker may use {budget} bytes there now. What is done is kept: give a smaller "
+                "--memory to the same command and it goes on, or --device cpu --replace to begin again there."
+            )
+        what = f"{short} The work before the merge needs {least} bytes there at least."
+        remedy = "Use a larger GPU, or one that nobody else uses; or begin again with --device cpu --replace."
+        return OptionError(Problem("--device", what, remedy))
 
     def abort(self) -> None:
-        """A unit that is begun goes on to its end; nothing uses what it leaves before its receipt is in."""
+        """Have the unit in hand fail when it next tells how far it is; nothing uses what it leaves."""
+        self._aborted.set()
 
     def close(self) -> None:
         """Nothing is held open between units."""

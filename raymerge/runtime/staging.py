@@ -18,6 +18,7 @@ from typing import Any
 
 from raymerge.errors import OptionError, PlanError, Problem, TargetError
 from raymerge.planner.tables import Plan, load_plan, save_plan
+from raymerge.runtime.conditions import agree, check_agreement, difference
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.locking import locked
 from raymerge.storage.local import LocalStore
@@ -29,7 +30,6 @@ _PLAN = "plan"
 _RECIPE = "recipe.yml"
 _NUMERICS = "numerics.json"
 _ELSEWHERE = "Choose another -o."
-_FACTS_SHOWN = 4
 
 
 class Staging:
@@ -59,7 +59,7 @@ class Staging:
         """
         self.check(replace=replace)
         self._discard_leftovers()
-        self._check_conditions(conditions, replace=replace)
+        self._discard_others(conditions, replace=replace)
         if not self.ledger_path.exists():
             check_room(self.output.parent, sum(self._plan["shards"].column("nbytes").to_pylist()))
         self._write_record(conditions)
@@ -85,14 +85,23 @@ class Staging:
         self._check_output(replace=replace)
         self._check_parent()
         for other in () if replace else self._others():
-            difference = _difference(_manifest(other), self._plan.manifest)
+            found = difference(_manifest(other), self._plan.manifest)
             raise TargetError(
                 Problem(
                     str(self.output),
-                    f"an unfinished run is in {other.name}, and it was of another plan: {difference}.",
+                    f"an unfinished run is in {other.name}, and it was of another plan: {found}.",
                     "Go back to that recipe and those sources to resume it, or give --replace to discard it.",
                 )
             )
+
+    def check_conditions(self, conditions: Mapping[str, Any]) -> None:
+        """Find out whether an unfinished run of this plan may go on, changing nothing.
+
+        Raises:
+            TargetError: it was begun under other conditions.
+        """
+        before = Ledger.conditions(self.ledger_path)
+        check_agreement(before, conditions, where=str(self.output), what="an unfinished run of this recipe")
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete what an earlier attempt left: every file but the run record and ``files``."""
@@ -207,27 +216,22 @@ class Staging:
         for leftover in (*self._others(), *replaced):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _check_conditions(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
+    def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
+        """Remove what was begun under other conditions, if that was asked for, or that says of none."""
         before = Ledger.conditions(self.ledger_path)
-        if before is None or before == json.loads(json.dumps(conditions)):
-            if before is None and self.root.exists():
-                self.discard()
-            return
-        if replace:
+        if not replace:
+            self.check_conditions(conditions)
+        if not agree(before, conditions):
             self.discard()
-            return
-        raise TargetError(
-            Problem(
-                str(self.output),
-                f"an unfinished run of this recipe was begun under other conditions: "
-                f"{_difference(before, conditions)}.",
-                "Restore them to resume it, or give --replace to start again.",
-            )
-        )
 
 
-def check_room(place: Path, wanted: int) -> None:
+def check_room(place: Path, wanted: int, *, what: str = "the output") -> None:
     """See that the file system below ``place`` takes so many bytes.
+
+    Args:
+        place: need not exist.
+        wanted: bytes.
+        what: what takes them.
 
     Raises:
         OptionError: it has less room.
@@ -237,7 +241,7 @@ def check_room(place: Path, wanted: int) -> None:
         raise OptionError(
             Problem(
                 str(place),
-                f"the output takes {format_size(wanted)}, and {format_size(free)} are free there.",
+                f"{what} takes {format_size(wanted)}, and {format_size(free)} are free there.",
                 "Free some space or choose another -o.",
             )
         )
@@ -273,48 +277,6 @@ def _manifest(root: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first few facts in which two records differ, as one phrase."""
-    if not old:
-        return "its record cannot be read"
-    before, after = _facts(old), _facts(json.loads(json.dumps(dict(new))))
-    places = [place for place in {**before, **after} if before.get(place) != after.get(place)]
-    found = [f"{place} was {_shown(before.get(place))}, is {_shown(after.get(place))}" for place in places]
-    shown = found[:_FACTS_SHOWN] + ([f"and {len(found) - _FACTS_SHOWN} more"] if found[_FACTS_SHOWN:] else [])
-    return "; ".join(shown) or "its plan was made of the same facts in another way"
-
-
-def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a record by their place, as far as they tell one run from another."""
-    found: dict[str, Any] = {}
-    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions"):
-        found |= _flat(key, record.get(key))
-    return found
-
-
-def _flat(place: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, dict):
-        named = value.items()
-    elif isinstance(value, list):
-        named = {_label(each, position): each for position, each in enumerate(value)}.items()
-    else:
-        return {place: value}
-    return {at: fact for key, each in named for at, fact in _flat(f"{place} > {key}", each).items()}
-
-
-def _label(value: Any, position: int) -> str:
-    """How to call an element of a list: by the model or file that it is about, else by its number."""
-    if isinstance(value, dict) and "name" in value:
-        return str(value["name"])
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        return value[0]
-    return str(position + 1)
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is None else json.dumps(value)
 
 
 def _nearest(path: Path) -> Path:

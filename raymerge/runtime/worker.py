@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymerge.runtime.devices import choose_device, numerics_of
+from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.options import Device
 from raymerge.runtime.pool import Runner, Work
 
@@ -24,7 +24,8 @@ class MergeWorker:
 
     def ready(self) -> dict[str, Any]:
         """Its process and what it computes on, once it can work."""
-        return {"pid": os.getpid(), "numerics": numerics_of(choose_device(self._wanted))}
+        device = choose_device(self._wanted)
+        return {"pid": os.getpid(), "numerics": numerics_of(device), "kernels": kernels_of(device)}
 
     def open(self, work: Work) -> dict[str, Any]:
         """Take up the work, in place of an earlier one; the answer is that of ``ready``."""

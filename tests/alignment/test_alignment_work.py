@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
 from raymerge.alignment import AlignWork, align_work
-from raymerge.errors import NonFiniteError, PlanError
+from raymerge.errors import IncompleteError, NonFiniteError, PlanError
 from raymerge.planner.aligned import align_stages
 from raymerge.planner.sources import open_sources
 from raymerge.planner.stages import AlignSpec, Stage
 
 CPU = torch.device("cpu")
+
+
+def _untold(nbytes: int) -> None:
+    del nbytes
 
 
 def _stage(*roots: Path, align: object = "experts") -> Stage:
@@ -50,7 +55,7 @@ def _pair(tmp_path: Path, family: Family, model: Any, other: Any, **options: Any
 def _carried_out(work: AlignWork, staging: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     staging.mkdir()
     for number in reversed(range(work.num_units)):
-        read, written = work.unit(number, staging=staging, device=CPU, budget=0)
+        read, written = work.unit(number, staging=staging, device=CPU, budget=0, tell=_untold)
         assert read == work.costs()[number]
         assert written > 0
     report = work.conclude(staging)
@@ -146,9 +151,52 @@ def test_a_unit_may_be_done_again(tmp_path: Path) -> None:
     model = make_model(MIXTRAL, 13)
     work = align_work(_pair(tmp_path, MIXTRAL, model, moved(model, MIXTRAL, 14)))
     found, report = _carried_out(work, tmp_path / "staging")
-    work.unit(0, staging=tmp_path / "staging", device=CPU, budget=0)
+    work.unit(0, staging=tmp_path / "staging", device=CPU, budget=0, tell=_untold)
     assert work.conclude(tmp_path / "staging")["layers"] == report
     assert same_bytes(load_file(tmp_path / "staging" / "model.safetensors"), found)
+
+
+@pytest.mark.parametrize("neurons", [False, True])
+def test_it_tells_after_each_expert_what_it_has_read(tmp_path: Path, *, neurons: bool) -> None:
+    model = make_model(DEEPSEEK, 19)
+    stage = _pair(tmp_path, DEEPSEEK, model, moved(model, DEEPSEEK, 20), align={"neurons": neurons})
+    work, told = align_work(stage), list[int]()
+    (tmp_path / "staging").mkdir()
+    read, _ = work.unit(1, staging=tmp_path / "staging", device=CPU, budget=0, tell=told.append)
+    assert told == sorted(set(told))
+    assert told[-1] == read == work.costs()[1]
+    assert len(told) > 3 * DEEPSEEK.experts
+    assert max(late - early for early, late in pairwise([0, *told])) <= read / (2 * DEEPSEEK.experts)
+
+
+def test_it_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL, 21)
+    work = align_work(_pair(tmp_path, MIXTRAL, model, model))
+    (tmp_path / "staging").mkdir()
+    half = work.costs()[0] // 2
+
+    def stop(nbytes: int) -> None:
+        if nbytes > half:
+            raise IncompleteError("stopped at once.")
+
+    with pytest.raises(IncompleteError):
+        work.unit(0, staging=tmp_path / "staging", device=CPU, budget=0, tell=stop)
+    assert not (tmp_path / "staging" / "layer-0.json").exists()
+
+
+@pytest.mark.parametrize("neurons", [False, True])
+def test_layers_leave_all_bytes_of_the_result_and_none_twice(tmp_path: Path, *, neurons: bool) -> None:
+    model = make_model(DEEPSEEK, 22)
+    stage = _pair(tmp_path, DEEPSEEK, model, model, align={"neurons": neurons})
+    work = align_work(stage)
+    files = [work.files(number) for number in range(work.num_units)]
+    ranges = sorted((each.offset, each.end) for left in files for each in left["model.safetensors"])
+    assert ranges == sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in stage.layout.tensors)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    reports = [name for left in files for name in left if name != "model.safetensors"]
+    assert len(set(reports)) == work.num_units
+    _carried_out(work, tmp_path / "staging")
+    assert all((tmp_path / "staging" / name).exists() for name in reports)
 
 
 @pytest.mark.parametrize(("layer", "leaf"), [(0, "gate"), (1, "experts.2.up_proj")])
@@ -160,7 +208,7 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, layer: int, leaf:
     work = align_work(_pair(tmp_path, MIXTRAL, model, broken))
     (tmp_path / "staging").mkdir()
     with pytest.raises(NonFiniteError, match=r"two.*layers\..*NaN or infinite"):
-        work.unit(layer, staging=tmp_path / "staging", device=CPU, budget=0)
+        work.unit(layer, staging=tmp_path / "staging", device=CPU, budget=0, tell=_untold)
 
 
 def test_the_least_budget_grows_with_the_experts(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def config_of(target: MoeTarget, base: Mapping[str, Any], **sizes: Any) -> dict[
 
 
 def test_targets_stand_in_order_of_preference() -> None:
-    assert list(TARGETS)[:4] == ["mixtral", "deepseek", "qwen2_moe", "qwen3_moe"]
+    assert list(TARGETS)[:3] == ["mixtral", "qwen2_moe", "qwen3_moe"]
+    # Its code is not in transformers: nobody gets it who did not ask, unless nothing else fits.
+    assert list(TARGETS)[-1] == "deepseek"
     assert set(TARGETS) == {
         *("mixtral", "deepseek", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
         *("granitemoe", "olmoe", "flex_olmo"),
@@ -135,7 +137,7 @@ def test_fused_experts_are_read_as_they_are_written(name: str) -> None:
     ):
         layout = fused_layout(tensor, shape, config, rules)
         assert layout is not None
-        assert (layout.kind, layout.projections, layout.num_experts) == (names.kind, words, 4)
+        assert (layout.kind, layout.projections, layout.num_experts) == ("out_in", words, 4)
         assert logical_names(layout)[0].endswith(f"experts.0.{words[0]}_proj.weight")
 
 

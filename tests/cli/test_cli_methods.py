@@ -44,7 +44,7 @@ def test_a_method_shows_its_parameters(name: str, tmp_path: Path) -> None:
         ("linear", ("arXiv 2203.05482", "base_model  unused", "true")),
         ("passthrough", ("sources     1 ", "the sources themselves")),
         ("ties", ("deltas", "base_model  required", "at least 0, at most 1")),
-        ("dare_ties", ("draws random masks",)),
+        ("dare_ties", ("draws at random",)),
     ],
 )
 def test_a_method_shows_what_it_needs(name: str, facts: tuple[str, ...], tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kits.command_line import run_command
 from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
@@ -32,6 +34,7 @@ from raymerge.runtime.events import (
     StepStarted,
     Stopping,
     UnitDone,
+    UnitProgress,
     Verified,
     WorkerLost,
 )
@@ -104,6 +107,50 @@ def test_a_stage_of_one_unit_tells_how_long_it_takes() -> None:
     assert "so far" not in summary(tally)
 
 
+def test_the_bar_moves_within_a_unit() -> None:
+    clock = Clock()
+    tally = _fed(StageStarted("rows", 1, 1, 1, 3000, WORKERS, "cpu", 0, 0), clock=clock)
+    clock.now += 10
+    tally.take(UnitProgress(1000, 3000))
+    assert (tally.done_bytes, tally.moved_bytes, tally.done_segments) == (1000, 1000, 0)
+    assert tally.seconds_left == pytest.approx(20)
+    assert summary(tally) == "1.00 kB of 3.00 kB, 100 B/s, 0:20 left, 0 of 1 unit"
+
+
+def test_a_unit_that_was_begun_counts_once() -> None:
+    tally = _fed(STAGE, _unit(0), UnitProgress(1600, 3000))
+    assert (tally.done_bytes, tally.moved_bytes) == (1600, 1800)
+    tally.take(_unit(1))
+    assert (tally.done_bytes, tally.moved_bytes) == (2000, 2400)
+
+
+@given(data=st.data(), units=st.integers(1, 5), before=st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_what_is_done_never_falls(data: st.DataObject, units: int, before: int) -> None:
+    """Whatever is told of units in hand, and in whatever order they end."""
+    total = (units + before) * 1000
+    tally = _fed(StageStarted("rows", 1, 1, units + before, total, WORKERS, "cpu", before, before * 1000))
+    begun = [0] * units
+    seen = 0
+    for unit in data.draw(st.permutations(range(units))):
+        for each in data.draw(st.lists(st.integers(0, units - 1), max_size=4)):
+            begun[each] = data.draw(st.integers(begun[each], 1000))
+            tally.take(UnitProgress(before * 1000 + sum(begun), total))
+            assert seen <= tally.done_bytes <= total
+            seen = tally.done_bytes
+        begun[unit] = 1000
+        tally.take(_unit(unit))
+        assert seen <= tally.done_bytes <= total
+        seen = tally.done_bytes
+    assert tally.fraction == 1.0
+
+
+def test_a_stage_begins_without_what_another_had_begun() -> None:
+    tally = _fed(STAGE, UnitProgress(900, 3000), STAGE)
+    assert (tally.done_bytes, tally.moved_bytes) == (0, 0)
+    assert _fed(STAGE, UnitProgress(900, 3000), *MERGE[:2]).done_bytes == 0
+
+
 def test_units_of_an_earlier_run_count_as_done() -> None:
     resumed = StageStarted("router rows", 1, 1, 3, 3000, WORKERS, "cpu", 2, 2000)
     tally = _fed(resumed, _unit(1))
@@ -144,6 +191,11 @@ def test_plain_lines_tell_how_far_a_long_stage_is() -> None:
     lines = _said(STAGE, _unit(0), _unit(1), _unit(2), seconds=70)
     assert lines[1].startswith("33%: 1.00 kB of 3.00 kB, ")
     assert lines[1].endswith("1 of 3 units")
+
+
+def test_plain_lines_tell_how_far_a_long_unit_is() -> None:
+    lines = _said(STAGE, UnitProgress(100, 3000), UnitProgress(1500, 3000), seconds=30)
+    assert lines[1:] == ["50%: 1.50 kB of 3.00 kB, 25 B/s, 1:00 left, 0 of 3 units"]
 
 
 def test_going_on_with_units_is_said() -> None:
@@ -204,7 +256,7 @@ LAYERS = (
     LayerReport(0, 2.5, (0.9, 0.5), (0.7, 0.3), 1.5),
     LayerReport(1, 7.0, (0.7, 0.5), (0.6, 0.4), 0.5),
 )
-ROWS = GateReport("ridge", ("expert 0 (code)", "expert 1 (french)"), LAYERS, (200, 30), (1,), ("a remark",))
+ROWS = GateReport("ridge", ("expert 0 (code)", "expert 1 (french)"), LAYERS, (200, 30), (1,))
 
 
 def _table(report: Mapping[str, Any]) -> str:
@@ -223,7 +275,6 @@ def test_the_table_says_what_the_rows_are_like() -> None:
         "condition 7.0 at worst, good below 100",
         f"load entropy {ROWS.entropy:.2f} of 1.00 bits; in the lowest layer {LAYERS[0].entropy:.2f}",
         "margin 1 between the first and the second logit",
-        "note a remark",
         "expert tokens chosen first for",
         "expert 0 (code) 200 80%",
         "expert 1 (french)* 30 50%",

@@ -23,6 +23,7 @@ from raymerge.planner.stages import RESULT_FILE, Constant, ExpertPrompts, GateSp
 from raymerge.router import gate_work
 from raymerge.router.report import GateReport
 
+CPU = torch.device("cpu")
 VOCABULARY = 64
 WIDTH = 32
 LAYERS = 3
@@ -33,9 +34,11 @@ States = tuple[list[torch.Tensor], list[torch.Tensor]]
 """By layer: what the layer is given, and what its feed-forward network is given; float64 ``[T, WIDTH]``."""
 
 
-def reading_base(root: Path, *, seed: int = 1, scale: float = 0.3) -> Source:
-    """A Llama of ``LAYERS`` layers whose words are ``w3`` to ``w63``."""
-    tiny_llama(root, seed, layers=LAYERS, hidden=WIDTH, vocab=VOCABULARY, dtype=torch.float32, scale=scale)
+def reading_base(
+    root: Path, *, seed: int = 1, scale: float = 0.3, layers: int = LAYERS, width: int = WIDTH
+) -> Source:
+    """A Llama whose words are ``w3`` to ``w63``."""
+    tiny_llama(root, seed, layers=layers, hidden=width, vocab=VOCABULARY, dtype=torch.float32, scale=scale)
     words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(SPECIAL, VOCABULARY))]
     write_tokenizer(root, word_level(words, added=["<s>", "</s>"]), CHATML_CONFIG)
     return open_base(root)
@@ -78,17 +81,18 @@ def stage_of(
     shared: Sequence[ExpertPrompts] = (),
     constants: Sequence[Constant] = (),
     layers: Iterable[int] = range(LAYERS),
+    width: int = WIDTH,
     **changes: Any,
 ) -> Stage:
     """A stage of router rows; ``changes`` are fields of its spec."""
     settings = {"seed": 0, "scale": 1.0, "penalty": 0.1} | changes
     numbers = tuple(layers)
     spec = GateSpec(
-        base, mode, tuple(experts), tuple(shared), numbers, WIDTH, constants=tuple(constants), **settings
+        base, mode, tuple(experts), tuple(shared), numbers, width, constants=tuple(constants), **settings
     )
-    tensors = [TensorSpec(f"router.{layer}", DType.F32, (len(experts), WIDTH)) for layer in numbers]
+    tensors = [TensorSpec(f"router.{layer}", DType.F32, (len(experts), width)) for layer in numbers]
     if shared:
-        tensors += [TensorSpec(f"shared_gate.{layer}", DType.F32, (len(shared), WIDTH)) for layer in numbers]
+        tensors += [TensorSpec(f"shared_gate.{layer}", DType.F32, (len(shared), width)) for layer in numbers]
     tensors += [TensorSpec(each.name, each.dtype, each.shape) for each in constants]
     return make_stage(
         name="rows", title="router rows", place="recipe.yml:3:1", spec=spec, tensors=tensors, version="0"
@@ -117,7 +121,7 @@ def make(stage: Stage, staging: Path, *, backwards: bool = False) -> Made:
     numbers, budget = range(work.num_units), max(work.least_budget(), 1 << 20)
     with one_thread():
         for number in reversed(numbers) if backwards else numbers:
-            work.unit(number, staging=staging, device=torch.device("cpu"), budget=budget)
+            work.unit(number, staging=staging, device=CPU, budget=budget, tell=lambda _: None)
         told = work.conclude(staging)
     report = GateReport.from_json(json.loads(json.dumps(told)))
     path = staging / RESULT_FILE

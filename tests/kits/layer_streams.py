@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 import transformers
+from kits.checkpoint_maker import write_checkpoint
 from kits.model_parents import save
 from kits.model_types_decoders import DECODERS
 from kits.plan_maker import make_recipe
+from safetensors.torch import load_file
 
 from raymerge.planner.sources import Source, open_sources
 from raymerge.router.prompts import TokenRun
-from raymerge.router.stream_layers import stream
+from raymerge.router.stream_layers import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
 """States by layer and run."""
@@ -54,6 +56,15 @@ def make_base(name: str, root: Path, **config: Any) -> Source:
     return open_base(root)
 
 
+def altered(
+    llama: Source, root: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any
+) -> Source:
+    """The llama with other tensors or fields of its config."""
+    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
+    merged = {**llama.checkpoint.config, **config}
+    return open_base(write_checkpoint(root, tensors if tensors is not None else state, merged))
+
+
 def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
     """Runs of these lengths of random tokens below ``most``."""
     chance = torch.Generator().manual_seed(5)
@@ -63,7 +74,7 @@ def token_runs(*lengths: int, most: int = 60) -> list[TokenRun]:
 def streamed(base: Source, runs: Sequence[TokenRun], spill: Path, *, budget: int = BIG) -> Collector:
     """Everything that streaming shows."""
     seen = Collector()
-    stream(base, runs, seen, device=torch.device("cpu"), budget=budget, spill=spill)
+    LayerStream(base).read(runs, seen, device=torch.device("cpu"), budget=budget, spill=spill)
     return seen
 
 

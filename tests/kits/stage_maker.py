@@ -6,7 +6,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from raymerge.runtime.pool import Pool
 from raymerge.runtime.run import RunResult
 from raymerge.runtime.stage_work import StageWork
 from raymerge.storage.local import LocalStore
+from raymerge.storage.ranges import Range
 
 UNITS = 4
 WIDTH = 8
@@ -41,6 +42,8 @@ class PieceWork:
     stage: Stage
     pause: float = 0.0
     """Seconds that a unit takes."""
+    steps: int = 1
+    """Times that a unit tells how far it is."""
     dies_once: str = ""
     """File that unit 1 makes before it kills its process; where it is, nothing is killed."""
     always_dies: bool = False
@@ -53,6 +56,8 @@ class PieceWork:
     """What ``check`` finds."""
     wrong_header: bool = False
     """Whether the result has a header of its own."""
+    spill_nbytes: int = 0
+    """Disk that each unit in hand takes."""
     report: Mapping[str, Any] | None = None
     """What is told of the result."""
 
@@ -66,19 +71,36 @@ class PieceWork:
     def least_budget(self) -> int:
         return LEAST_BUDGET
 
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        assert budget >= LEAST_BUDGET
+        return 2 * self.stage.layout.nbytes + busy * self.spill_nbytes
+
     def check(self) -> None:
         if self.objection:
             raise PlanError(Problem(self.stage.place, self.objection, "Change it."))
 
-    def unit(self, number: int, *, staging: Path, device: torch.device, budget: int) -> tuple[int, int]:
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
         del device
         assert budget >= LEAST_BUDGET
-        time.sleep(self.pause)
+        for step in range(self.steps):
+            time.sleep(self.pause / self.steps)
+            tell(self.costs()[number] * (step + 1) // self.steps)
         self._fail(number)
         row = struct.pack(f"<{WIDTH}f", *(number + each / 256 for each in self._weights()))
         with LocalStore(staging) as store:
             store.write_atomic(f"piece-{number}.bin", row)
         return WIDTH, len(row)
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        return {f"piece-{number}.bin": ()}
 
     def _fail(self, number: int) -> None:
         if self.threads_file:

@@ -346,3 +346,10 @@ def test_a_router_s_rows_are_found_whatever_they_are_called(tmp_path: Path) -> N
     (source,) = open_sources(make_recipe({"merge_method": "passthrough", "models": [_entry(root)]}))
     block = aligned_blocks(source, LogicalTensors(source))["model.layers.0.mlp"]
     assert [scores.axis for scores in block.router if scores.are_rows] == [0]
+
+
+def test_one_model_alone_has_nothing_to_align_with(tmp_path: Path) -> None:
+    root = llama(tmp_path / "a")
+    recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": root}], "align": "experts"})
+    with pytest.raises(PlanError, match="one model alone"):
+        align_stages(recipe, open_sources(recipe), version="0")

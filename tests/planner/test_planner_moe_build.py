@@ -15,6 +15,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.planner.planned import plan_merges
 from raymerge.planner.sources import holdings
+from raymerge.planner.stages import GateSpec
 from raymerge.recipes import recipe_from_mapping
 
 
@@ -91,7 +92,7 @@ def test_noise_and_neurons_drawn_anew_differ_from_copy_to_copy(tmp_path: Path) -
     data = _mixture(tmp_path)
     data["experts"] = [{"source_model": data["base_model"], "copies": 2, "reinit_fraction": 0.5}]
     made = _good(tmp_path, data)
-    keys = {}
+    keys: dict[int, set[float]] = {}
     for expert in range(2):
         for projection in ("w1", "w2", "w3"):
             name = f"model.layers.0.block_sparse_moe.experts.{expert}.{projection}.weight"
@@ -174,8 +175,15 @@ def test_models_that_fit_no_family_are_refused_family_by_family(tmp_path: Path) 
         llama_config(hidden=64),
     )
     data["experts"][1]["source_model"] = wide
+    (told,) = _refusals(tmp_path, data)
+    assert "no family" in told
+    assert "wide" in told
+    assert "64" in told
+    data["experts"][1]["source_model"] = data["base_model"]
+    data["shared_experts"] = [{"source_model": data["base_model"], "copies": 1}] * 2
+    data["architecture"] = "q"
     found = _refusals(tmp_path, data)
-    assert any("Mixtral" in each and "wide" in each and "64" in each for each in found)
+    assert any(each.count("Qwen2-MoE") and "2 shared experts" in each for each in found)
     assert any("Qwen3-MoE" in each for each in found)
 
 
@@ -199,6 +207,15 @@ def test_prompt_files_that_cannot_be_read_are_all_told(tmp_path: Path) -> None:
     found = _refusals(tmp_path, data)
     assert any("absent.txt cannot be read" in each for each in found)
     assert any("empty.txt is empty" in each for each in found)
+
+
+@pytest.mark.parametrize("file", ["~nobody-of-that-name/x.txt"])
+def test_a_prompt_file_of_nobodys_home_is_a_problem(tmp_path: Path, file: str) -> None:
+    data = _mixture(tmp_path, gate_mode="ridge")
+    data["experts"][0]["prompt_file"] = file
+    data["experts"][1]["positive_prompts"] = ["text"]
+    (found,) = _refusals(tmp_path, data)
+    assert f"{file} cannot be read" in found
 
 
 def test_prompts_change_the_plan_and_not_its_shape(tmp_path: Path) -> None:
@@ -247,3 +264,34 @@ def test_a_tokenizer_is_loaded_as_that_of_the_base(tmp_path: Path, said: str | N
         assert any("names Qwen2Tokenizer" in note for note in made.plan.manifest["notes"])
     else:
         assert not files
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_a_stage_is_another_one_where_the_tokenizer_or_the_config_is(tmp_path: Path, file: str) -> None:
+    data = _mixture(tmp_path)
+    place = tmp_path / "base" / file
+    place.write_text(place.read_text() if place.exists() else "{}")
+    before = _good(tmp_path, data).sources[0].prepared[0].stage.digest
+    changed = json.loads(place.read_text()) | {"rms_norm_eps": 0.5}
+    place.write_text(json.dumps(changed))
+    assert _good(tmp_path, data).sources[0].prepared[0].stage.digest != before
+
+
+def test_what_no_family_can_do_is_said_once(tmp_path: Path) -> None:
+    (told,) = _refusals(tmp_path, {**_mixture(tmp_path), "granularity": 5})
+    assert told.count("64") <= 4
+    assert "no family of mixtures" in told
+
+
+def test_a_prompt_file_is_an_ordinary_file_and_its_mark_no_text(tmp_path: Path) -> None:
+    data = _mixture(tmp_path, gate_mode="ridge")
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfsome text")
+    data["experts"][0]["prompt_file"] = tmp_path / "marked.txt"
+    for file in ("/dev/zero", "."):
+        data["experts"][1]["prompt_file"] = file
+        assert any(f"{file} is no ordinary file" in each for each in _refusals(tmp_path, data))
+    (tmp_path / "plain.txt").write_text("other text")
+    data["experts"][1]["prompt_file"] = tmp_path / "plain.txt"
+    spec = _good(tmp_path, data).sources[0].prepared[0].stage.spec
+    assert isinstance(spec, GateSpec)
+    assert [each.text for each in spec.experts] == ["some text", "other text"]

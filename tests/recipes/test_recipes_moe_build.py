@@ -21,6 +21,7 @@ from raymerge.recipes import (
     recipe_from_mapping,
     references,
 )
+from raymerge.recipes.trunk import trunk_recipe
 
 RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,14 @@ def test_models_of_a_trunk_are_named_behind_the_experts_and_its_rules_last() -> 
         ("layout: fuse", "layout: 'fuse' is not known here. Did you mean 'fused'? Write one of: hub, fused."),
         ("gate_scale: 0", "gate_scale: 0 is not above 0. Write a positive number, like 0.5."),
         ("gate_scale: -1", "gate_scale: -1 is not above 0. Write a positive number, like 0.5."),
+        ("gate_scale: 1e39", "gate_scale: 1e+39 is out of range. Write a number from 1e-06 to 1000000."),
+        ("gate_scale: 1e-7", "gate_scale: 1e-07 is out of range. Write a number from 1e-06 to 1000000."),
+        (
+            "tokenizer_source: union",
+            "unknown key 'tokenizer_source'. A mixture has the tokenizer and the vocabulary of its "
+            "base_model. Merge vocabularies in a recipe of their own before this one, and name its result as "
+            "base_model.",
+        ),
         ("gate_scale: .inf", "gate_scale: inf is not a finite number. Write a finite one."),
         (
             "gate_ridge: 0.1",
@@ -176,6 +185,62 @@ def test_wrong_keys(line: str, expected: str) -> None:
 def test_a_share_of_neurons_is_a_fraction(value: str, expected: str) -> None:
     text = RANDOM.replace("source_model: b", f"source_model: b, reinit_fraction: {value}")
     assert problems(text) == [f"r.yml:3:29: reinit_fraction: {expected}"]
+
+
+def test_noise_is_not_below_0() -> None:
+    text = RANDOM.replace("source_model: b", "source_model: b, noise_scale: -0.1")
+    told = "noise_scale: -0.1 is below 0, and is a standard deviation. Write 0 or more, like 0.01."
+    assert problems(text) == [f"r.yml:3:29: {told}"]
+    assert recipe(text.replace("-0.1", "0")).experts[0].noise_scale == 0
+
+
+TRUNK = """\
+base_model: a
+gate_mode: random
+experts: [{source_model: b}, {source_model: c}]
+trunk:
+  merge_method: linear
+  parameters: {weight: 1}
+  models:
+    - {model: b, parameters: {weight: 0.5}}
+    - model: c
+  methods: [{role: norm, sources: [b]}]
+"""
+WEIGHT = ("parameters", "weight")
+
+
+@pytest.mark.parametrize(
+    ("path", "mark", "words"),
+    [
+        ((), "4:1", "trunk"),
+        (("base_model",), "1:1", "base_model"),
+        (("merge_method",), "5:3", "trunk.merge_method"),
+        (("models", 1), "9:7", "trunk.models[1]"),
+        (("models", 0, *WEIGHT), "8:31", "trunk.models[0].parameters.weight"),
+        (("models", 1, *WEIGHT), "6:16", "trunk.parameters.weight"),
+        (("parameters", "normalize"), "6:3", "trunk.parameters.normalize"),
+        (("methods", 0, "sources", 0), "10:36", "trunk.methods[0].sources[0]"),
+        (("seed",), "1:1", "seed"),
+    ],
+)
+def test_places_of_a_trunk_are_those_of_the_mixture(
+    path: tuple[str | int, ...], mark: str, words: str
+) -> None:
+    written, plain = recipe(TRUNK), recipe_from_mapping(yaml.safe_load(TRUNK))
+    assert isinstance(plain, MoeRecipe)
+    assert trunk_recipe(written, ["weight"]).where(*path) == f"r.yml:{mark}"
+    assert trunk_recipe(plain, ["weight"]).where(*path) == f"recipe: {words}"
+
+
+def test_places_of_a_trunk_that_lists_no_models_or_is_none() -> None:
+    text = f"{RANDOM}trunk: {{merge_method: linear, parameters: {{weight: 1}}}}\n"
+    listed = trunk_recipe(recipe(text), ["weight"])
+    assert listed.where("models", 1) == "r.yml:4:1"
+    assert listed.where("models", 1, *WEIGHT) == "r.yml:4:44"
+    assert trunk_recipe(recipe(RANDOM), []).where("models", 0) == "r.yml:1:1"
+    made = recipe_from_mapping(yaml.safe_load(RANDOM))
+    assert isinstance(made, MoeRecipe)
+    assert trunk_recipe(made, []).where("models", 0) == "recipe: base_model"
 
 
 def test_the_gate_that_is_meant_by_silence_has_no_ridge() -> None:

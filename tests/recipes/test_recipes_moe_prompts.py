@@ -129,7 +129,11 @@ def test_copies_count_as_experts(gate: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("0", "0 is out of range. Write a whole number at least 1."), ("many", "'many' is not a whole number.")],
+    [
+        ("0", "0 is out of range. Write a whole number from 1 to 4096."),
+        ("4097", "4097 is out of range."),
+        ("many", "'many' is not a whole number."),
+    ],
 )
 def test_copies_are_a_number(value: str, words: str) -> None:
     told = problems(f"base_model: a\ngate_mode: random\nexperts: [{{source_model: b, copies: {value}}}]\n")
@@ -193,3 +197,10 @@ def test_an_expert_has_a_source_model_and_no_model() -> None:
         "r.yml:3:11: the key 'source_model' is missing or empty. Add it.",
         "r.yml:3:12: unknown key 'model'. An expert's model is its 'source_model'.",
     ]
+
+
+@pytest.mark.parametrize("other", ["[b, a]", "[a, b, a]"])
+def test_prompts_in_another_order_are_the_same(other: str) -> None:
+    text = "base_model: m\nexperts:\n- {source_model: x, positive_prompts: [a, b]}\n"
+    with pytest.raises(RecipeError, match="all have the same prompts"):
+        parse_recipe(f"{text}- {{source_model: y, positive_prompts: {other}}}\n", "r.yml")

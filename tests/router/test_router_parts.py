@@ -179,25 +179,28 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
         model = HollowModel(base, weights)
-        model.open(CPU)
-        layers = model._anatomy.layers
-        with model.resident(1, CPU):
-            here = [all(not tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
-            away = [all(tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
-            assert here == [False, True, False]
-            assert away == [True, False, True]
-        assert all(tensor.is_meta for layer in layers for tensor in layer.state_dict().values())
+        layers, outside = model._anatomy.layers, model._anatomy.decoder.norm.weight
+        with model.opened(CPU):
+            assert not model._anatomy.decoder.norm.weight.is_meta
+            with model.resident(1, CPU):
+                here = [all(not tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
+                away = [all(tensor.is_meta for tensor in layer.state_dict().values()) for layer in layers]
+                assert here == [False, True, False]
+                assert away == [True, False, True]
+            assert all(tensor.is_meta for layer in layers for tensor in layer.state_dict().values())
+        assert outside.is_meta
+        assert all(tensor.is_meta for tensor in model._anatomy.decoder.state_dict().values())
 
 
 def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
         model = HollowModel(base, weights)
-        model.open(CPU)
-        for length in (1, 5, 20):
-            found = tensors_of(model.calls(length, CPU))
-            assert model.call_bytes(length) == sum(each.nbytes for each in found)
-        assert model.call_bytes(40) > 3 * model.call_bytes(20)
+        with model.opened(CPU):
+            for length in (1, 5, 20):
+                found = tensors_of(model.calls(length, CPU))
+                assert model.call_bytes(length) == sum(each.nbytes for each in found)
+            assert model.call_bytes(40) > 3 * model.call_bytes(20)
 
 
 # Kept states

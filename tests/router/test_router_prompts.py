@@ -141,11 +141,13 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     found = refused(spec_of(base, one, two))
     assert found == [
         "expert 0 (code): the prompt 'a a a a a a a a a a a a a a a a a a a...': is 22 tokens long, and "
-        f"{base.name} reads 20 at once. Shorten it, or put it into a prompt_file, which is cut into pieces.",
+        f"{base.name} reads 20 at once. Shorten it; router_input, centroid and ridge take a "
+        "prompt_file, which is cut into pieces.",
         f"expert 0 (code): the prompt '': gives no tokens in the tokenizer of {base.name}. "
         "Write a text, or remove the prompt.",
         "expert 0 (code): the prompt 'c c c c c c c c c c c c c c c c c c c...': is 31 tokens long, and "
-        f"{base.name} reads 20 at once. Shorten it, or put it into a prompt_file, which is cut into pieces.",
+        f"{base.name} reads 20 at once. Shorten it; router_input, centroid and ridge take a "
+        "prompt_file, which is cut into pieces.",
         f"expert 1 (law): its prompt file: gives no tokens in the tokenizer of {base.name}. "
         "Name a file with text in it.",
     ]

@@ -94,6 +94,21 @@ def test_without_texts_the_condition_alone_is_known() -> None:
 # The whole
 
 
+def test_layers_whose_texts_prove_nothing() -> None:
+    told = report(
+        LayerReport(3, 1.0, separation=2.0),
+        LayerReport(4, 1.0, separation=-0.5),
+        LayerReport(7, 1.0, separation=0.09),
+        mode="ridge",
+    )
+    assert told.unproven == (4, 7)
+    assert told.separation == pytest.approx(0.53)
+    assert told.to_json()["summary"]["unproven"] == [4, 7]
+    assert GateReport.from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert report(LayerReport(0, 1.0)).unproven == ()
+    assert report(LayerReport(0, 1.0)).separation is None
+
+
 def test_the_summary_is_over_layers() -> None:
     told = report(
         LayerReport(0, 2.0, (0.5, 1.0), (0.5, 0.5), 1.0),

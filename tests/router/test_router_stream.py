@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import write_checkpoint
-from kits.layer_streams import BIG, KINDS, Collector, make_base, open_base, streamed, token_runs, whole
+from kits.layer_streams import (
+    BIG,
+    KINDS,
+    Collector,
+    altered,
+    make_base,
+    open_base,
+    streamed,
+    token_runs,
+    whole,
+)
 from kits.model_parents import save
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from raymerge.errors import PlanError
 from raymerge.planner.sources import Source
+from raymerge.router.hollow import HollowModel
 from raymerge.router.prompts import TokenRun
-from raymerge.router.stream_layers import check_streamable, least_stream_budget, stream
+from raymerge.router.stream_layers import LayerStream
 
 LENGTHS = (9, 5, 9, 13)
 CPU = torch.device("cpu")
@@ -50,6 +61,8 @@ PATHS = {
 """Families, and where in a layer the feed-forward network is: windows, two kinds of masks, positions of every
 kind, parallel layers, layers that answer with tuples, experts by file and fused, a network that has no module
 of its own."""
+CONFIGS = {"granitemoehybrid": {"layer_types": ["attention"] * 3}}
+"""What a family's config says else."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_as_in_the_whole_model(tmp_path: Path, name: str) -> None:
-    base = make_base(name, tmp_path / "model")
+    base = make_base(name, tmp_path / "model", **CONFIGS.get(name, {}))
     runs = token_runs(*LENGTHS)
     seen = streamed(base, runs, tmp_path / "spill")
     hidden, router_input = whole(name, tmp_path / "model", runs, PATHS[name])
@@ -105,7 +118,7 @@ def test_a_small_budget_changes_nothing_and_leaves_no_file(llama: Source, tmp_pa
             super().layer(layer, run, hidden, router_input)
 
     small = Watching()
-    stream(llama, runs, small, device=CPU, budget=0, spill=tmp_path / "small")
+    LayerStream(llama).read(runs, small, device=CPU, budget=0, spill=tmp_path / "small")
     assert set(watched) == {sum(LENGTHS) * 32 * 4}
     assert not list((tmp_path / "small").iterdir())
     assert all(torch.equal(small.hidden[place], state) for place, state in large.hidden.items())
@@ -117,7 +130,7 @@ def test_the_file_is_gone_after_a_failure(llama: Source, tmp_path: Path) -> None
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        stream(llama, token_runs(3), Failing(), device=CPU, budget=0, spill=tmp_path)
+        LayerStream(llama).read(token_runs(3), Failing(), device=CPU, budget=0, spill=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -129,7 +142,7 @@ def test_a_visitor_may_change_what_it_is_shown(llama: Source, tmp_path: Path) ->
             router_input.zero_()
 
     spoiling, runs = Spoiling(), token_runs(6)
-    stream(llama, runs, spoiling, device=CPU, budget=BIG, spill=tmp_path)
+    LayerStream(llama).read(runs, spoiling, device=CPU, budget=BIG, spill=tmp_path)
     plain = streamed(llama, runs, tmp_path)
     assert all(torch.equal(spoiling.hidden[place], state) for place, state in plain.hidden.items())
 
@@ -139,12 +152,12 @@ def test_bytes_read_are_those_of_layers_and_used_rows(llama: Source, tmp_path: P
     layers = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers." in name)
     norm = tensors["model.norm.weight"].nbytes
     runs = [TokenRun(0, 1, (7, 8, 7)), TokenRun(0, 1, (9,))]
-    read = stream(llama, runs, Collector(), device=CPU, budget=BIG, spill=tmp_path)
+    read = LayerStream(llama).read(runs, Collector(), device=CPU, budget=BIG, spill=tmp_path)
     assert read == layers + norm + 3 * 32 * 4
 
 
 def test_nothing_is_read_for_no_runs(llama: Source, tmp_path: Path) -> None:
-    assert stream(llama, [], Collector(), device=CPU, budget=BIG, spill=tmp_path) == 0
+    assert LayerStream(llama).read([], Collector(), device=CPU, budget=BIG, spill=tmp_path) == 0
 
 
 def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
@@ -157,7 +170,7 @@ def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
 
     torch.set_float32_matmul_precision("high")
     try:
-        stream(llama, token_runs(2), Looking(), device=CPU, budget=BIG, spill=tmp_path)
+        LayerStream(llama).read(token_runs(2), Looking(), device=CPU, budget=BIG, spill=tmp_path)
         assert set(within) == {("highest", False, False)}
         assert torch.get_float32_matmul_precision() == "high"
     finally:
@@ -211,7 +224,7 @@ def test_experts_of_published_layouts(tmp_path: Path) -> None:
     """Mixtral as published has three matrices an expert under names of its own; transformers stacks them."""
     base = make_base("mixtral", tmp_path / "model")
     assert any("experts.0.w1" in name for name in base.checkpoint.tensors)
-    check_streamable(base)
+    LayerStream(base).check()
 
 
 MODEL = {
@@ -226,7 +239,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import open_base, token_runs
-from raymerge.router.stream_layers import least_stream_budget, stream
+from raymerge.router.stream_layers import LayerStream
 
 class Nothing:
     def layer(self, layer, run, hidden, router_input):
@@ -241,12 +254,12 @@ small, large, spill = sys.argv[1:]
 runs = token_runs(*[100] * 16)
 device = torch.device("cpu")
 # What is imported on the way is not what is measured.
-stream(open_base(small), runs[:1], Nothing(), device=device, budget=0, spill=spill)
+LayerStream(open_base(small)).read(runs[:1], Nothing(), device=device, budget=0, spill=spill)
 base = open_base(large)
-least = least_stream_budget(base, 100)
+least = LayerStream(base).least_budget(100)
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-stream(base, runs, Nothing(), device=device, budget=least, spill=spill)
+LayerStream(base).read(runs, Nothing(), device=device, budget=least, spill=spill)
 print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
@@ -307,106 +320,57 @@ def _write_large(root: Path, config: dict[str, Any]) -> int:
 
 def test_the_least_budget_grows_with_the_run_and_the_layer(llama: Source, tmp_path: Path) -> None:
     layer = sum(t.num_elements for name, t in llama.checkpoint.tensors.items() if ".layers.0." in name) * 4
-    assert layer < least_stream_budget(llama, 4) < least_stream_budget(llama, 64)
+    assert layer < LayerStream(llama).least_budget(4) < LayerStream(llama).least_budget(64)
     wide = make_base("llama", tmp_path / "wide", intermediate_size=96)
-    assert least_stream_budget(wide, 4) > least_stream_budget(llama, 4)
+    assert LayerStream(wide).least_budget(4) > LayerStream(llama).least_budget(4)
 
 
-# What is refused, before anything is read
+# What is kept of it
 
 
-def refusal(base: Source) -> str:
-    """Why a base is not streamed."""
-    with pytest.raises(PlanError) as caught:
-        check_streamable(base)
-    assert all(problem.where == base.name and problem.remedy for problem in caught.value.problems)
-    return str(caught.value)
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each hollow model that is built."""
+    found: list[int] = []
+    build = HollowModel.__init__
+
+    def counted(self: HollowModel, *args: Any) -> None:
+        found.append(len(found))
+        build(self, *args)
+
+    monkeypatch.setattr(HollowModel, "__init__", counted)
+    return found
 
 
-def altered(
-    llama: Source, root: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any
-) -> Source:
-    """The llama with other tensors or fields of its config."""
-    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
-    merged = {**llama.checkpoint.config, **config}
-    return open_base(write_checkpoint(root, tensors if tensors is not None else state, merged))
+def test_the_hollow_model_is_built_once_and_stays_at_home(
+    llama: Source, tmp_path: Path, built: list[int]
+) -> None:
+    layers, runs = LayerStream(llama), token_runs(5, 3)
+    layers.check()
+    assert layers.least_budget(5) > 0
+    first, again = Collector(), Collector()
+    for seen in (first, again):
+        layers.read(runs, seen, device=CPU, budget=BIG, spill=tmp_path)
+    assert len(built) == 1
+    assert all(torch.equal(again.hidden[place], state) for place, state in first.hidden.items())
+    there = pickle.loads(pickle.dumps(layers))
+    assert len(pickle.dumps(layers)) < len(pickle.dumps(llama)) + 500
+    there.check()
+    assert len(built) == 2
 
 
-def test_a_family_that_transformers_does_not_know(llama: Source, tmp_path: Path) -> None:
-    base = altered(llama, tmp_path / "new", model_type="nimbus")
-    assert "says model_type 'nimbus', which the installed transformers does not know." in refusal(base)
-    base = altered(llama, tmp_path / "own", model_type="nimbus", auto_map={"AutoConfig": "nimbus.Config"})
-    assert "does not know; its own code (auto_map) is not run" in refusal(base)
+def test_a_hollow_model_is_not_used_after_a_failure(llama: Source, tmp_path: Path, built: list[int]) -> None:
+    class Failing(Collector):
+        def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+            raise RuntimeError("enough")
 
-
-def test_code_beside_a_known_family_is_not_run(llama: Source, tmp_path: Path) -> None:
-    own = {"AutoModelForCausalLM": "modeling_own.Model", "AutoConfig": "modeling_own.Config"}
-    check_streamable(altered(llama, tmp_path / "own", auto_map=own))
-
-
-def test_a_config_that_cannot_be_built(llama: Source, tmp_path: Path) -> None:
-    said = refusal(altered(llama, tmp_path / "model", num_attention_heads="four"))
-    assert "transformers cannot build LlamaForCausalLM of its config" in said
-
-
-def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
-    tensors = {"shared.weight": torch.randn(64, 32)}
-    config = {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}
-    said = refusal(open_base(write_checkpoint(tmp_path / "t5", tensors, {**config, **sizes})))
-    assert "is an encoder with a decoder" in said
-    assert "no model for causal language of the kind t5" in said
-
-
-def test_quantised_tensors(llama: Source, tmp_path: Path) -> None:
-    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    state[name] = state[name].to(torch.float8_e4m3fn)
-    state[f"{name}_scale_inv"] = torch.ones(1, 1)
-    base = altered(llama, tmp_path / "fp8", state, quantization_config={"quant_method": "fp8"})
-    assert "holds tensors that are quantised" in refusal(base)
-
-
-def test_tensors_that_are_not_there_or_of_another_shape(llama: Source, tmp_path: Path) -> None:
-    state = load_file(Path(llama.checkpoint.root) / "model.safetensors")
-    for layer in range(3):
-        del state[f"model.layers.{layer}.mlp.up_proj.weight"]
-        state[f"model.layers.{layer}.mlp.gate_proj.weight"] = torch.ones(5, 32)
-    said = refusal(altered(llama, tmp_path / "holes", state))
-    assert (
-        "6 tensors of LlamaForCausalLM are not in it by name and shape: model.layers.0.mlp.gate_proj" in said
-    )
-    assert "save_pretrained" in said
-
-
-def test_another_number_of_layers_than_the_config_says(llama: Source, tmp_path: Path) -> None:
-    assert "model.layers.3." in refusal(altered(llama, tmp_path / "four", num_hidden_layers=4))
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("mamba", "layers without a feed-forward network in whose place experts could come: 0, 1, 2."),
-        ("bamba", "cannot be run layer by layer: it fails with ValueError"),
-        ("rwkv", "cannot be run layer by layer"),
-        ("falcon_h1", "nothing says how to compute its buffers layer 0: mamba.mup_vector"),
-    ],
-)
-def test_families_whose_layers_are_no_chain(tmp_path: Path, name: str, why: str) -> None:
-    assert why in refusal(make_base(name, tmp_path / "model"))
-
-
-def test_a_file_of_tensors_is_no_model(tmp_path: Path) -> None:
-    path = tmp_path / "tensors.safetensors"
-    save_file({"a.weight": torch.ones(2, 2)}, path)
-    assert "it has no model_type" in refusal(open_base(path))
-
-
-def test_a_check_reads_no_weights_and_needs_none(llama: Source, tmp_path: Path) -> None:
-    base = altered(llama, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    check_streamable(base)
-    assert least_stream_budget(base, 5) > 0
+    layers, runs = LayerStream(llama), token_runs(5)
+    with pytest.raises(RuntimeError, match="enough"):
+        layers.read(runs, Failing(), device=CPU, budget=BIG, spill=tmp_path)
+    seen = Collector()
+    layers.read(runs, seen, device=CPU, budget=BIG, spill=tmp_path)
+    assert len(built) == 2
+    assert torch.equal(seen.hidden[2, 0], streamed(llama, runs, tmp_path).hidden[2, 0])
 
 
 def test_the_oracle_is_not_blind(llama: Source, tmp_path: Path) -> None:

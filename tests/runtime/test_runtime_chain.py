@@ -18,7 +18,7 @@ from kits.merge_cases import INLINE, digests
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
-from raymerge.runtime.chain import kept_steps, sources_of, steps_directory
+from raymerge.runtime.chain import kept_steps, steps_directory
 from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
 from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
@@ -418,6 +418,29 @@ def test_other_numerics_make_everything_again(
     assert _again(chain, output) == MADE
 
 
+def test_an_unfinished_merge_is_asked_before_results_are_made_again(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody forgets --device."""
+
+    def end(event: Event) -> None:
+        if isinstance(event, StepStarted):
+            began.append(event.number)
+        if isinstance(event, SegmentDone) and began[-1] == num_merges:
+            raise IncompleteError("as after kill -9")
+
+    began, num_merges = list[int](), len(chain)
+    with pytest.raises(IncompleteError, match="kill -9"):
+        _submit(chain, output, KEEP, end)
+    before = digests(steps_directory(output) / "left")
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    with pytest.raises(TargetError, match=r"begun under other conditions: numerics > torch was"):
+        _submit(chain, output)
+    assert digests(steps_directory(output) / "left") == before
+    monkeypatch.undo()
+    assert _steps(_submit(chain, output)[1]) == [("left", "kept"), ("right", "kept"), ("", "made")]
+
+
 def test_it_is_told_without_workers_what_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
     assert kept_steps(plan_for(chain, output), output) == frozenset()
     _submit(chain, output)
@@ -432,14 +455,15 @@ def test_a_result_that_something_else_exchanged_is_not_read(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
     """As where a file system takes two names for one."""
-    _submit(chain, output)
     root = steps_directory(output)
-    (*_, last) = plan_for(chain, output)
-    assert len(sources_of(last, root)) == 2
-    shutil.rmtree(root / "left")
-    shutil.copytree(root / "right", root / "left")
+
+    def exchange(event: Event) -> None:
+        if isinstance(event, StepStarted) and event.number == event.total:
+            shutil.rmtree(root / "left")
+            shutil.copytree(root / "right", root / "left")
+
     with pytest.raises(CheckpointError, match="no longer the result"):
-        sources_of(last, root)
+        _submit(chain, output, AGAIN, exchange)
 
 
 # Stopping and going on

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from kits import stage_maker
 from kits.chains import documents
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
@@ -35,9 +37,10 @@ from raymerge.errors import (
     TargetError,
     VerificationError,
 )
+from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
-from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, make_stage
-from raymerge.runtime.chain import Chain, kept_steps, sources_of, stage_problems, steps_directory
+from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.runtime.chain import Chain, kept_steps, stage_lines, steps_directory
 from raymerge.runtime.events import (
     Event,
     Planned,
@@ -46,6 +49,7 @@ from raymerge.runtime.events import (
     StageKept,
     StageReport,
     StageStarted,
+    Started,
     StepKept,
     StepStarted,
     Stopping,
@@ -54,8 +58,10 @@ from raymerge.runtime.events import (
 )
 from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
+from raymerge.runtime.prepared import with_stage_results
 from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.stage_run import is_stage_made, stage_record
+from raymerge.runtime.stage_results import stage_record
+from raymerge.runtime.stage_run import is_stage_made
 from raymerge.runtime.stage_work import sources_of_stage, work_of
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
@@ -246,7 +252,6 @@ def _flip(place: Path) -> None:
     "harm",
     [
         _flip,
-        lambda place: os.utime(place / RESULT_FILE, ns=(1, 1)),
         lambda place: (place / RESULT_FILE).unlink(),
         lambda place: (place / "raymerge" / "stage.json").unlink(),
         lambda place: (place / "raymerge" / "stage.json").write_text("[]"),
@@ -288,7 +293,7 @@ def test_other_numerics_make_it_again(
     (stage,) = staged(recipe, output)[0].stages
     monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
     assert is_stage_made(_result(output), stage)
-    assert not is_stage_made(_result(output), stage, {"device": "cpu", "torch": "another"})
+    assert not is_stage_made(_result(output), stage, InlinePool("cpu").stage_numerics)
     assert not _is_kept(staged(recipe, output), output)
 
 
@@ -298,6 +303,7 @@ def test_what_units_left_is_swept_and_does_no_harm(recipe: dict[str, Any], outpu
     (_result(output) / "piece-0.bin").write_bytes(b"left")
     (_result(output) / "spilled").mkdir()
     assert _is_kept(staged(recipe, output), output)
+    assert sorted(path.name for path in _result(output).iterdir()) == [RESULT_FILE, "raymerge"]
 
 
 # Sources with results
@@ -307,24 +313,31 @@ def test_a_merge_reads_the_result_that_is_there(recipe: dict[str, Any], output: 
     (merge,) = staged(recipe, output)
     assert merge.sources[0].prepared[0].files[0].version == ""
     with pytest.raises(CheckpointError, match=r"router-rows from one' is absent.*Give the command again"):
-        sources_of(merge, steps_directory(output))
+        with_stage_results(merge.sources, steps_directory(output))
     _run([merge], output)
-    (prepared,) = sources_of(merge, steps_directory(output))[0].prepared
-    assert prepared.files[0].version == str((_result(output) / RESULT_FILE).stat().st_mtime_ns)
+    (prepared,) = with_stage_results(merge.sources, steps_directory(output))[0].prepared
+    content = (_result(output) / RESULT_FILE).read_bytes()
+    assert prepared.files[0].version == xxhash.xxh3_128_hexdigest(content)
     assert prepared.tensors == merge.sources[0].prepared[0].tensors
     path = _result(output) / RESULT_FILE
     path.write_bytes(path.read_bytes().replace(b"router", b"rooter"))
     with pytest.raises(CheckpointError, match="no longer what was prepared"):
-        sources_of(merge, steps_directory(output))
+        with_stage_results(merge.sources, steps_directory(output))
 
 
 def test_a_result_that_changes_while_it_is_merged_is_an_error(recipe: dict[str, Any], output: Path) -> None:
-    def touch(event: Event) -> None:
+    """What was made of it is not gone on with: the result that is made again looks the same."""
+
+    def harm(event: Event) -> None:
         if isinstance(event, SegmentDone):
-            os.utime(_result(output) / RESULT_FILE, ns=(1, 1))
+            _flip(_result(output))
 
     with pytest.raises(CheckpointError, match=r"router-rows from one: model\.safetensors: the file was chan"):
-        run_chain(staged(recipe, output), output, on_event=touch)
+        run_chain(staged(recipe, output), output, on_event=harm)
+    assert [path.name for path in output.parent.iterdir()] == [".out.raymerge.steps"]
+    events = _run(staged(recipe, output), output)
+    assert [event.done_segments for event in _of(events, Started)] == [0]
+    assert len(_of(events, UnitDone)) == UNITS
 
 
 def test_a_source_that_changes_during_the_stage_is_an_error(
@@ -337,7 +350,11 @@ def test_a_source_that_changes_during_the_stage_is_an_error(
     with pytest.raises(CheckpointError, match=r"one: model\.safetensors: the file was changed"):
         run_chain(staged(recipe, output), output, on_event=touch)
     assert not _result(output).exists()
-    _run(staged(recipe, output), output)
+    with pytest.raises(
+        TargetError, match=r"router-rows from one was begun .*versions > .* is \"1\".*--replace"
+    ):
+        _run(staged(recipe, output), output)
+    _run(staged(recipe, output), output, AGAIN)
 
 
 # Several merges
@@ -380,7 +397,9 @@ def test_a_merge_is_kept_with_its_stages(chain: list[dict[str, Any]], output: Pa
     _flip(steps_directory(output) / "early")
     assert kept_steps(_with_stages(chain, output), output) == {"left"}
     events = _run(_with_stages(chain, output), output, AGAIN)
-    assert [event.title for event in _of(events, StageStarted)] == ["early from one", "late from right"]
+    # It has the same bytes, and so has what was made of it.
+    assert [event.title for event in _of(events, StageStarted)] == ["early from one"]
+    assert [event.title for event in _of(events, StageKept)] == ["late from right"]
     assert digests(output) == before
 
 
@@ -397,7 +416,8 @@ def test_a_stage_over_a_result_is_looked_at_once_that_is_there(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
     *_, third = merges = _with_stages(chain, output)
-    assert stage_problems(third, KEEP, works=lambda stage: PieceWork(stage, objection="it is odd.")) == ()
+    lines = stage_lines(third, KEEP, works=lambda stage: PieceWork(stage, objection="it is odd."))
+    assert lines == ((StageLine("late from right", None, None, None, None),), ())
     (only,) = [merge for merge in merges if merge.stages and merge is not third]
     with pytest.raises(PlanError, match="it is odd"):
         _run([merges[0], only, third], output, objection="it is odd.")
@@ -433,8 +453,23 @@ def test_too_little_memory_names_the_stage(
     assert "too little for router-rows from one" in problem.what
     assert f"{64 << 20} bytes" in problem.remedy
     (merge,) = staged(recipe, output)
-    assert stage_problems(merge, RunOptions(memory=32 << 20), works=PieceWork) == (problem,)
-    assert stage_problems(merge, RunOptions(memory=128 << 20), works=PieceWork) == ()
+    line = StageLine("router-rows from one", UNITS, 1000, 64 << 20, None)
+    assert stage_lines(merge, RunOptions(memory=32 << 20), works=PieceWork) == ((line,), (problem,))
+    line = replace(line, disk_bytes=2 * merge.stages[0].layout.nbytes)
+    assert stage_lines(merge, RunOptions(memory=128 << 20), works=PieceWork) == ((line,), ())
+
+
+def test_what_stages_lack_is_told_of_all_of_them(recipe: dict[str, Any], output: Path) -> None:
+    (merge,) = staged(recipe, output)
+    merge = with_stage(merge, gate_stage(merge.sources[1], name="second"), output)
+
+    def work(stage: Stage) -> PieceWork:
+        return PieceWork(stage, objection="" if stage.name == "second" else "it is odd.")
+
+    lines, (problem,) = stage_lines(merge, KEEP, works=work)
+    assert [line.units for line in lines] == [None, UNITS]
+    assert problem.what == "it is odd."
+    assert not steps_directory(output).exists()
 
 
 def test_a_taken_place_is_refused_before_the_stage(recipe: dict[str, Any], output: Path) -> None:
@@ -481,6 +516,18 @@ def test_a_gpu_without_room_names_the_option(recipe: dict[str, Any], output: Pat
         _run(staged(recipe, output), output, fails_with=error)
 
 
+def test_a_gpu_with_less_than_the_least_is_an_error_of_the_user(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kits.stage_maker.LEAST_BUDGET", 16 << 20)
+    options = RunOptions(inline=True, memory=16 << 20)
+    with pytest.raises(
+        OptionError, match=rf"out of memory\..*needs {16 << 20} bytes.*--device cpu"
+    ) as caught:
+        _run(staged(recipe, output), output, options, fails_with=torch.OutOfMemoryError("out of memory."))
+    assert caught.value.exit_code == 2
+
+
 def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], output: Path) -> None:
     with pytest.raises(VerificationError, match=r"recipe\.yml:3:1: router-rows .* another header"):
         _run(staged(recipe, output), output, wrong_header=True)
@@ -488,29 +535,50 @@ def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], o
     assert not output.exists()
 
 
-def test_receipts_without_their_pieces_are_believed_once(recipe: dict[str, Any], output: Path) -> None:
+def _spoil(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, _spoil, lambda path: os.truncate(path, 8)])
+def test_a_piece_that_is_not_what_was_left_is_made_again(
+    harm: Callable[[Path], object], recipe: dict[str, Any], output: Path, tmp_path: Path
+) -> None:
     """As after a power cut on a storage that did not keep what it had promised."""
     with pytest.raises(IncompleteError):
         _run(staged(recipe, output), output, fails_with=OSError(5, "once"))
     (staging,) = steps_directory(output).glob(".router-rows.raymerge-*")
-    (staging / "piece-3.bin").unlink()
-    with pytest.raises(IncompleteError, match="the same command goes on"):
-        _run(staged(recipe, output), output)
-    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
-    assert started.done_units == 0
+    harm(staging / "piece-3.bin")
+    events = _run(staged(recipe, output), output)
+    (started,) = _of(events, StageStarted)
+    assert (started.done_units, started.done_bytes) == (1, 300)
+    assert sorted(event.unit for event in _of(events, UnitDone)) == [0, 1, 3]
+    _run(staged(recipe, tmp_path / "fresh"), tmp_path / "fresh", INLINE)
+    assert digests(output) == digests(tmp_path / "fresh")
 
 
-def test_other_conditions_discard_what_is_unfinished(
-    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_piece_that_was_lost_is_out_of_the_ledger_before_it_is_made_again(
+    recipe: dict[str, Any], output: Path
 ) -> None:
+    """Else a later run would believe the receipt of bytes that are half written."""
+    with pytest.raises(IncompleteError):
+        _run(staged(recipe, output), output, fails_with=OSError(5, "once"))
+    (staging,) = steps_directory(output).glob(".router-rows.raymerge-*")
+    piece = (staging / "piece-3.bin").read_bytes()
+    (staging / "piece-3.bin").unlink()
+    with pytest.raises(IncompleteError):
+        _run(staged(recipe, output), output, fails_with=OSError(5, "once"), threads_file="/dev/full")
+    (staging / "piece-3.bin").write_bytes(piece)
+    (started,) = _of(_run(staged(recipe, output), output), StageStarted)
+    assert started.done_units == 1
+
+
+def test_what_was_begun_for_another_recipe_is_discarded(recipe: dict[str, Any], output: Path) -> None:
     with pytest.raises(IncompleteError):
         _run(staged(recipe, output), output, fails_with=OSError(5, "once"))
     with pytest.raises(IncompleteError):
         _run(staged(recipe, output, seed=1), output, fails_with=OSError(5, "once"))
     assert len(list(steps_directory(output).glob(".router-rows.raymerge-*"))) == 1
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
-    (started,) = _of(_run(staged(recipe, output, seed=1), output), StageStarted)
-    assert started.done_units == 0
 
 
 # Stopping and going on

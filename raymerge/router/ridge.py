@@ -1,0 +1,137 @@
+"""Router rows by regression, as long as text that they were not made of says."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+UNPROVEN = 0.1
+"""Separation below which nothing that was learnt from one half of the texts holds for the other."""
+
+_MOST_LOG_ODDS = 100.0
+# Nothing is surer than that, whatever few tokens say.
+_SAME = 1e-12
+# Means that differ by less of their length differ by rounding.
+
+
+class Ridge(NamedTuple):
+    """Rows, and whether they can be trusted."""
+
+    rows: torch.Tensor
+    """float64 ``[E + S, H]``."""
+    separation: float | None
+    """How far apart two experts' texts lie by the difference of their rows, in standard deviations within a
+    text, on texts that the rows were not made of; at most 10. None for a single expert."""
+
+
+class _Trial(NamedTuple):
+    """Rows of one half on the tokens of the other; means over the pairs of experts."""
+
+    gap: float
+    """Difference of the two experts' mean logits' differences."""
+    spread: float
+    """Variance of the difference of logits within an expert's texts."""
+
+
+def ridge_rows(gram: torch.Tensor, means: torch.Tensor, *, shares: torch.Tensor, penalty: float) -> Ridge:
+    """Ridge regression from router inputs to the expert whose text they are in (DUME, 2603.29765).
+
+    With G the mean of ``x x^T`` and m_e the mean of expert e's inputs, the routed rows are proportional to
+    ``(m_e - m) (G + lambda I)^-1``: the targets are centred, which takes from all rows what they have in
+    common, and changes no choice. One factor for all of them makes their differences log-odds, without which
+    the softmax over the chosen experts would be nearly flat. For two classes of inputs with one covariance S
+    log-odds are ``(m_a - m_b) S^-1``, so that ``v (m_a - m_b) = v S v`` for the difference v of two rows.
+
+    The tokens that rows were made of cannot tell the factor: where they are fewer than H, rows tell even
+    noise apart. So rows of either half of the texts are tried on the other half; both sides of the equation
+    are sums of squares that the other half's G and m give. The factor makes the rows of all texts as long as
+    rows have to be by both trials, over all pairs. Where the trials show no difference between experts,
+    it leaves logits whose differences are about ``UNPROVEN``.
+
+    A shared expert's row is the density of its inputs over that of the routed experts' as the same regression
+    estimates it (uLSIF; Kanamori, Hido and Sugiyama, JMLR 2009): ``m_s (G + lambda I)^-1``.
+
+    Args:
+        gram: G over the routed experts' inputs, each expert's weighing 1 / E in all, as the sum of what both
+            halves of the texts come to: float64 ``[2, H, H]``; overwritten.
+        means: the means in the same way: float64 ``[2, E + S, H]``.
+        shares: the share of each routed expert's tokens that is in each half: float64 ``[2, E]``.
+        penalty: lambda, relative to the mean of the Gram matrix's diagonal.
+
+    Raises:
+        ArithmeticError: the matrix cannot be inverted in float64.
+    """
+    num_routed = shares.shape[1]
+    trials = [_tried(gram, means, shares, half=half, penalty=penalty) for half in (0, 1)]
+    every, targets = gram[0].add_(gram[1]), means[0] + means[1]
+    if num_routed == 1:
+        return Ridge(_solved(every, targets, penalty), None)
+    targets[:num_routed] = _centred(targets[:num_routed])
+    rows = _solved(every, targets, penalty)
+    routed = _normed(rows[:num_routed])
+    gap, spread = (math.fsum(each) / 2 for each in zip(*trials, strict=True))
+    spread = max(spread, gap * gap / _MOST_LOG_ODDS)
+    separation = gap / math.sqrt(spread) if spread > 0 else 0.0
+    if separation < UNPROVEN:
+        size = _over_pairs(routed @ every @ routed.T)
+        length = UNPROVEN / math.sqrt(size) if size > 0 else 0.0
+    else:
+        length = gap / spread
+    rows[:num_routed] = routed * length
+    return Ridge(rows, separation)
+
+
+def _tried(
+    gram: torch.Tensor, means: torch.Tensor, shares: torch.Tensor, *, half: int, penalty: float
+) -> _Trial:
+    """Make rows of one half, of such length that two differ by 1 in the mean, and try them on the other."""
+    other, num_routed = 1 - half, shares.shape[1]
+    known = (shares > 0).all(0)
+    if int(known.sum()) < 2:
+        return _Trial(0.0, 0.0)
+    learnt, tried = (means[each, :num_routed][known] / shares[each][known][:, None] for each in (half, other))
+    rows = _normed(_solved(gram[half].clone(), _centred(learnt), penalty))
+    # Within experts: the mean square less that of the experts' means, which weigh as much as their tokens.
+    there = shares[other] > 0
+    means_there = means[other, :num_routed][there] / shares[other][there].sqrt()[:, None]
+    between = rows @ means_there.T
+    within = rows @ gram[other] @ rows.T - between @ between.T / num_routed
+    return _Trial(_over_pairs(rows @ tried.T), _over_pairs(within) / float(shares[other].mean()))
+
+
+def _solved(gram: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.Tensor:
+    """``targets (gram + lambda I)^-1``; the matrix gets the penalty.
+
+    Raises:
+        ArithmeticError: the matrix cannot be inverted in float64.
+    """
+    diagonal = gram.diagonal()
+    diagonal += penalty * diagonal.mean()
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    pivots = factor.diagonal().square()
+    # A matrix of lower rank has a factor all the same where its last pivots are rounding errors above zero.
+    rounding = torch.finfo(gram.dtype).eps * len(gram)
+    if int(failed) or not float(pivots.min()) > rounding * float(pivots.max()):
+        raise ArithmeticError("the Gram matrix with its penalty is not positive definite")
+    return torch.cholesky_solve(targets.T, factor).T.contiguous()
+
+
+def _centred(means: torch.Tensor) -> torch.Tensor:
+    """Differences from the mean of all; nothing where all are the same."""
+    found = means - means[0]
+    found -= found.mean(0)
+    return found if float(found.norm()) > _SAME * float(means.norm()) else torch.zeros_like(found)
+
+
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that add up to nothing, of such length that the mean square of their differences is 1."""
+    length = float(rows.norm()) * math.sqrt(2 / (len(rows) - 1))
+    return rows / length if length > 0 else rows
+
+
+def _over_pairs(products: torch.Tensor) -> float:
+    """Mean over all pairs a, b of ``p_aa + p_bb - p_ab - p_ba``: of products of differences."""
+    count = len(products)
+    return float(count * products.trace() - products.sum()) / (count * (count - 1) / 2)
