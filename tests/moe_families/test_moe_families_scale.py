@@ -45,7 +45,11 @@ CONFIG: Mapping[str, Any] = {
 """``config.json`` of Qwen3-235B-A22B, as far as a merge looks at it."""
 
 CHILD = """
-import json, resource, sys, time
+import json, sys, time
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 from collections import Counter
 from raymerge.api import plan
 began = time.perf_counter(), time.process_time()
@@ -55,7 +59,7 @@ table = plan["dispositions"]
 fates = zip(table.column("source").to_pylist(), table.column("disposition").to_pylist())
 print(json.dumps({
     "seconds": seconds,
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak": peak(),
     "problems": [str(problem) for problem in plan.problems],
     "fates": sorted([source, fate, count] for (source, fate), count in Counter(fates).items()),
     "distinct": len(set(zip(table.column("source").to_pylist(), table.column("name").to_pylist()))),

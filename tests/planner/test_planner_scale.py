@@ -22,7 +22,11 @@ MOST_BYTES = 1_500_000_000
 """Peak memory of a planning process."""
 
 CHILD = """
-import json, resource, sys, time
+import json, sys, time
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 from raymerge.recipes import recipe_from_mapping
 from raymerge.planner.build import build_plan
 from raymerge.planner.plan import digest
@@ -37,7 +41,7 @@ table = plan["dispositions"]
 print(json.dumps({
     "open": times[1] - times[0],
     "build": times[2] - times[1],
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak": peak(),
     "problems": [str(problem) for problem in plan.problems],
     "dispositions": sorted(
         map(list, zip(table.column("source").to_pylist(), table.column("disposition").to_pylist()))
