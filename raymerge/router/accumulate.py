@@ -59,8 +59,9 @@ def work_nbytes(mode: str, num_experts: int, hidden_size: int) -> int:
     numbers = 12 * sums
     if mode == "ridge":
         # The matrices of both halves; then as many that are read to be added, or one half's with the penalty
-        # and its factor. And the tiles, with the tokens of a run beside them.
-        numbers += 4 * hidden_size**2 + 4 * _TILE_TOKENS * hidden_size
+        # and its factor; one more that the allocator may hold on to. And the tiles, with the tokens of a run
+        # beside them.
+        numbers += 5 * hidden_size**2 + 4 * _TILE_TOKENS * hidden_size
     return numbers * torch.float64.itemsize
 
 

@@ -219,6 +219,6 @@ def test_neither_units_nor_the_conclusion_take_more_than_is_said(tmp_path: Path,
         check=True,
     )
     least, unit, conclusion, sums = json.loads(ran.stdout.splitlines()[-1])
-    assert unit <= least + 16 * MIB
-    assert conclusion <= sums + 16 * MIB
+    assert unit <= least + 4 * MIB
+    assert conclusion <= sums + 4 * MIB
     assert sums < least < 3 * sums
