@@ -82,7 +82,7 @@ class PartComputation:
         if base is not None and self._method.takes is Takes.DELTAS:
             for value in values:
                 value.sub_(base)
-        return Tile(base, tuple(values), start)
+        return Tile(base, torch.stack(values), start)
 
     def _values(self, raw: RawInput, source: Input, assembler: Assembler | None) -> torch.Tensor:
         """One input's elements of a tile: float32 ``[n]``, memory of its own."""

@@ -22,7 +22,7 @@ from raymerge.lora.compatible import ADDITIVE, Where, check_adapters, field_path
 from raymerge.lora.matrices import Factors, Limits, check_finite, factorise, factorise_product, read_tensor
 from raymerge.lora.report import Combination, ModuleReport, OnModule, relative_error
 from raymerge.lora.writer import AdapterFacts, AdapterWriter
-from raymerge.methods import Method, Settings, Takes, Tile
+from raymerge.methods import Method, Settings, Takes, Tile, gather, sample_of
 from raymerge.methods.random import random_key
 from raymerge.storage.local import LocalStore
 
@@ -155,15 +155,18 @@ class _Rule:
         """The method's result on whole changes of one shape, float32, with a base of zeros."""
         shape = deltas[0].shape
         settings = replace(settings, shape=tuple(shape))
-        flat = tuple(delta.float().flatten() for delta in deltas)
+        flat = torch.stack([delta.float().flatten() for delta in deltas])
         base = torch.zeros_like(flat[0]) if self.method.takes is Takes.DELTAS else None
-        tile, kernel = Tile(base, flat, 0), self.method.kernel
-        passes = kernel.passes(settings)
-        state = kernel.begin(settings, flat[0].numel(), flat[0].device) if passes else None
-        for index in range(passes):
-            kernel.observe(state, tile, settings, index)
-            kernel.conclude(state, settings, index)
-        return kernel.apply(tile, settings, state).view(shape)
+        tile = Tile(base, flat, 0)
+        state = gather(
+            self.method,
+            settings,
+            flat.shape[1],
+            flat.device,
+            tiles=lambda: (tile,),
+            sample=lambda: sample_of(tile),
+        )
+        return self.method.kernel.apply(tile, settings, state).view(shape)
 
     def coefficients(self, settings: Settings) -> list[float]:
         """How many times each source counts in a method that adds: what becomes of a 1 in it alone."""

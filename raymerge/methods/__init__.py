@@ -1,9 +1,12 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
 from raymerge.methods.draws import normal, uniform
+from raymerge.methods.gather import gather, sample_of, sample_runs
 from raymerge.methods.method import (
     BLOCK,
     ROW_GROUP,
+    SAMPLE_LENGTH,
+    SAMPLE_RUNS,
     Access,
     BaseUse,
     Kernel,
@@ -20,6 +23,8 @@ from raymerge.methods.table import find_method, methods
 __all__ = [
     "BLOCK",
     "ROW_GROUP",
+    "SAMPLE_LENGTH",
+    "SAMPLE_RUNS",
     "Access",
     "BaseUse",
     "Kernel",
@@ -30,9 +35,12 @@ __all__ = [
     "Tile",
     "Value",
     "find_method",
+    "gather",
     "keep_mask",
     "methods",
     "normal",
     "random_key",
+    "sample_of",
+    "sample_runs",
     "uniform",
 ]

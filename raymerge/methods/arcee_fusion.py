@@ -11,8 +11,9 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, PIECE, MagnitudeSelection, chunk_length, folded
+from raymerge.methods.reduce import PIECE, chunk_length, folded
 from raymerge.methods.rows import row_batches
+from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import on_base
 
 _SMALLEST_PROBABILITY = 1e-8
@@ -48,10 +49,11 @@ class ArceeFusionKernel:
         for quartile in state:
             quartile.observe(importances, pass_index)
 
-    def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> bool:
         """End the pass of every selection."""
         for quartile in state:
             quartile.conclude(pass_index)
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Quartiles) -> torch.Tensor:
         """The base, moved to the source where that matters."""

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection, chunks
+from raymerge.methods.reduce import chunks
+from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
 from raymerge.methods.trim import mark_largest_, tie_key
 
@@ -78,12 +79,13 @@ class BreadcrumbsKernel:
                 band.outliers.observe(delta, pass_index)
                 band.upper.observe(delta, pass_index)
 
-    def conclude(self, state: _Bands, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Bands, settings: Settings, pass_index: int) -> bool:
         """End the pass of every selection."""
         for band in state:
             if band is not None:
                 band.outliers.conclude(pass_index)
                 band.upper.conclude(pass_index)
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Bands | None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import torch
 
-from raymerge.methods.method import Settings, Tile
+from raymerge.methods.method import Rows, Settings, Tile
 from raymerge.methods.reduce import add_products
 from raymerge.methods.sums import sum_of_products
 from raymerge.methods.task_arithmetic import on_base
@@ -37,7 +37,7 @@ class Gram:
         """How many vectors there are."""
         self._products = [[0.0] * (index + 1) for index in range(size)]
 
-    def add(self, vectors: Sequence[torch.Tensor], origin: torch.Tensor | None) -> None:
+    def add(self, vectors: Rows, origin: torch.Tensor | None) -> None:
         """Add a tile's inner products; with an origin, those of the vectors' differences to it.
 
         Differences are taken again for each pair, so that memory does not grow with the vectors' number.
@@ -106,12 +106,13 @@ class CombinationKernel(ABC):
         """Add the tile's inner products."""
         state.gram.add(tile.sources, tile.base)
 
-    def conclude(self, state: Combination, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: Combination, settings: Settings, pass_index: int) -> bool:
         """Choose the coefficients."""
         if state.gram.is_finite:
             state.coefficients = self.coefficients(state.gram, settings)
         else:
             state.coefficients = (math.nan,) * len(settings.sources)
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
         """The combination."""
@@ -130,9 +131,7 @@ class DeltaCombinationKernel(CombinationKernel):
         return add_deltas(tile, state.coefficients)
 
 
-def combine(
-    sources: Sequence[torch.Tensor], coefficients: Coefficients, origin: torch.Tensor | None
-) -> torch.Tensor:
+def combine(sources: Rows, coefficients: Coefficients, origin: torch.Tensor | None) -> torch.Tensor:
     """``O + sum c_i (T_i - O)``, with O the origin, or 0 without one; float32 ``[n]`` all.
 
     Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i

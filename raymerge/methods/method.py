@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
@@ -24,7 +24,12 @@ ROW_GROUP = 16
 """Rows; every tile of a ROW method starts at a multiple of it within its logical tensor, so that what is
 summed over rows can be folded in groups that no tiling cuts."""
 
+SAMPLE_RUNS, SAMPLE_LENGTH = 256, 1024
+"""A sample of a tensor: so many runs of so many elements, evenly spread over it."""
+
 Value: TypeAlias = float | bool | int | None
+Rows: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""Vectors of one length: the rows of a matrix ``[N, n]``, or each by itself."""
 
 
 class Access(StrEnum):
@@ -163,8 +168,9 @@ class Tile:
 
     base: torch.Tensor | None
     """float32 ``[n]``; None when the method uses no base."""
-    sources: tuple[torch.Tensor, ...]
-    """float32 ``[n]`` each, in recipe order: weights, or deltas for ``Takes.DELTAS``."""
+    sources: torch.Tensor
+    """float32 ``[N, n]``, a row for each source in recipe order: weights, or deltas for ``Takes.DELTAS``. The
+    elements of a row lie side by side."""
     start: int
     """Index of the first element within the logical tensor."""
 
@@ -183,7 +189,7 @@ class Kernel(Protocol):
     """The arithmetic of a method. Stateless itself: statistics live in the state that ``begin`` makes."""
 
     def passes(self, settings: Settings) -> int:
-        """Statistics passes over the whole tensor that ``apply`` needs before it."""
+        """Statistics passes over the whole tensor that ``apply`` needs before it, as a rule."""
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Any:
         """The state of one tensor's statistics; asked for only when there are passes."""
@@ -191,8 +197,8 @@ class Kernel(Protocol):
     def observe(self, state: Any, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Take in one tile; tiles come in order and cover the tensor exactly once per pass."""
 
-    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
-        """End a pass."""
+    def conclude(self, state: Any, settings: Settings, pass_index: int) -> bool:
+        """End a pass; whether one more is needed, beyond those that ``passes`` foresees."""
 
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
         """The result's elements for this tile, float32 ``[n]``, on the tile's device; ``state`` is None
@@ -212,8 +218,9 @@ class SinglePass:
     def observe(self, state: None, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Nothing to learn from a tile."""
 
-    def conclude(self, state: None, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: None, settings: Settings, pass_index: int) -> bool:
         """Nothing to end."""
+        return False
 
 
 class KernelBySettings(ABC):
@@ -235,9 +242,9 @@ class KernelBySettings(ABC):
         """As the chosen one."""
         self.chosen(settings).observe(state, tile, settings, pass_index)
 
-    def conclude(self, state: Any, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: Any, settings: Settings, pass_index: int) -> bool:
         """As the chosen one."""
-        self.chosen(settings).conclude(state, settings, pass_index)
+        return self.chosen(settings).conclude(state, settings, pass_index)
 
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
         """As the chosen one."""
@@ -291,6 +298,9 @@ class Method:
     """Whether it draws on ``Settings.keys``."""
     positional: bool = False
     """Whether it asks for ``Settings.position``."""
+    sampler: Callable[[Any, Tile, Settings], None] | None = None
+    """Takes a sample of the tensor into the state before the first pass, run after run in one tile; called
+    for tensors of more elements than a sample has. What it sees may spare passes and changes no result."""
     access_of: Callable[[Settings], Access] | None = None
     """Of a method whose access depends on its settings: what they ask for, never more than ``access``."""
     check: Callable[[Settings], str | None] = no_objection

@@ -98,9 +98,10 @@ class _Columns:
         """Add the tile's inner products."""
         _add_columns(state.sums, tile, settings.row_length)
 
-    def conclude(self, state: _ColumnStatistics, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _ColumnStatistics, settings: Settings, pass_index: int) -> bool:
         """Choose the coefficients."""
         state.factors = _factors(state.sums, _turn(settings))
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _ColumnStatistics) -> torch.Tensor:
         """Each column by its own coefficients."""
@@ -140,7 +141,7 @@ def _cut(tile: Tile, columns: slice, num_rows: int = 1) -> Tile:
         return elements.view(num_rows, -1)[:, columns].reshape(-1)
 
     base = None if tile.base is None else cut(tile.base)
-    return Tile(base, tuple(cut(source) for source in tile.sources), 0)
+    return Tile(base, torch.stack([cut(source) for source in tile.sources]), 0)
 
 
 def _vectors(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,8 +189,9 @@ def _blended(tile: Tile, factors: torch.Tensor, turn: float, row_length: int) ->
     ``factors`` is float32 ``[2, rows, 1]`` or ``[2, 1, row_length]``.
     """
     excess, of_other = factors
-    start, other = tile.sources[::-1] if turn >= 0.5 else tile.sources
-    change = start - other
+    nearer = int(turn >= 0.5)
+    start: torch.Tensor = tile.sources[nearer]
+    change = start - tile.sources[1 - nearer]
     change.view(-1, row_length).mul_(of_other)
     # As 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
     merged = start - change.add_(0.0)

@@ -14,7 +14,7 @@ class PassthroughKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """The scaled source; without a scale the source's own tensor, which is then an alias."""
-        (source,) = tile.sources
+        source: torch.Tensor = tile.sources[0]
         if _identity(settings) is not None:
             return source
         (scale,) = settings.per_source("scale")

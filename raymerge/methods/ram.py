@@ -62,8 +62,9 @@ class RamPlusKernel:
             counts.unique += alone
             counts.shared += total - alone
 
-    def conclude(self, state: tuple[_Changes, ...], settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: tuple[_Changes, ...], settings: Settings, pass_index: int) -> bool:
         """The counts are ready as they are."""
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: tuple[_Changes, ...]) -> torch.Tensor:
         """Base plus the average of what is shared and the enlarged rest."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection, add_products, chunks
+from raymerge.methods.reduce import add_products, chunks
+from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import agreeing_sum, on_base, sum_of_terms
 from raymerge.methods.trim import mark_largest_, tie_key
 
@@ -62,13 +63,14 @@ class SceKernel:
             state.num_differing += int(torch.count_nonzero(deviations))
         state.selection.observe(deviations, pass_index)
 
-    def conclude(self, state: _Statistics, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Statistics, settings: Settings, pass_index: int) -> bool:
         """End a pass of the selection; the sums are ready as they are."""
         if state.selection is None or pass_index == MagnitudeSelection.passes:
-            return
+            return False
         if pass_index == 0:
             state.selection.choose_rank(math.floor(state.num_differing * settings.number("select_topk")))
         state.selection.conclude(pass_index)
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Statistics) -> torch.Tensor:
         """Base plus the mean of the selected deltas that agree with the sign of their sum, each counted by

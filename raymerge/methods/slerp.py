@@ -50,8 +50,9 @@ class SlerpKernel:
         state.base_source = add_products(state.base_source, base, source)
         state.source_source = add_products(state.source_source, source, source)
 
-    def conclude(self, state: _Products, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Products, settings: Settings, pass_index: int) -> bool:
         """The sums are ready as they are."""
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Products) -> torch.Tensor:
         """The two coefficients, computed once in float64, on the unnormalised tensors."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from raymerge.methods.method import Settings, Tile
+from raymerge.methods.method import Rows, Settings, Tile
 
 _CANCELS = 1e-8
 
@@ -17,7 +17,7 @@ def weighted_sum(tile: Tile, settings: Settings) -> torch.Tensor:
     return sum_of_products(tile.sources, settings.per_source("weight"))
 
 
-def sum_of_products(tensors: Sequence[torch.Tensor], coefficients: Sequence[float]) -> torch.Tensor:
+def sum_of_products(tensors: Rows, coefficients: Sequence[float]) -> torch.Tensor:
     """``sum c T`` in order, every product rounded: a new float32 ``[n]``, with one temporary of its size."""
     total = tensors[0] * coefficients[0]
     product = torch.empty_like(total)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
-from raymerge.methods.reduce import HISTOGRAM_BYTES, MagnitudeSelection
+from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
 from raymerge.methods.trim import mark_largest_, tie_key
 
@@ -50,11 +50,12 @@ class TiesKernel:
             if selection is not None:
                 selection.observe(delta, pass_index)
 
-    def conclude(self, state: _Selections, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Selections, settings: Settings, pass_index: int) -> bool:
         """End the pass of every selection."""
         for selection in state:
             if selection is not None:
                 selection.conclude(pass_index)
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Selections | None) -> torch.Tensor:
         """Base plus lambda times the elected sum of the trimmed deltas."""

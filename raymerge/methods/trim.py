@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from raymerge.methods.random import keep_some, random_key
-from raymerge.methods.reduce import MagnitudeSelection, chunks
+from raymerge.methods.reduce import chunks
+from raymerge.methods.selection import MagnitudeSelection
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0

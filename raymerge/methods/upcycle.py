@@ -95,15 +95,17 @@ class UpcycleKernel:
             state.total = add_values(state.total, replaced)
             state.squares = add_products(state.squares, replaced, replaced)
 
-    def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> None:
+    def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> bool:
         """Mean and deviation."""
         if state.count:
             state.mean = state.total / state.count
             state.deviation = math.sqrt(max(0.0, state.squares / state.count - state.mean**2))
+        return False
 
     def apply(self, tile: Tile, settings: Settings, state: _Redrawn | None) -> torch.Tensor:
         """Redraw, add noise, scale."""
-        (source,), (key,) = tile.sources, settings.keys
+        source: torch.Tensor = tile.sources[0]
+        (key,) = settings.keys
         (noise_scale,), (scale,) = settings.per_source("noise_scale"), settings.per_source("scale")
         result = source.clone()
         for chunk in chunks(result.numel(), result.device):

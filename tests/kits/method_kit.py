@@ -34,7 +34,9 @@ from raymerge.methods import (
     Tile,
     Value,
     find_method,
+    gather,
     random_key,
+    sample_of,
 )
 
 CPU = torch.device("cpu")
@@ -86,24 +88,16 @@ def merge(
     """What the executor does with one logical tensor: passes over its tiles, cut at ``cuts``."""
     shape = sources[0].shape
     tiles = list(_tiles(method, base, sources, sorted({0, *cuts, shape.numel()})))
-    state = gather(method, settings, tiles, shape.numel(), sources[0].device)
+    state = gather(
+        method,
+        settings,
+        shape.numel(),
+        sources[0].device,
+        tiles=lambda: tiles,
+        sample=lambda: sample_of(next(_tiles(method, base, sources, (0, shape.numel())))),
+    )
     results = [method.kernel.apply(tile, settings, state) for tile in tiles]
     return torch.cat(results).view(shape) if results else sources[0].new_empty(shape)
-
-
-def gather(
-    method: Method, settings: Settings, tiles: Sequence[Tile], num_elements: int, device: torch.device
-) -> object:
-    """The statistics of one tensor; None, and nothing begun, for a method that asks for no pass."""
-    passes = method.kernel.passes(settings)
-    if not passes:
-        return None
-    state = method.kernel.begin(settings, num_elements, device)
-    for pass_index in range(passes):
-        for tile in tiles:
-            method.kernel.observe(state, tile, settings, pass_index)
-        method.kernel.conclude(state, settings, pass_index)
-    return state
 
 
 def _tiles(
@@ -117,7 +111,7 @@ def _tiles(
         if method.takes is Takes.DELTAS:
             assert tile_base is not None
             inputs = [source - tile_base for source in inputs]
-        yield Tile(tile_base, tuple(inputs), begin)
+        yield Tile(tile_base, torch.stack(inputs), begin)
 
 
 def random_inputs(
@@ -312,7 +306,7 @@ class MethodKit:
         if method.takes is not Takes.DELTAS:
             return
         for _, settings, base, sources in self.runs((31, 9)):
-            deltas = tuple((source - base).flatten() for source in sources)
+            deltas = torch.stack([(source - base).flatten() for source in sources])
             merged = _run(method, Tile(torch.zeros(base.numel()), deltas, 0), settings)
             shifted = _run(method, Tile(base.flatten(), deltas, 0), settings)
             assert torch.equal(shifted, merged + base.flatten())
@@ -341,7 +335,7 @@ class MethodKit:
             columns = settings.row_length * method.state_bytes_per_column
             kept = (method.state_bytes + columns) * count
             with MemoryMeter() as gathered:
-                state = gather(method, settings, [tile], base.numel(), CPU)
+                state = _state_of(method, tile, settings)
             assert gathered.peak_bytes <= scratch + kept + FEW_BYTES
             with MemoryMeter() as applied:
                 result = method.kernel.apply(tile, settings, state)
@@ -357,5 +351,10 @@ class MethodKit:
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:
     """The result of a tensor that is one tile."""
-    state = gather(method, settings, [tile], tile.sources[0].numel(), CPU)
-    return method.kernel.apply(tile, settings, state)
+    return method.kernel.apply(tile, settings, _state_of(method, tile, settings))
+
+
+def _state_of(method: Method, tile: Tile, settings: Settings) -> object:
+    """The statistics of a tensor that is one tile."""
+    size = tile.sources.shape[1]
+    return gather(method, settings, size, CPU, tiles=lambda: (tile,), sample=lambda: sample_of(tile))

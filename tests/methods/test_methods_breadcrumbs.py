@@ -13,7 +13,7 @@ from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
 from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Method, Value, find_method
-from raymerge.methods.reduce import MagnitudeSelection
+from raymerge.methods.selection import MagnitudeSelection
 from raymerge.methods.trim import mark_largest_, tie_key
 
 Array = NDArray[np.float64]

@@ -108,7 +108,7 @@ def test_what_is_accepted_without_effect() -> None:
 
 def test_parameters_without_effect_change_nothing() -> None:
     base, source = torch.zeros(8), torch.arange(8.0)
-    tile = Tile(base, (source,), 0)
+    tile = Tile(base, source.unsqueeze(0), 0)
     for name in ("task_arithmetic", "ties", "dare_linear", "dare_ties"):
         kernel = method_named(name).kernel
         plain = settings_of(name, {"weight": 0.5})
@@ -215,7 +215,7 @@ def test_a_required_value_cannot_be_none() -> None:
 
 
 def test_a_method_with_a_base_refuses_a_tile_without() -> None:
-    tile = Tile(None, (torch.ones(3),), 0)
+    tile = Tile(None, torch.ones(1, 3), 0)
     with pytest.raises(ValueError, match="needs the base's elements"):
         method_named("task_arithmetic").kernel.apply(
             tile, settings_of("task_arithmetic", {"weight": 1.0}), None
@@ -277,7 +277,8 @@ def test_identity(
 def test_passthrough_without_a_scale_copies_nothing() -> None:
     source = torch.ones(4)
     kernel = method_named("passthrough").kernel
-    assert kernel.apply(Tile(None, (source,), 0), settings_of("passthrough", {}), None) is source
+    result = kernel.apply(Tile(None, source.unsqueeze(0), 0), settings_of("passthrough", {}), None)
+    assert result.data_ptr() == source.data_ptr()
 
 
 # Documentation ----------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_a_nan_coefficient_spoils_all() -> None:
 
 
 def test_deltas_by_hand() -> None:
-    tile = Tile(torch.tensor([1.0, 2.0]), (torch.tensor([1.0, -1.0]), torch.tensor([0.5, 4.0])), 0)
+    tile = Tile(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, -1.0], [0.5, 4.0]]), 0)
     assert add_deltas(tile, (2.0, -1.0)).tolist() == [2.5, -4.0]
 
 

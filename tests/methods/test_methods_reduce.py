@@ -14,7 +14,8 @@ from kits.method_kit import threads
 
 from raymerge.methods import BLOCK
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.reduce import PIECE, MagnitudeSelection, add_products, add_values, chunks, folded
+from raymerge.methods.reduce import PIECE, add_products, add_values, chunks, folded
+from raymerge.methods.selection import MagnitudeSelection
 
 CPU = torch.device("cpu")
 LENGTHS = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 333]

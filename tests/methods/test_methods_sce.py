@@ -11,7 +11,7 @@ from kits.method_kit import CPU, Case, MethodKit, make_settings, merge, random_i
 from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Method, find_method
-from raymerge.methods.reduce import MagnitudeSelection
+from raymerge.methods.selection import MagnitudeSelection
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)

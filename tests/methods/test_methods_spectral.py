@@ -357,7 +357,7 @@ def test_memory_of_matrices(name: str, shape: tuple[int, int], num_sources: int)
     method = method_named(name)
     settings = make_settings(method, Case(sources=({},) * num_sources), shape)
     base, sources = random_inputs(num_sources, shape)
-    tile = Tile(base.flatten(), tuple((source - base).flatten() for source in sources), 0)
+    tile = Tile(base.flatten(), torch.stack([(source - base).flatten() for source in sources]), 0)
     assert base.numel() > BLOCK
     with MemoryMeter() as meter:
         result = method.kernel.apply(tile, settings, None)

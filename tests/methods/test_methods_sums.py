@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.method_kit import FEW_BYTES, MemoryMeter, random_inputs, same_bits
@@ -27,7 +28,7 @@ def test_every_product_and_every_sum_is_rounded(weights: tuple[float, ...]) -> N
         expected = expected + source * weight
     before = [source.clone() for source in sources]
     assert same_bits(sum_of_products(sources, weights), expected)
-    assert same_bits(weighted_sum(Tile(None, tuple(sources), 0), weighted(*weights)), expected)
+    assert same_bits(weighted_sum(Tile(None, torch.stack(list(sources)), 0), weighted(*weights)), expected)
     assert all(same_bits(*pair) for pair in zip(sources, before, strict=True))
 
 

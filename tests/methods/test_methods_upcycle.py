@@ -343,7 +343,7 @@ def test_an_empty_tensor_is_its_own_expert() -> None:
     given_ = settings_of((0, 5), reinit_fraction=0.5, neuron_axis=1)
     state = method().kernel.begin(given_, 0, CPU)
     method().kernel.conclude(state, given_, 0)
-    assert method().kernel.apply(Tile(None, (torch.empty(0),), 0), given_, state).shape == (0,)
+    assert method().kernel.apply(Tile(None, torch.empty(1, 0), 0), given_, state).shape == (0,)
 
 
 # Fine-grained experts, as docs/methods.md has them ----------------------------------------------------
