@@ -7,13 +7,20 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.buffers import ALIGNMENT
+from raymerge.storage.copying import RangeCopier, inner_blocks
 from raymerge.storage.extents import share_extents
 from raymerge.storage.open_files import OpenFiles
-from raymerge.storage.store import Buffer, FileInfo
+from raymerge.storage.ranges import Range
+from raymerge.storage.reading import ExtentReader
+from raymerge.storage.store import Buffer, FileInfo, ReadStore
+from raymerge.storage.transfers import read_fully
+from raymerge.storage.writing import BOUNCE_COUNT, BOUNCE_NBYTES, ExtentWriter
 from raymerge.units import format_size
 
 _MAX_OPEN_FILES = 64
@@ -24,9 +31,15 @@ _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno
 class LocalStore:
     """Files below ``root``. Thread-safe; pickles as its root alone, without open files."""
 
+    BOUNCE_BYTES = BOUNCE_COUNT * BOUNCE_NBYTES
+    """The most memory that ``write_extent`` takes besides the caller's, however many threads call it."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open_files = OpenFiles(_MAX_OPEN_FILES)
+        self._reader = ExtentReader(self._open_files)
+        self._writer = ExtentWriter(self._open_files)
+        self._copier = RangeCopier()
 
     def __getstate__(self) -> Path:
         return self.root
@@ -45,6 +58,7 @@ class LocalStore:
     def close(self) -> None:
         """Close what is open; the store may be used again afterwards."""
         self._open_files.close()
+        self._writer.close()
 
     def location(self, key: str) -> str:
         """The path of ``key``.
@@ -92,13 +106,31 @@ class LocalStore:
             CheckpointError: the file cannot be read, or ends before the buffer is full.
         """
         path = self.location(key)
-        try:
-            with self._open_files.borrow(path, writable=False) as descriptor:
-                done = _read_fully(descriptor, offset, buffer)
-        except OSError as error:
-            raise CheckpointError(_unreadable(path, offset, error)) from error
+        with _reading(path, offset), self._open_files.borrow(path, writable=False) as descriptor:
+            done = read_fully(descriptor, offset, _as_bytes(buffer))
         if done < buffer.nbytes:
             raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes, got=done))
+
+    def read_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+    ) -> int:
+        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
+
+        Long extents that are not in the page cache are read past it, unless they are wanted ``again``.
+
+        Returns:
+            Position of the first byte in the buffer: ``offset % ALIGNMENT``.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+            ValueError: the buffer is too small.
+        """
+        path = self.location(key)
+        with _reading(path, offset):
+            done = self._reader.read(path, Range(offset, nbytes), _as_bytes(buffer), again=again)
+        if done < nbytes:
+            raise CheckpointError(_ends_early(path, offset, wanted=nbytes, got=done))
+        return offset % ALIGNMENT
 
     # Writing
 
@@ -125,12 +157,54 @@ class LocalStore:
         Raises:
             OptionError: the file system has no room for it.
         """
-        path = self.location(key)
-        with self._open_files.borrow(path, writable=True) as descriptor:
-            try:
-                _write_fully(descriptor, offset, buffer)
-            except OSError as error:
-                raise _room_error(path, memoryview(buffer).nbytes, error) from error
+        path, view = self.location(key), _as_bytes(buffer)
+        with _writing(path, len(view)):
+            self._writer.write_in_place(path, offset, view)
+
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Write all of a large ``buffer`` at ``offset`` of a created file, past the page cache where it can.
+
+        Where the buffer begins at the same byte of a block of ALIGNMENT as the file's range does, its whole
+        blocks go to the disk from where they lie; otherwise they are copied first, through BOUNCE_BYTES.
+
+        Raises:
+            OptionError: the file system has no room for it.
+        """
+        path, view = self.location(key), _as_bytes(buffer)
+        with _writing(path, len(view)):
+            self._writer.write(path, offset, view)
+
+    def copy_range(
+        self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
+    ) -> int:
+        """Have the file system share or copy bytes of another store without moving them through this process.
+
+        That happens on file systems whose files share blocks, for ranges that lie alike within blocks, and on
+        servers that copy by themselves. Elsewhere the kernel would move the bytes through the page cache,
+        which takes longer than ``read_extent`` and ``write_extent``.
+
+        Returns:
+            ``nbytes`` when all of them are in the created file ``key``; else 0, and then nothing is promised
+            of the range.
+
+        Raises:
+            CheckpointError: the source cannot be read.
+            OptionError: the file system has no room for it.
+        """
+        lead, inner = inner_blocks(source_offset, offset, nbytes)
+        if not inner or not isinstance(source, LocalStore):
+            return 0
+        origin_path = source.location(source_key)
+        with (
+            self._open_files.borrow(self.location(key), writable=True) as target,
+            _reading(origin_path, source_offset),
+            source._open_files.borrow(origin_path, writable=False) as origin,
+        ):
+            if not self._copier.copy_blocks(origin, source_offset + lead, target, offset + lead, inner):
+                return 0
+        for begin, end in ((0, lead), (lead + inner, nbytes)):
+            self.write_at(key, offset + begin, source.read(source_key, source_offset + begin, end - begin))
+        return nbytes
 
     def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
         """Let a range of a created file share its storage with an equal range of another, where that can be.
@@ -211,24 +285,6 @@ def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def _read_fully(descriptor: int, offset: int, buffer: memoryview) -> int:
-    view = _as_bytes(buffer)
-    done = 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if not got:
-            break
-        done += got
-    return done
-
-
-def _write_fully(descriptor: int, offset: int, buffer: Buffer) -> None:
-    view = _as_bytes(buffer)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
-
-
 def _as_bytes(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     # A view with a zero in its shape cannot be cast.
@@ -271,6 +327,24 @@ def _room_error(path: str, wanted: int, error: OSError) -> OSError | OptionError
     lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else os.strerror(error.errno)
     what = f"cannot take {wanted} more bytes: the file system has {free} free, {lack}."
     return OptionError(Problem(path, what, "Free space there, or choose another output directory."))
+
+
+@contextmanager
+def _reading(path: str, offset: int) -> Iterator[None]:
+    """Says of a failure which file could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, offset, error)) from error
+
+
+@contextmanager
+def _writing(path: str, nbytes: int) -> Iterator[None]:
+    """Says of a full file system how much it lacks."""
+    try:
+        yield
+    except OSError as error:
+        raise _room_error(path, nbytes, error) from error
 
 
 def _unreadable(path: str, offset: int, error: OSError) -> Problem:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 
 @dataclass(slots=True)
@@ -27,12 +28,16 @@ class OpenFiles:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._handles: OrderedDict[tuple[str, bool], _Handle] = OrderedDict()
+        self._handles: OrderedDict[tuple[str, bool, bool], _Handle] = OrderedDict()
 
     @contextmanager
-    def borrow(self, path: str, *, writable: bool) -> Iterator[int]:
-        """A descriptor of ``path`` that stays open until the block ends."""
-        handle = self._acquire(path, writable)
+    def borrow(self, path: str, *, writable: bool, direct: bool = False) -> Iterator[int]:
+        """A descriptor of ``path`` that stays open until the block ends; ``direct`` goes past the page cache.
+
+        Raises:
+            OSError: the file cannot be opened like that.
+        """
+        handle = self._acquire(path, writable, direct)
         try:
             yield handle.descriptor
         finally:
@@ -41,8 +46,8 @@ class OpenFiles:
     def forget(self, path: str) -> None:
         """Drop the descriptors of ``path``, which was renamed, replaced or removed."""
         with self._lock:
-            for writable in (False, True):
-                handle = self._handles.pop((path, writable), None)
+            for writable, direct in product((False, True), repeat=2):
+                handle = self._handles.pop((path, writable, direct), None)
                 if handle is not None:
                     _retire(handle)
 
@@ -53,13 +58,14 @@ class OpenFiles:
                 _retire(handle)
             self._handles.clear()
 
-    def _acquire(self, path: str, writable: bool) -> _Handle:
+    def _acquire(self, path: str, writable: bool, direct: bool) -> _Handle:
+        key = path, writable, direct
         with self._lock:
-            handle = self._handles.get((path, writable))
+            handle = self._handles.get(key)
             if handle is None:
-                flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
-                handle = self._handles[path, writable] = _Handle(os.open(path, flags))
-            self._handles.move_to_end((path, writable))
+                flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+                handle = self._handles[key] = _Handle(os.open(path, flags | os.O_CLOEXEC))
+            self._handles.move_to_end(key)
             handle.users += 1
             self._evict()
             return handle

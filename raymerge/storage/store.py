@@ -43,6 +43,22 @@ class ReadStore(Protocol):
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``; raises as ``read`` does."""
 
+    def read_extent(
+        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+    ) -> int:
+        """Read bytes somewhere into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
+
+        What the buffer holds besides them afterwards is not said. ``again`` tells that they will be read once
+        more, so that a store which can keep them at hand does.
+
+        Returns:
+            Position of the first byte in the buffer.
+
+        Raises:
+            CheckpointError: as ``read`` does.
+            ValueError: the buffer is too small.
+        """
+
     def close(self) -> None:
         """Give back what is held open; the store may be used again afterwards."""
 
@@ -59,6 +75,19 @@ class WriteStore(ReadStore, Protocol):
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer`` at ``offset`` of a created file."""
+
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Write all of a large ``buffer`` at ``offset`` of a created file, at the speed of the storage."""
+
+    def copy_range(
+        self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
+    ) -> int:
+        """Have the file system copy or share bytes of another store without moving them through this process.
+
+        Returns:
+            ``nbytes`` when all of them are in the created file ``key``; else 0, and then nothing is promised
+            of the range.
+        """
 
     def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
         """Let two equal ranges share their storage where that can be; bytes that do so now."""

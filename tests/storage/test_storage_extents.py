@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kits.reflink_mount import reflink_mount
 
 from raymerge.storage.extents import BLOCK_NBYTES
 from raymerge.storage.local import LocalStore
@@ -20,20 +19,8 @@ NUM_BLOCKS = 5000
 @pytest.fixture
 def reflink_store(tmp_path: Path) -> Iterator[LocalStore]:
     """A store on an XFS image of its own, mounted from a loop device."""
-    if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
-        pytest.skip("mounting an XFS image takes root and mkfs.xfs")
-    image, place = tmp_path / "image", tmp_path / "mounted"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(400 << 20)
-    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False).returncode:
-        pytest.skip("loop devices cannot be mounted here")
-    try:
-        with LocalStore(place) as store:
-            yield store
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+    with reflink_mount(tmp_path) as place, LocalStore(place) as store:
+        yield store
 
 
 def write_twins(store: LocalStore, *, shift: int) -> bytes:

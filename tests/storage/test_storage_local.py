@@ -105,6 +105,8 @@ class TestKeys:
             lambda: store.read(key, 0, 0),
             lambda: store.create(key, 1),
             lambda: store.write_at(key, 0, b"x"),
+            lambda: store.write_extent(key, 0, memoryview(b"x")),
+            lambda: store.read_extent(key, 0, 0, memoryview(bytearray(8192))),
             lambda: store.rename("a", key),
             lambda: store.rename(key, "a"),
             lambda: store.remove(key),
@@ -132,12 +134,12 @@ class TestReading:
         numbers = np.arange(12, dtype=np.float32)
         put(store, "x", b"head" + numbers.tobytes())
         found = np.zeros((3, 4), dtype=np.float32)
-        store.read_into("x", 4, memoryview(found))
+        store.read_into("x", 4, found.data)
         assert np.array_equal(found.ravel(), numbers)
 
     def test_reads_nothing_into_an_array_without_elements(self, store: LocalStore) -> None:
         put(store, "x", b"")
-        store.read_into("x", 0, memoryview(np.zeros((0, 3), dtype=np.float32)))
+        store.read_into("x", 0, np.zeros((0, 3), dtype=np.float32).data)
 
     def test_goes_on_after_short_reads(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         data = bytes(range(100))
@@ -232,8 +234,8 @@ class TestWriting:
     def test_writes_arrays_of_any_element_type(self, store: LocalStore) -> None:
         numbers = np.arange(6, dtype=np.int64).reshape(2, 3)
         store.create("x", 48)
-        store.write_at("x", 0, memoryview(numbers))
-        store.write_at("x", 0, memoryview(np.zeros((0, 3))))
+        store.write_at("x", 0, numbers.data)
+        store.write_at("x", 0, np.zeros((0, 3)).data)
         assert store.read("x", 0, 48) == numbers.tobytes()
 
     def test_goes_on_after_short_writes(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

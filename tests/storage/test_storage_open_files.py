@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_reading_and_writing_have_their_own_descriptors(paths: list[str]) -> Non
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(reader, b"x", 0)
     files.close()
+
+
+def test_direct_descriptors_are_apart_and_forgotten_with_the_others(paths: list[str]) -> None:
+    files = OpenFiles(8)
+    kinds = [(writable, direct) for writable in (False, True) for direct in (False, True)]
+    opened = []
+    for writable, direct in kinds:
+        try:
+            with files.borrow(paths[0], writable=writable, direct=direct) as descriptor:
+                assert bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT) == direct
+                opened.append(descriptor)
+        except OSError:
+            pytest.skip("this file system has no direct I/O")
+    assert len(set(opened)) == 4
+    files.forget(paths[0])
+    assert not any(map(is_open, opened))
 
 
 def test_the_longest_unused_goes_first(paths: list[str]) -> None:

@@ -1,0 +1,149 @@
+"""Page-aligned memory and the pool of it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymerge.storage.buffers import (
+    ALIGNMENT,
+    BufferPool,
+    address_of,
+    aligned_buffer,
+    copy_bytes,
+    lies_like,
+    room_for,
+    round_up,
+)
+
+MIB = 1 << 20
+
+
+class TestAlignedBuffer:
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB, 2 * MIB, 2 * MIB + 1, 5 * MIB])
+    def test_begins_on_a_page_and_has_whole_blocks_of_zeros(self, nbytes: int) -> None:
+        buffer = aligned_buffer(nbytes)
+        assert address_of(buffer) % ALIGNMENT == 0
+        assert len(buffer) == max(ALIGNMENT, round_up(nbytes))
+        assert buffer.format == "B"
+        assert not any(buffer)
+
+    def test_all_of_it_can_be_written(self) -> None:
+        buffer = aligned_buffer(3 * MIB)
+        buffer[:] = b"x" * len(buffer)
+        assert bytes(buffer[-2:]) == b"xx"
+
+    def test_large_ones_begin_on_a_huge_page(self) -> None:
+        assert address_of(aligned_buffer(2 * MIB)) % (2 * MIB) == 0
+
+    def test_a_view_keeps_it_and_the_last_one_frees_it(self) -> None:
+        nbytes = 512 * MIB
+        before = mapped_nbytes()
+        view = aligned_buffer(nbytes)[100:200]
+        gc.collect()
+        assert mapped_nbytes() - before >= nbytes
+        view[:] = b"y" * 100
+        del view
+        gc.collect()
+        assert mapped_nbytes() - before < nbytes
+
+    def test_takes_no_memory_beyond_what_is_asked(self) -> None:
+        before = resident_nbytes()
+        buffer = aligned_buffer(33 * MIB)
+        buffer[:] = bytes(len(buffer))
+        grown = resident_nbytes() - before
+        assert 33 * MIB - MIB <= grown <= 33 * MIB + MIB
+
+    def test_without_huge_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+        assert len(aligned_buffer(4 * MIB)) == 4 * MIB
+
+    def test_a_negative_size_is_a_bug_of_the_caller(self) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            aligned_buffer(-1)
+
+
+class TestPlaces:
+    @given(nbytes=st.integers(0, 1 << 40), offset=st.integers(0, 1 << 40))
+    def test_there_is_room_for_the_blocks_around_any_extent(self, nbytes: int, offset: int) -> None:
+        first, end = offset // ALIGNMENT * ALIGNMENT, round_up(offset + nbytes)
+        assert end - first <= room_for(nbytes) <= nbytes + 3 * ALIGNMENT
+        assert room_for(nbytes) % ALIGNMENT == 0
+
+    def test_an_address_is_that_of_the_first_byte(self) -> None:
+        buffer = aligned_buffer(100)
+        assert address_of(buffer[7:]) == address_of(buffer) + 7
+        assert address_of(buffer[:80].cast("I")) == address_of(buffer)
+
+    def test_memory_that_may_not_be_written_has_none(self) -> None:
+        with pytest.raises(TypeError):
+            address_of(memoryview(b"x"))
+
+    def test_lies_like(self) -> None:
+        buffer = aligned_buffer(3 * ALIGNMENT)
+        assert lies_like(8 * ALIGNMENT + 5, buffer[5:])
+        assert not lies_like(8 * ALIGNMENT + 6, buffer[5:])
+        assert not lies_like(8 * ALIGNMENT, buffer.toreadonly())
+
+
+@pytest.mark.parametrize("is_readonly", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000])
+def test_copies_to_the_begin(nbytes: int, is_readonly: bool) -> None:
+    data = bytearray(os.urandom(nbytes))
+    source = memoryview(data).toreadonly() if is_readonly else memoryview(data)
+    target = aligned_buffer(ALIGNMENT)
+    copy_bytes(source, target)
+    assert bytes(target) == bytes(data) + bytes(ALIGNMENT - nbytes)
+
+
+class TestBufferPool:
+    def test_never_gives_one_to_two_nor_more_than_there_are(self) -> None:
+        pool = BufferPool(3, ALIGNMENT)
+        lock, held, most = threading.Lock(), set[int](), [0]
+
+        def use(_: int) -> None:
+            with pool.borrow() as buffer:
+                with lock:
+                    assert address_of(buffer) not in held
+                    held.add(address_of(buffer))
+                    most.append(len(held))
+                time.sleep(0.001)
+                with lock:
+                    held.remove(address_of(buffer))
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(use, range(60)))
+        assert max(most) == 3
+
+    def test_gives_the_same_memory_again_until_cleared(self) -> None:
+        pool = BufferPool(2, ALIGNMENT)
+        with pool.borrow() as buffer:
+            buffer[:1] = b"x"
+        with pool.borrow() as again:
+            assert again[0] == ord("x")
+        pool.clear()
+        with pool.borrow() as fresh:
+            assert fresh[0] == 0
+
+    def test_gets_it_back_from_one_who_fails(self) -> None:
+        pool = BufferPool(1, ALIGNMENT)
+        for _ in range(3):
+            with pytest.raises(RuntimeError), pool.borrow():
+                raise RuntimeError
+
+
+def mapped_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
