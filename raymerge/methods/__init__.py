@@ -1,7 +1,7 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
 from raymerge.methods.draws import normal, uniform
-from raymerge.methods.gather import gather, sample_of, sample_runs
+from raymerge.methods.gather import StoredTile, gather, sample_of, sample_runs
 from raymerge.methods.method import (
     BLOCK,
     ROW_GROUP,
@@ -18,6 +18,7 @@ from raymerge.methods.method import (
     Value,
 )
 from raymerge.methods.random import keep_mask, random_key
+from raymerge.methods.stored import Stored, StoredKernel
 from raymerge.methods.table import find_method, methods
 
 __all__ = [
@@ -31,6 +32,9 @@ __all__ = [
     "Method",
     "Parameter",
     "Settings",
+    "Stored",
+    "StoredKernel",
+    "StoredTile",
     "Takes",
     "Tile",
     "Value",

@@ -32,8 +32,8 @@ class ArceeFusionKernel:
     """
 
     def passes(self, settings: Settings) -> int:
-        """Two, for the quartiles."""
-        return MagnitudeSelection.passes
+        """Two, for the quartiles: a sample of runs, not of rows, could not tell where they are."""
+        return 2
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Quartiles:
         """First quartile, median and third quartile."""
@@ -47,13 +47,12 @@ class ArceeFusionKernel:
         """Count the importances of the tile."""
         importances = _importances(tile, settings.row_length)
         for quartile in state:
-            quartile.observe(importances, pass_index)
+            quartile.observe(importances)
 
     def conclude(self, state: _Quartiles, settings: Settings, pass_index: int) -> bool:
         """End the pass of every selection."""
-        for quartile in state:
-            quartile.conclude(pass_index)
-        return False
+        unfinished = [quartile.conclude() for quartile in state]
+        return any(unfinished)
 
     def apply(self, tile: Tile, settings: Settings, state: _Quartiles) -> torch.Tensor:
         """The base, moved to the source where that matters."""

@@ -6,12 +6,20 @@ them (dare_linear) or add what agrees with the elected sign (dare_ties)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Settings, SinglePass, Takes, Tile
-from raymerge.methods.random import keep_mask
-from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
+from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
+from raymerge.methods.stored import Stored
+from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors, rows_of
+from raymerge.methods.trim import inputs_of
+
+if TYPE_CHECKING:
+    from raymerge.compiled.kept import Chances
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,37 +32,57 @@ class DareKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""
-        masks = _masks(tile, settings)
-        coefficients = _coefficients(settings)
+        if tile.sources.device.type == "cpu":
+            return _merged(tile, settings, elect=self.elect)
+        return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
-        def term(index: int, out: torch.Tensor) -> None:
-            delta, mask = tile.sources[index], masks[index]
-            if mask is None:
-                torch.mul(delta, coefficients[index], out=out)
-                return
-            # A product with the mask, not a choice by it: NaN must reach the result even where dropped.
-            out.copy_(mask).mul_(delta).mul_(coefficients[index])
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The same in one loop."""
+        from raymerge.compiled.elect_stored import merge_kept_stored
 
-        return merge_deltas(tile, settings, term, elect=self.elect)
+        how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
+        merge_kept_stored(inputs_of(stored), _chances(settings), how, out)
+        return True
 
 
-def _masks(tile: Tile, settings: Settings) -> tuple[torch.Tensor | None, ...]:
-    """One mask for each source, made once since the election needs it twice; None where all is kept."""
-    return tuple(
-        keep_mask(key, tile.start, delta.numel(), density, delta.device) if density < 1 else None
-        for key, delta, density in zip(
-            settings.keys, tile.sources, settings.per_source("density"), strict=True
-        )
+def _merged(tile: Tile, settings: Settings, *, elect: bool) -> torch.Tensor:
+    """The same in one loop, which has the factors of a few elements at a time."""
+    from raymerge.compiled.kept import merge_kept
+
+    base = tile.require_base()
+    sources, how = rows_of(tile.sources), compiled_sum(settings, (1.0,) * len(tile.sources), elect=elect)
+    out = torch.empty_like(base)
+    merge_kept(base.numpy(), sources, _chances(settings), tile.start, how, out.numpy())
+    return out
+
+
+def _chances(settings: Settings) -> Chances:
+    """Which elements are kept, as the compiled loops take it."""
+    from raymerge.compiled.kept import Chances
+
+    return Chances(
+        words=np.array([key_words(key) for key in settings.keys]),
+        limits=np.array([limit_of(density) for density in settings.per_source("density")]),
+        factors=np.array(_gains(settings), np.float32),
     )
 
 
-def _coefficients(settings: Settings) -> tuple[float, ...]:
-    """Weights times the factor that makes up for dropped elements."""
-    rescale = settings.flag("rescale")
-    return tuple(
-        weight / density if rescale and 0 < density < 1 else weight
-        for weight, density in zip(settings.per_source("weight"), settings.per_source("density"), strict=True)
-    )
+def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
+    """What each element is multiplied by, 0 where it is dropped: float32 ``[N, n]``."""
+    factors = torch.empty(tile.sources.shape, dtype=torch.float32, device=tile.sources.device)
+    densities = settings.per_source("density")
+    for row, key, density, gain in zip(factors, settings.keys, densities, _gains(settings), strict=True):
+        keep_factors(key, tile.start, density, gain, out=row)
+    return factors
+
+
+def _gains(settings: Settings) -> tuple[float, ...]:
+    """What the kept elements of each delta are multiplied by to make up for the others.
+
+    One over the share that is kept in fact, which of a tiny density is more than the density.
+    """
+    chances = tuple(chance_of(density) for density in settings.per_source("density"))
+    return tuple(1.0 / chance if settings.flag("rescale") and chance else 1.0 for chance in chances)
 
 
 DARE_LINEAR = Method(
@@ -66,8 +94,8 @@ DARE_LINEAR = Method(
     takes=Takes.DELTAS,
     kernel=DareKernel(elect=False),
     parameters=delta_parameters(normalize=False, rescale=True),
-    scratch=1.0,
-    scratch_per_source=0.25,
+    scratch=2.0,
+    scratch_per_source=1.0,
     random=True,
 )
 
@@ -81,6 +109,6 @@ DARE_TIES = Method(
     kernel=DareKernel(elect=True),
     parameters=delta_parameters(normalize=False, rescale=True),
     scratch=3.0,
-    scratch_per_source=0.25,
+    scratch_per_source=1.0,
     random=True,
 )

@@ -6,13 +6,20 @@ their chance (arXiv 2406.11617), then add what agrees with the elected sign (del
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.random import keep_by
-from raymerge.methods.reduce import chunks
-from raymerge.methods.task_arithmetic import delta_parameters, merge_deltas
+from raymerge.methods.random import key_words, limits_of, write_numbers
+from raymerge.methods.stored import Stored
+from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
+from raymerge.methods.trim import inputs_of
+
+if TYPE_CHECKING:
+    from raymerge.compiled.elect_stored import Ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +37,90 @@ class DellaKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""
-        weights = settings.per_source("weight")
-        # An election asks for each term twice, and the ranking of a row takes longer than all the rest.
-        ready = tuple(
-            _write_factors(tile, settings, index, torch.empty_like(delta))
-            for index, delta in enumerate(tile.sources)
-            if self.elect
-        )
+        return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
-        def term(index: int, out: torch.Tensor) -> None:
-            if ready:
-                out.copy_(ready[index])
-            else:
-                _write_factors(tile, settings, index, out)
-            # A product, not a choice: NaN must reach the result even where dropped.
-            out.mul_(tile.sources[index]).mul_(weights[index])
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The same in one loop, of whole rows."""
+        from raymerge.compiled.elect_stored import merge_ranked_stored
 
-        return merge_deltas(tile, settings, term, elect=self.elect)
+        how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
+        merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
+        return True
 
 
-def _write_factors(tile: Tile, settings: Settings, index: int, out: torch.Tensor) -> torch.Tensor:
-    """Write what each element of a delta is multiplied by into ``out``, 0 where it is dropped."""
-    density = settings.per_source("density")[index]
-    if density <= 0 or density >= 1:
-        return out.fill_(density)
-    epsilon = settings.per_source("epsilon")[index] if settings.row_length > 1 else 0.0
-    step = 2.0 * epsilon / max(1, settings.row_length - 1)
-    ranks = out.view(torch.int32)
-    _write_ranks(tile.sources[index], ranks, settings.row_length)
-    for chunk in chunks(out.numel(), out.device):
-        chances = ranks[chunk].double().mul_(step).add_(density - epsilon)
-        kept = keep_by(settings.keys[index], tile.start + chunk.start, chances)
-        # Comparison and division are done before the ranks, which lie in the same memory, are overwritten.
-        out[chunk] = kept / chances if settings.flag("rescale") else kept
-    return out
+def _ranked(settings: Settings) -> Ranked:
+    """What becomes of the elements of all deltas, as the compiled loop takes it."""
+    from raymerge.compiled.elect_stored import Ranked
+
+    densities = settings.per_source("density")
+    spreads = list(zip(densities, settings.per_source("epsilon"), strict=True))
+    needed = list(dict.fromkeys(spread for spread in spreads if 0 < spread[0] < 1))
+    tables = np.empty((len(needed), settings.row_length), np.int64)
+    for table, spread in zip(tables, needed, strict=True):
+        table[:] = _ranks(*spread, settings, torch.device("cpu")).numpy()
+    return Ranked(
+        words=np.array([key_words(key) for key in settings.keys]),
+        tables=tables,
+        chosen=np.array([needed.index(spread) if spread in needed else -1 for spread in spreads]),
+        factors=np.array(densities, np.float32),
+    )
 
 
-def _write_ranks(delta: torch.Tensor, ranks: torch.Tensor, row_length: int) -> None:
-    """Write the rank of each element's magnitude within its row, from 0 for the smallest."""
-    magnitudes = torch.abs(delta, out=ranks.view(torch.float32)).view(-1, row_length)
-    order = torch.sort(magnitudes, dim=1, stable=True).indices
-    places = torch.arange(row_length, dtype=torch.int32, device=delta.device)
-    ranks.view(-1, row_length).scatter_(1, order, places.expand_as(order))
+def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
+    """What each element is multiplied by: 0 where it is dropped, one over its chance under ``rescale``.
+
+    Returns:
+        float32 ``[N, n]``.
+    """
+    factors = torch.empty(tile.sources.shape, dtype=torch.float32, device=tile.sources.device)
+    tables: dict[tuple[float, float], torch.Tensor] = {}
+    spreads = zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True)
+    for index, (density, epsilon) in enumerate(spreads):
+        if density <= 0 or density >= 1:
+            factors[index].fill_(density)
+            continue
+        ranks = tables.get((density, epsilon))
+        if ranks is None:
+            ranks = tables[density, epsilon] = _ranks(density, epsilon, settings, factors.device)
+        write_numbers(settings.keys[index], tile.start, out=factors[index].view(torch.int32))
+        _thin(tile.sources[index], ranks, factors[index])
+    return factors
+
+
+def _ranks(density: float, epsilon: float, settings: Settings, device: torch.device) -> torch.Tensor:
+    """What becomes of an element by its rank in a row: chances rise in even steps to density + epsilon.
+
+    Returns:
+        int64 ``[row length]``: the upper halves are the largest of ``random.write_numbers`` with which an
+        element is kept, the lower ones the bits of the float32 that it is then multiplied by.
+    """
+    length = settings.row_length
+    spread = epsilon if length > 1 else 0.0
+    chances = torch.arange(length, dtype=torch.float64, device=device).mul_(2.0 * spread / max(1, length - 1))
+    limits = limits_of(chances.add_(density - spread))
+    lasts = limits.to(torch.int64).sub_(1 + 2**31).bitwise_left_shift_(32)
+    factors = limits.reciprocal_().mul_(2.0**32) if settings.flag("rescale") else limits.fill_(1.0)
+    # The bits of a positive number are a positive one.
+    return lasts.bitwise_or_(factors.float().view(torch.int32))
+
+
+def _thin(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
+    """Overwrite the elements' numbers, which ``out`` has as int32, by their factors, float32 ``[n]``."""
+    if out.device.type == "cpu":
+        from raymerge.compiled.ranks import thin_rows
+
+        thin_rows(delta.numpy(), ranks.numpy(), out.numpy())
+    else:
+        _thin_by_torch(delta, ranks, out)
+
+
+def _thin_by_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
+    """The same by operations that every device has."""
+    rows = out.view(-1, len(ranks))
+    lasts, factors = ranks.bitwise_right_shift(32), ranks.to(torch.int32).view(torch.float32)
+    order = torch.sort(delta.abs().view_as(rows), dim=1, stable=True).indices
+    kept = rows.view(torch.int32).gather(1, order).le_(lasts.to(torch.int32))
+    rows.scatter_(1, order, kept.mul(factors))
 
 
 def _chances_fit(settings: Settings) -> str | None:
@@ -103,8 +152,8 @@ DELLA = Method(
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=True),
     parameters=_parameters(normalize=True),
-    # Sorting one long row: values, 8-byte indices, and as much again that torch's allocator does not see.
-    scratch=4.5,
+    # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each.
+    scratch=8.0,
     scratch_per_source=1.0,
     random=True,
     check=_chances_fit,
@@ -119,7 +168,8 @@ DELLA_LINEAR = Method(
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=False),
     parameters=_parameters(normalize=False),
-    scratch=6.5,
+    scratch=8.0,
+    scratch_per_source=1.0,
     random=True,
     check=_chances_fit,
 )

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Tile
+from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Kernel, Method, Settings, Tile
+from raymerge.methods.stored import Stored, StoredKernel
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTile:
+    """A tile as it is stored, for a kernel that can take it so, and piece by piece for one that cannot."""
+
+    stored: Stored
+    """Its elements, as they are stored."""
+    pieces: Callable[[], Iterable[Tile]]
+    """Called where they are wanted in float32."""
 
 
 def sample_runs(num_elements: int) -> tuple[tuple[int, int], ...]:
@@ -34,8 +46,8 @@ def gather(
     num_elements: int,
     device: torch.device,
     *,
-    tiles: Callable[[], Iterable[Tile]],
-    sample: Callable[[], Tile],
+    tiles: Callable[[], Iterable[Tile | StoredTile]],
+    sample: Callable[[], Tile] | None,
 ) -> Any:
     """The state that ``apply`` needs; None, and nothing looked at, for a method that asks for no pass.
 
@@ -46,19 +58,29 @@ def gather(
         device: where its tiles are.
         tiles: called for each pass; all tiles of the tensor, in order.
         sample: the tensor's ``sample_runs`` in one tile; called only for a method that takes a sample, of a
-            tensor that has one.
+            tensor that has one. None where a sample cannot be had.
     """
     kernel = method.kernel
     usual = kernel.passes(settings)
     if not usual:
         return None
     state = kernel.begin(settings, num_elements, device)
-    if method.sampler is not None and sample_runs(num_elements):
+    if sample is not None and method.sampler is not None and sample_runs(num_elements):
         method.sampler(state, sample(), settings)
     index, wants_more = 0, False
     while index < usual or wants_more:
         for tile in tiles():
-            kernel.observe(state, tile, settings, index)
+            _observe(kernel, state, tile, settings, index)
         wants_more = kernel.conclude(state, settings, index)
         index += 1
     return state
+
+
+def _observe(kernel: Kernel, state: Any, tile: Tile | StoredTile, settings: Settings, index: int) -> None:
+    if isinstance(tile, Tile):
+        kernel.observe(state, tile, settings, index)
+    elif not (
+        isinstance(kernel, StoredKernel) and kernel.observe_stored(state, tile.stored, settings, index)
+    ):
+        for piece in tile.pieces():
+            kernel.observe(state, piece, settings, index)

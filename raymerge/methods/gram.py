@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from raymerge.methods.method import Rows, Settings, Tile
-from raymerge.methods.reduce import add_products
-from raymerge.methods.sums import sum_of_products
-from raymerge.methods.task_arithmetic import on_base
+from raymerge.methods.method import Settings, Tile
+from raymerge.methods.reduce import add_products_in_torch, elements, flat
+from raymerge.methods.stored import Stored
+from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 Coefficients: TypeAlias = tuple[float, ...]
+Words: TypeAlias = NDArray[np.uint16]
 
 # Half the distance from 1 to the next float32 below.
 NEGLIGIBLE = 2.0**-25
@@ -35,33 +38,60 @@ class Gram:
     def __init__(self, size: int) -> None:
         self.size = size
         """How many vectors there are."""
-        self._products = [[0.0] * (index + 1) for index in range(size)]
+        self.products = np.zeros((size * (size + 1) // 2, 1))
+        """Where ``pair_index`` says, each alone in a row."""
 
-    def add(self, vectors: Rows, origin: torch.Tensor | None) -> None:
-        """Add a tile's inner products; with an origin, those of the vectors' differences to it.
+    def add(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
+        """Add the inner products of a tile's vectors, float32 ``[size, n]``; with an origin, those of their
+        differences to it."""
+        if not self.size:
+            return
+        if not vectors.is_cpu:
+            self.add_in_torch(vectors, origin)
+            return
+        from raymerge.compiled import sums
+
+        sums.add_grams(self.products.T, flat(vectors), vectors.stride(0), self.size, elements(origin))
+
+    def add_stored(self, stored: Stored) -> None:
+        """The same of stored vectors; of their differences to the first input where that is one more."""
+        if not self.size:
+            return
+        from raymerge.compiled import sums_stored
+
+        num_origins = len(stored.places) - self.size
+        totals = self.products[:, 0]
+        sums_stored.add_stored_grams(totals, stored.words, stored.places, stored.count, num_origins)
+
+    def add_in_torch(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
+        """The same as ``add``, on any device.
 
         Differences are taken again for each pair, so that memory does not grow with the vectors' number.
         """
         buffers = None if origin is None else (torch.empty_like(origin), torch.empty_like(origin))
-        for row, products in enumerate(self._products):
+        totals = self.products[:, 0]
+        for row in range(self.size):
             left = _difference(vectors[row], origin, buffers and buffers[0])
             for column in range(row):
                 right = _difference(vectors[column], origin, buffers and buffers[1])
-                products[column] = add_products(products[column], left, right)
-            products[row] = add_products(products[row], left, left)
+                pair = pair_index(row, column)
+                totals[pair] = add_products_in_torch(float(totals[pair]), left, right)
+            totals[pair_index(row, row)] = add_products_in_torch(
+                float(totals[pair_index(row, row)]), left, left
+            )
 
     @property
     def is_finite(self) -> bool:
         """Whether no vector has an element that is not finite: a finite float32 cannot overflow here."""
-        return all(math.isfinite(products[-1]) for products in self._products)
+        return all(math.isfinite(self.product(index, index)) for index in range(self.size))
 
     def product(self, left: int, right: int) -> float:
         """The inner product of two vectors."""
-        return self._products[max(left, right)][min(left, right)]
+        return float(self.products[pair_index(left, right), 0])
 
     def norms(self) -> list[float]:
         """The norms of all vectors."""
-        return [math.sqrt(products[-1]) for products in self._products]
+        return [math.sqrt(self.product(index, index)) for index in range(self.size)]
 
     def between(self, left: Sequence[float], right: Sequence[float]) -> float:
         """The inner product of two combinations of the vectors, given by their coefficients."""
@@ -71,6 +101,12 @@ class Gram:
     def norm_of(self, coefficients: Sequence[float]) -> float:
         """The norm of a combination of the vectors."""
         return math.sqrt(max(0.0, self.between(coefficients, coefficients)))
+
+
+def pair_index(left: int, right: int) -> int:
+    """Where the product of two vectors stands: each vector's with those before it and with itself."""
+    first, last = min(left, right), max(left, right)
+    return last * (last + 1) // 2 + first
 
 
 def _difference(vector: torch.Tensor, origin: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
@@ -106,6 +142,11 @@ class CombinationKernel(ABC):
         """Add the tile's inner products."""
         state.gram.add(tile.sources, tile.base)
 
+    def observe_stored(self, state: Combination, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """Add the tile's inner products: of deltas, too, which are differences to the first input."""
+        state.gram.add_stored(stored)
+        return True
+
     def conclude(self, state: Combination, settings: Settings, pass_index: int) -> bool:
         """Choose the coefficients."""
         if state.gram.is_finite:
@@ -118,6 +159,11 @@ class CombinationKernel(ABC):
         """The combination."""
         return combine(tile.sources, state.coefficients, tile.base)
 
+    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> bool:
+        """The combination."""
+        combine_stored(stored, state.coefficients, out)
+        return True
+
 
 class DeltaCombinationKernel(CombinationKernel):
     """``B + sum c_i d_i`` for a method that is given deltas."""
@@ -128,39 +174,61 @@ class DeltaCombinationKernel(CombinationKernel):
 
     def apply(self, tile: Tile, settings: Settings, state: Combination) -> torch.Tensor:
         """The base plus the combination."""
-        return add_deltas(tile, state.coefficients)
+        return sum_on_base(tile, state.coefficients)
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: Combination, out: Words) -> bool:
+        """The base plus the combination."""
+        stored_sum_on_base(stored, state.coefficients, out)
+        return True
 
 
-def combine(sources: Rows, coefficients: Coefficients, origin: torch.Tensor | None) -> torch.Tensor:
-    """``O + sum c_i (T_i - O)``, with O the origin, or 0 without one; float32 ``[n]`` all.
+def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Tensor | None) -> torch.Tensor:
+    """``O + sum c_i (T_i - O)`` of float32 ``[N, n]``, with O the origin ``[n]``, or 0 without one.
 
     Added up as changes to the source A of the largest coefficient, ``A + (sum c_i - 1) (A - O) + sum c_i
     (T_i - A)``: where the sources agree and c sums to 1 that is A to the last bit, and so is the end of an
-    arc. Changes are subtracted, for an equal pair's difference of 0.0 must not turn -0.0 into 0.0. What is
-    not finite in a source of coefficient 0 reaches the result all the same.
+    arc. Changes are subtracted, and as 0.0 rather than -0.0: no difference must not turn A's -0.0 into 0.0.
+    What is not finite in a source of coefficient 0 reaches the result all the same.
     """
-    anchor = max(range(len(sources)), key=lambda index: abs(coefficients[index]))
+    if not sources.is_cpu:
+        return combine_in_torch(sources, coefficients, origin)
+    from raymerge.compiled import combine as loops
+
+    out = torch.empty(sources.shape[1], dtype=torch.float32)
+    anchor, excess = _anchor(coefficients)
+    of_sources = np.array(coefficients)
+    loops.combination(
+        out.numpy(), flat(sources), sources.stride(0), of_sources, anchor, excess, elements(origin)
+    )
+    return out
+
+
+def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> None:
+    """The result of ``combine``, rounded into ``out``; with one input more than coefficients, that is O."""
+    from raymerge.compiled import combine_stored as loops
+
+    anchor, excess = _anchor(coefficients)
+    loops.stored_combination(out, stored.words, stored.places, np.array(coefficients), anchor, excess)
+
+
+def combine_in_torch(
+    sources: torch.Tensor, coefficients: Coefficients, origin: torch.Tensor | None
+) -> torch.Tensor:
+    """The same result as ``combine``, on any device."""
+    anchor, excess = _anchor(coefficients)
     start = sources[anchor]
     merged, change = start.clone(), torch.empty_like(start)
-    excess = math.fsum(coefficients) - 1.0
-    if not abs(excess) < NEGLIGIBLE:
+    if excess:
         centre = torch.zeros((), device=start.device) if origin is None else origin
-        _subtract(merged, centre, start, excess, change)
+        merged.sub_(torch.sub(centre, start, out=change).mul_(excess).add_(0.0))
     for index, source in enumerate(sources):
         if index != anchor:
-            _subtract(merged, start, source, coefficients[index], change)
+            merged.sub_(torch.sub(start, source, out=change).mul_(coefficients[index]).add_(0.0))
     return merged
 
 
-def _subtract(
-    merged: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float, change: torch.Tensor
-) -> None:
-    """Subtract ``factor * (left - right)``, written so that equal ones give 0.0 and never -0.0."""
-    first, second = (right, left) if factor < 0 else (left, right)
-    torch.sub(first, second, out=change).mul_(abs(factor))
-    merged.sub_(change if factor else change.add_(0.0))
-
-
-def add_deltas(tile: Tile, coefficients: Coefficients) -> torch.Tensor:
-    """``B + sum c_i d_i`` for a tile of deltas."""
-    return on_base(sum_of_products(tile.sources, coefficients), tile)
+def _anchor(coefficients: Coefficients) -> tuple[int, float]:
+    """The index of the source that changes are counted from, and by what the coefficients' sum exceeds 1."""
+    magnitudes = [abs(coefficient) for coefficient in coefficients]
+    excess = math.fsum(coefficients) - 1.0
+    return magnitudes.index(max(magnitudes)), 0.0 if abs(excess) < NEGLIGIBLE else excess

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from raymerge.methods.gram import combine
+from raymerge.methods.gram import combine, combine_stored
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.sums import check_shares, shares, sum_of_products
+from raymerge.methods.stored import Stored
+from raymerge.methods.sums import check_shares, shares, stored_sum_of_products, sum_of_products
 
 _NORMALIZE = "normalize"
 
@@ -25,6 +28,13 @@ class LinearKernel(SinglePass):
         if settings.flag(_NORMALIZE):
             return combine(tile.sources, coefficients, None)
         return sum_of_products(tile.sources, coefficients)
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The weighted sum."""
+        coefficients = shares(settings, normalize=_NORMALIZE)
+        write = combine_stored if settings.flag(_NORMALIZE) else stored_sum_of_products
+        write(stored, coefficients, out)
+        return True
 
 
 def _check(settings: Settings) -> str | None:

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.sums import weighted_sum
-from raymerge.methods.task_arithmetic import on_base
+from raymerge.methods.stored import Stored
+from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 
 class LinesKernel(SinglePass):
@@ -16,8 +18,12 @@ class LinesKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """``B + (alpha + beta * t) * sum w d``."""
-        merged = weighted_sum(tile, settings)
-        return on_base(merged.mul_(_scale(settings)), tile)
+        return sum_on_base(tile, settings.per_source("weight"), _scale(settings))
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The same."""
+        stored_sum_on_base(stored, settings.per_source("weight"), out, _scale(settings))
+        return True
 
 
 def _scale(settings: Settings) -> float:

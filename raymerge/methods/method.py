@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from raymerge.methods.stored import Stored, StoredKernel
 
 BLOCK = 65_536
 """Elements; every tile of a TENSOR method starts at a multiple of it within its logical tensor."""
@@ -24,12 +28,10 @@ ROW_GROUP = 16
 """Rows; every tile of a ROW method starts at a multiple of it within its logical tensor, so that what is
 summed over rows can be folded in groups that no tiling cuts."""
 
-SAMPLE_RUNS, SAMPLE_LENGTH = 256, 1024
+SAMPLE_RUNS, SAMPLE_LENGTH = 256, 512
 """A sample of a tensor: so many runs of so many elements, evenly spread over it."""
 
 Value: TypeAlias = float | bool | int | None
-Rows: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""Vectors of one length: the rows of a matrix ``[N, n]``, or each by itself."""
 
 
 class Access(StrEnum):
@@ -218,6 +220,10 @@ class SinglePass:
     def observe(self, state: None, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Nothing to learn from a tile."""
 
+    def observe_stored(self, state: None, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """Nothing to learn."""
+        return False
+
     def conclude(self, state: None, settings: Settings, pass_index: int) -> bool:
         """Nothing to end."""
         return False
@@ -249,6 +255,16 @@ class KernelBySettings(ABC):
     def apply(self, tile: Tile, settings: Settings, state: Any) -> torch.Tensor:
         """As the chosen one."""
         return self.chosen(settings).apply(tile, settings, state)
+
+    def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """As the chosen one, where it can."""
+        kernel = self.chosen(settings)
+        return isinstance(kernel, StoredKernel) and kernel.observe_stored(state, stored, settings, pass_index)
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: NDArray[np.uint16]) -> bool:
+        """As the chosen one, where it can."""
+        kernel = self.chosen(settings)
+        return isinstance(kernel, StoredKernel) and kernel.apply_stored(stored, settings, state, out)
 
 
 def no_objection(settings: Settings) -> str | None:  # noqa: ARG001

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram
+from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram, pair_index
 from raymerge.methods.method import (
     Access,
     BaseUse,
@@ -25,13 +25,10 @@ from raymerge.methods.method import (
     Takes,
     Tile,
 )
-from raymerge.methods.rows import row_batches, row_products
-from raymerge.methods.task_arithmetic import on_base
+from raymerge.methods.rows import row_grams
+from raymerge.methods.sums import sum_on_base
 
 _POLE = 1e-6
-
-Product: TypeAlias = Callable[[int, int], torch.Tensor]
-"""The inner products of two sources' deltas, float64 ``[rows]``."""
 
 
 class ModelStockKernel(KernelBySettings):
@@ -51,52 +48,43 @@ class _Whole(DeltaCombinationKernel):
 
     def coefficients(self, gram: Gram, settings: Settings) -> Coefficients:
         """``t / N`` for each delta."""
-
-        def product(left: int, right: int) -> torch.Tensor:
-            return torch.tensor([gram.product(left, right)], dtype=torch.float64)
-
-        return (float(_share(product, gram.size)) / gram.size,) * gram.size
+        return (float(_share(gram.products, gram.size)[0]) / gram.size,) * gram.size
 
 
 class _Rows(SinglePass):
     """A t for each row."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Some rows after the other, so that rows of few elements need no more memory."""
-        length, merged = settings.row_length, torch.empty_like(tile.sources[0])
-        for rows in row_batches(merged.numel() // length, length, merged.numel(), merged.device):
-            run = slice(rows.start * length, rows.stop * length)
-            part = merged[run]
-            deltas = [delta[run] for delta in tile.sources]
-            part.copy_(deltas[0])
-            for delta in deltas[1:]:
-                part.add_(delta)
-            part.view(-1, length).mul_(_factors(deltas, length).unsqueeze(1))
-        return on_base(merged, tile)
+        """Some rows after the other where their products would take more memory than their elements."""
+        length, count = settings.row_length, len(tile.sources)
+        merged = torch.empty_like(tile.require_base())
+        at_once = max(1, merged.numel() // (4 * count**2)) * length
+        for begin in range(0, merged.numel(), at_once):
+            run = slice(begin, min(begin + at_once, merged.numel()))
+            part = Tile(tile.require_base()[run], tile.sources[:, run], 0)
+            products = row_grams(part.sources, None, length)
+            factors = torch.from_numpy(_share(products.cpu().numpy(), count) / count)
+            merged[run] = sum_on_base(part, (1.0,) * count, factors.to(merged.device))
+        return merged
 
 
-def _factors(deltas: list[torch.Tensor], row_length: int) -> torch.Tensor:
-    """``t / N`` of each row, float32."""
+def _share(products: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
+    """t of each row, from all inner products as ``row_grams`` gives them.
 
-    def product(left: int, right: int) -> torch.Tensor:
-        return row_products(deltas[left], deltas[right], row_length)
-
-    return _share(product, len(deltas)).div_(len(deltas)).float()
-
-
-def _share(product: Product, count: int) -> torch.Tensor:
-    """t, float64 ``[rows]``; only additions, products, quotients and roots, which are rounded correctly, so
-    that a row's neighbours cannot change it."""
-    norms = [product(index, index).sqrt_() for index in range(count)]
-    total = torch.zeros_like(norms[0])
-    for left, right in itertools.combinations(range(count), 2):
-        lengths = norms[left] * norms[right]
-        lengths.add_(lengths == 0)
-        total.add_(product(left, right).div_(lengths).clamp_(-1.0, 1.0))
-    average = total.div_(math.comb(count, 2))
-    divisor = 1.0 + (count - 1) * average
-    ratio = (count * average).div_(divisor)
-    return ratio.masked_fill_(divisor < _POLE, 0.0)
+    Only additions, products, quotients and roots, which are rounded correctly, so that a row's neighbours
+    cannot change it.
+    """
+    with np.errstate(invalid="ignore"):
+        norms = [np.sqrt(products[pair_index(index, index)]) for index in range(count)]
+        total = np.zeros_like(norms[0])
+        for left, right in itertools.combinations(range(count), 2):
+            lengths = norms[left] * norms[right]
+            cosine = products[pair_index(left, right)] / (lengths + (lengths == 0))
+            total += np.minimum(1.0, np.maximum(-1.0, cosine))
+        average = total / math.comb(count, 2)
+        divisor = 1.0 + (count - 1) * average
+        share = count * average / np.where(divisor < _POLE, 1.0, divisor)
+        return np.where(divisor < _POLE, 0.0, share)
 
 
 _WHOLE, _ROWS = _Whole(), _Rows()

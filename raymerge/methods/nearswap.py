@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.stored import Stored
 
 _LEAST = 1e-6
 
@@ -16,14 +19,36 @@ class NearswapKernel(SinglePass):
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Counted from the nearer end, so that s = 0 and s = 1 give base and source to the last bit."""
-        base, (source,) = tile.require_base(), tile.sources
-        change = source - base
-        share = change.abs().clamp_min_(_LEAST)
-        torch.div(share.new_tensor(settings.number("t")), share, out=share).clamp_(0.0, 1.0)
-        swapped = share >= 0.5
-        change.mul_(share.neg_().add_(swapped))
-        # Subtracted, and as 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
-        return torch.where(swapped, source, base).sub_(change.add_(0.0))
+        return swap_near(tile.require_base(), tile.sources[0], settings.number("t"))
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The same."""
+        from raymerge.compiled import combine_stored
+
+        combine_stored.stored_swap(out, stored.words, stored.places, settings.number("t"), _LEAST)
+        return True
+
+
+def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
+    """The kernel's result for one tile, float32 ``[n]`` all."""
+    if not base.is_cpu:
+        return swap_near_in_torch(base, source, t)
+    from raymerge.compiled import combine
+
+    out = torch.empty(base.numel(), dtype=torch.float32)
+    combine.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
+    return out
+
+
+def swap_near_in_torch(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tensor:
+    """The same result as ``swap_near``, on any device."""
+    change = source - base
+    share = change.abs().clamp_min_(_LEAST)
+    torch.div(share.new_tensor(t), share, out=share).clamp_(0.0, 1.0)
+    swapped = share >= 0.5
+    change.mul_(share.neg_().add_(swapped))
+    # Subtracted, and as 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
+    return torch.where(swapped, source, base).sub_(change.add_(0.0))
 
 
 NEARSWAP = Method(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raymerge.methods.arc import arc_coefficients
+from raymerge.methods.arc import arc_coefficients, points_of_arcs
 from raymerge.methods.gram import NEGLIGIBLE, Coefficients, CombinationKernel, Gram
 from raymerge.methods.method import (
     Access,
@@ -24,12 +24,12 @@ from raymerge.methods.method import (
     Takes,
     Tile,
 )
-from raymerge.methods.rows import column_products, row_batches, row_products
+from raymerge.methods.rows import add_column_pairs, row_batches, row_grams
 
 _CANCELS = 1e-6
 # Vectors; the numbers of one take about 200 bytes as Python's objects, so these take less than a tile.
 _VECTORS_AT_ONCE = 1024
-# Elements; the numbers of a vector that is shorter take more memory than its elements.
+# Elements; the numbers of a vector that is shorter take more memory than half of its elements.
 _SHORT = 16
 
 
@@ -58,18 +58,15 @@ class _Rows(SinglePass):
     """An arc for each row."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Some rows after the other, so that rows of few elements need no more memory."""
+        """Some rows after the other where they are short."""
         length, turn = settings.row_length, _turn(settings)
+        if length >= _SHORT:
+            return _of_rows(tile, length, turn)
         merged = torch.empty_like(tile.sources[0])
         for rows in _batches(merged, length):
             run = slice(rows.start * length, rows.stop * length)
-            part = _cut(tile, run)
-            first, second = _vectors(part)
-            sums = [
-                row_products(*pair, length) for pair in ((first, first), (first, second), (second, second))
-            ]
-            factors = _factors(torch.stack(sums), turn)
-            merged[run] = _blended(part, factors.unsqueeze(2), turn, length)
+            base = None if tile.base is None else tile.base[run]
+            merged[run] = _of_rows(Tile(base, tile.sources[:, run], 0), length, turn)
         return merged
 
 
@@ -96,7 +93,7 @@ class _Columns:
 
     def observe(self, state: _ColumnStatistics, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Add the tile's inner products."""
-        _add_columns(state.sums, tile, settings.row_length)
+        add_column_pairs(state.sums, tile.sources, tile.base)
 
     def conclude(self, state: _ColumnStatistics, settings: Settings, pass_index: int) -> bool:
         """Choose the coefficients."""
@@ -106,7 +103,7 @@ class _Columns:
     def apply(self, tile: Tile, settings: Settings, state: _ColumnStatistics) -> torch.Tensor:
         """Each column by its own coefficients."""
         assert state.factors is not None
-        return _blended(tile, state.factors.unsqueeze(1), _turn(settings), settings.row_length)
+        return _blended(tile, state.factors, _turn(settings), by_column=True)
 
 
 class _FirstDimension(SinglePass):
@@ -114,27 +111,38 @@ class _FirstDimension(SinglePass):
     too many such runs to keep statistics of."""
 
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        """Some runs after the other, as columns of a matrix."""
-        merged, turn = torch.empty_like(tile.sources[0]), _turn(settings)
-        num_rows = max(1, settings.shape[0])
-        num_columns = merged.numel() // num_rows
+        """The columns of a matrix; some after the other where they are short."""
+        num_rows, turn = max(1, settings.shape[0]), _turn(settings)
+        if num_rows >= _SHORT:
+            return _of_columns(tile, num_rows, turn)
+        merged = torch.empty_like(tile.sources[0])
+        matrix = merged.view(num_rows, -1) if merged.numel() else merged.view(num_rows, 0)
         for columns in _batches(merged, num_rows):
-            part = _cut(tile, columns, num_rows)
-            width = columns.stop - columns.start
-            sums = torch.zeros(3, width, dtype=torch.float64, device=merged.device)
-            _add_columns(sums, part, width)
-            blended = _blended(part, _factors(sums, turn).unsqueeze(1), turn, width)
-            merged.view(num_rows, num_columns)[:, columns] = blended.view(num_rows, width)
+            part = _of_columns(_cut(tile, columns, num_rows), num_rows, turn)
+            matrix[:, columns] = part.view(num_rows, -1)
         return merged
 
 
+def _of_rows(tile: Tile, length: int, turn: float) -> torch.Tensor:
+    """A point for each row."""
+    return _blended(tile, _factors(row_grams(tile.sources, tile.base, length), turn), turn)
+
+
+def _of_columns(tile: Tile, num_rows: int, turn: float) -> torch.Tensor:
+    """A point for each column."""
+    shape, device = (3, tile.sources.shape[1] // num_rows), tile.sources.device
+    sums = torch.zeros(shape, dtype=torch.float64, device=device)
+    add_column_pairs(sums, tile.sources, tile.base)
+    return _blended(tile, _factors(sums, turn), turn, by_column=True)
+
+
 def _batches(elements: torch.Tensor, length: int) -> Iterator[slice]:
-    """Runs of vectors of ``length`` elements each, as many as may be in work at once."""
+    """Runs of short vectors of ``length`` elements each, as many as may be in work at once."""
     count = elements.numel()
-    return row_batches(count // length, max(length, _SHORT), count, elements.device)
+    return row_batches(count // length, _SHORT, count, elements.device)
 
 
-def _cut(tile: Tile, columns: slice, num_rows: int = 1) -> Tile:
+def _cut(tile: Tile, columns: slice, num_rows: int) -> Tile:
     """Columns of a tile seen as a matrix, as a tile."""
 
     def cut(elements: torch.Tensor) -> torch.Tensor:
@@ -142,20 +150,6 @@ def _cut(tile: Tile, columns: slice, num_rows: int = 1) -> Tile:
 
     base = None if tile.base is None else cut(tile.base)
     return Tile(base, torch.stack([cut(source) for source in tile.sources]), 0)
-
-
-def _vectors(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two sources, or their deltas."""
-    first, second = tile.sources
-    return (first, second) if tile.base is None else (first - tile.base, second - tile.base)
-
-
-def _add_columns(sums: torch.Tensor, tile: Tile, row_length: int) -> None:
-    """Add to float64 ``[3, row_length]`` the products of the first with itself, of both, of the second with
-    itself."""
-    first, second = _vectors(tile)
-    for total, pair in zip(sums, ((first, first), (first, second), (second, second)), strict=True):
-        column_products(total, *pair, row_length)
 
 
 def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
@@ -183,24 +177,11 @@ def _factors(sums: torch.Tensor, turn: float) -> torch.Tensor:
     return factors
 
 
-def _blended(tile: Tile, factors: torch.Tensor, turn: float, row_length: int) -> torch.Tensor:
-    """The points of many arcs, as in ``gram.combine`` counted from the nearer end; float32 ``[n]``.
-
-    ``factors`` is float32 ``[2, rows, 1]`` or ``[2, 1, row_length]``.
-    """
-    excess, of_other = factors
+def _blended(tile: Tile, factors: torch.Tensor, turn: float, *, by_column: bool = False) -> torch.Tensor:
+    """The points of many arcs, counted from the nearer end."""
     nearer = int(turn >= 0.5)
-    start: torch.Tensor = tile.sources[nearer]
-    change = start - tile.sources[1 - nearer]
-    change.view(-1, row_length).mul_(of_other)
-    # As 0.0 rather than -0.0: no difference must not turn -0.0 into 0.0.
-    merged = start - change.add_(0.0)
-    if tile.base is None:
-        torch.neg(start, out=change)
-    else:
-        torch.sub(tile.base, start, out=change)
-    change.view(-1, row_length).mul_(excess)
-    return merged.sub_(change.add_(0.0))
+    start, other = tile.sources[nearer], tile.sources[1 - nearer]
+    return points_of_arcs(start, other, tile.base, factors, by_column=by_column)
 
 
 def _turn(settings: Settings) -> float:

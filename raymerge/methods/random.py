@@ -1,13 +1,20 @@
-"""Random masks without a generator: each element's bit is a function of a key and its index.
+"""Random masks without a generator: whether an element is kept is a function of a key and its index.
 
 No state and no order of drawing, hence the same mask for every tiling, worker count, retry and device,
 and for one tensor whatever happens to the others. All operations are on 64-bit integers.
+
+A pair of neighbours shares one 64-bit hash: an element's number, from 0 to 2**32 - 1, is the lower half at an
+even index and the upper half at an odd one. It is kept if its number is below density * 2**32, so that
+densities are told apart to 2**-32, and rounded up: one that is not 0 keeps one element in 2**32 at the least,
+and one within 2**-32 of 1 keeps them all.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 
+import numpy as np
 import torch
 
 from raymerge.methods.reduce import chunks
@@ -17,9 +24,11 @@ from raymerge.methods.reduce import chunks
 # that, all keys would walk one common sequence from different points, and masks could overlap shifted.
 _WORD = 1 << 64
 _WEYL = 0x9E37_79B9_7F4A_7C15
-# The largest float64 that is an int64.
-_LARGEST_LIMIT = float(_WORD // 2 - 1024)
 _ROUNDS = ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB))
+_LAST_SHIFT = 31
+_NUMBERS = 1 << 32
+# Lowers both halves of a word by 2**31, as signed numbers of 32 bits.
+_LOWERED = 0x8000_0000_8000_0000
 
 
 def random_key(seed: int, tensor: str, source: int) -> int:
@@ -29,20 +38,37 @@ def random_key(seed: int, tensor: str, source: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+def key_words(key: int) -> tuple[np.uint64, np.uint64]:
+    """The key and its second half, as the loops of ``raymerge.compiled.hashes`` take them."""
+    return np.uint64(key % _WORD), np.uint64(_second_word(key))
+
+
+def limit_of(density: float) -> int:
+    """What an element's number must be below for it to be kept, from 0 to 2**32."""
+    return min(_NUMBERS, max(0, math.ceil(density * _NUMBERS)))
+
+
+def limits_of(densities: torch.Tensor) -> torch.Tensor:
+    """``limit_of`` each of the densities, float64 ``[n]``; overwrites them."""
+    return densities.mul_(float(_NUMBERS)).ceil_().clamp_(0.0, float(_NUMBERS))
+
+
+def chance_of(density: float) -> float:
+    """The share of all numbers that are kept: the density, rounded up to a whole multiple of 2**-32."""
+    return limit_of(density) / _NUMBERS
+
+
 def keep_mask(key: int, start: int, count: int, density: float, device: torch.device) -> torch.Tensor:
     """Which of the elements ``[start, start + count)`` are kept, each with probability ``density``.
 
     Returns:
         bool ``[count]`` on ``device``; the same for every way to cut the range.
     """
-    if density <= 0 or density >= 1:
-        return torch.full((count,), density >= 1, dtype=torch.bool, device=device)
-    limit = round(density * _WORD) - _WORD // 2
-    mask = torch.empty(count, dtype=torch.bool, device=device)
-    for chunk in chunks(count, device):
-        words = torch.arange(start + chunk.start, start + chunk.stop, dtype=torch.int64, device=device)
-        torch.lt(hashed(key, words), limit, out=mask[chunk])
-    return mask
+    limit = limit_of(density)
+    if limit in (0, _NUMBERS):
+        return torch.full((count,), limit > 0, dtype=torch.bool, device=device)
+    numbers = torch.empty(count, dtype=torch.int32, device=device)
+    return write_numbers(key, start, out=numbers).le(limit - 1 - _NUMBERS // 2)
 
 
 def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
@@ -56,33 +82,62 @@ def keep_some(key: int, indices: torch.Tensor, density: float) -> torch.Tensor:
     Returns:
         bool ``[n]`` on the indices' device.
     """
-    if density <= 0 or density >= 1:
-        return torch.full(indices.shape, density >= 1, dtype=torch.bool, device=indices.device)
-    return torch.lt(hashed(key, indices), round(density * _WORD) - _WORD // 2)
+    lower = indices.bitwise_and(1).bitwise_xor_(1).bitwise_left_shift_(5)
+    words = _finished(hashed(key, indices.bitwise_right_shift_(1)))
+    # The wanted half moves to the top, from where a shift brings it down with its sign cut off.
+    halves = words.bitwise_left_shift_(lower).bitwise_right_shift_(32).bitwise_and_(_NUMBERS - 1)
+    return halves.lt(limit_of(density))
 
 
-def keep_by(key: int, start: int, chances: torch.Tensor) -> torch.Tensor:
-    """Which of the elements ``[start, start + n)`` are kept, each with a probability of its own.
-
-    The numbers are those of ``keep_mask``: equal probabilities give its mask, but for what float64 rounds.
+def keep_factors(key: int, start: int, density: float, factor: float, *, out: torch.Tensor) -> torch.Tensor:
+    """Write ``factor`` where ``keep_mask`` keeps an element and 0 elsewhere.
 
     Args:
         key: 64-bit key.
         start: index of the first element.
-        chances: float64 ``[n]``, from 0 to 1; 1 drops one element in 2**54.
-
-    Returns:
-        bool ``[n]`` on the device of ``chances``.
+        density: probability of being kept.
+        factor: not negative; rounded to float32.
+        out: float32 ``[n]``, overwritten and returned.
     """
-    indices = torch.arange(start, start + chances.numel(), dtype=torch.int64, device=chances.device)
-    limits = (chances - 0.5).mul_(float(_WORD)).clamp_max_(_LARGEST_LIMIT).to(torch.int64)
-    return torch.lt(hashed(key, indices), limits)
+    if out.device.type == "cpu":
+        from raymerge.compiled.hashes import fill_factors
+
+        fill_factors(*key_words(key), start, limit_of(density), np.float32(factor), out.numpy())
+        return out
+    return out.copy_(keep_mask(key, start, out.numel(), density, out.device)).mul_(factor)
+
+
+def write_numbers(key: int, start: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Write the numbers of the elements from ``start`` on, each less 2**31.
+
+    Args:
+        key: 64-bit key.
+        start: index of the first element.
+        out: int32 ``[n]``, overwritten and returned; uniform over all values.
+    """
+    if out.device.type == "cpu":
+        from raymerge.compiled.hashes import fill_numbers
+
+        fill_numbers(*key_words(key), start, out.numpy())
+        return out
+    return _write_numbers(key, start, out)
+
+
+def _write_numbers(key: int, start: int, out: torch.Tensor) -> torch.Tensor:
+    """The same by operations that every device has."""
+    for chunk in chunks(out.numel(), out.device):
+        first, stop = start + chunk.start, start + chunk.stop
+        pairs = torch.arange(first >> 1, (stop + 1) >> 1, dtype=torch.int64, device=out.device)
+        words = _finished(hashed(key, pairs)).bitwise_xor_(_signed(_LOWERED))
+        # The lower half of a word comes first in memory.
+        out[chunk].copy_(words.view(torch.int32)[first & 1 :][: stop - first])
+    return out
 
 
 def hashed(key: int, words: torch.Tensor) -> torch.Tensor:
     """The indices in ``words`` (int64 ``[n]``) hashed in place, uniform over all 64-bit values.
 
-    The finaliser's last xor would change low bits only, and a comparison looks at high ones: left out.
+    Good in the high bits: the finaliser's last xor, which serves the low ones, is left out.
     """
     shifted = torch.empty_like(words)
     words.mul_(_signed(_WEYL))
@@ -92,6 +147,12 @@ def hashed(key: int, words: torch.Tensor) -> torch.Tensor:
         # The shift of a signed integer copies the sign: cut it off.
         words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
     return words
+
+
+def _finished(words: torch.Tensor) -> torch.Tensor:
+    """What ``hashed`` left out, in place."""
+    shifted = words.bitwise_right_shift(_LAST_SHIFT).bitwise_and_((1 << (64 - _LAST_SHIFT)) - 1)
+    return words.bitwise_xor_(shifted)
 
 
 def _second_word(key: int) -> int:

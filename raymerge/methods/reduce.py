@@ -1,14 +1,19 @@
 """Reductions over whole tensors that give the same bits for every tiling, thread count and device.
 
-A library sum adds in an order that depends on the number of threads, on the length and on the device.
-Here the order is part of the definition: each piece of 16,384 elements is folded in halves by plain
-float64 additions, and the pieces' sums are added one after the other.
+A library sum adds in an order that depends on the number of threads, on the length and on the device. Here
+the order is part of the definition, in plain float64 additions. A piece of 16,384 elements consists of runs
+of 256, each of them 16 rows of 16; a run's rows are folded in halves to 16 lanes, then the runs of the piece,
+then the lanes. Pieces are added one after the other. What lacks to a whole piece counts as zeros.
+
+``raymerge.compiled.sums`` has the loops that do so on the CPU; the forms in torch serve all devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raymerge.methods.method import BLOCK
@@ -16,9 +21,30 @@ from raymerge.methods.method import BLOCK
 PIECE = BLOCK // 4
 """Elements folded into one float64; it divides BLOCK, so that tiles never cut a piece."""
 
+RUN, LANES = 256, 16
+"""Elements of a run, and sums that it leaves."""
+
 # A processor is fastest on what its cache holds, a GPU on what hides the launch of its operations.
 _LONGEST_CPU_CHUNK = 1 << 17
 _LONGEST_GPU_CHUNK = 1 << 22
+
+
+def flat(rows: torch.Tensor) -> npt.NDArray[np.float32]:
+    """All elements of a matrix ``[N, n]`` from its first to its last, as these loops take them.
+
+    A row begins ``rows.stride(0)`` after the one before it; what may lie between them is among the elements.
+    """
+    if rows.is_contiguous():
+        return rows.numpy().reshape(-1)
+    count, length = rows.shape
+    span = (count - 1) * rows.stride(0) + length if length and count else 0
+    found: npt.NDArray[np.float32] = rows.as_strided((span,), (1,)).numpy()
+    return found
+
+
+def elements(vector: torch.Tensor | None) -> npt.NDArray[np.float32]:
+    """The elements of a vector as these loops take them; none of None."""
+    return np.empty(0, dtype=np.float32) if vector is None else vector.numpy()
 
 
 def chunks(num_elements: int, device: torch.device) -> Iterator[slice]:
@@ -39,6 +65,19 @@ def chunk_length(num_elements: int, device: torch.device) -> int:
 
 def add_products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
     """``total`` plus the sum of ``left * right`` (float32 ``[n]`` each), in float64 and in piece order."""
+    if not left.is_cpu:
+        return add_products_in_torch(total, left, right)
+    from raymerge.compiled import sums
+
+    if left is right:
+        return sums.add_squares(total, left.numpy())
+    totals = np.array([0.0, total, 0.0])
+    sums.add_pair(totals, left.numpy(), right.numpy())
+    return float(totals[1])
+
+
+def add_products_in_torch(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
+    """The same sum as ``add_products``, on any device."""
     for chunk in chunks(left.numel(), left.device):
         products = _padded(left[chunk])
         if left is right:
@@ -49,8 +88,33 @@ def add_products(total: float, left: torch.Tensor, right: torch.Tensor) -> float
     return total
 
 
+def add_pair(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add to ``totals`` (``[3]``) the products of left and left, left and right, right and right."""
+    if not left.is_cpu:
+        add_pair_in_torch(totals, left, right)
+        return
+    from raymerge.compiled import sums
+
+    sums.add_pair(totals, left.numpy(), right.numpy())
+
+
+def add_pair_in_torch(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.Tensor) -> None:
+    """The same sums as ``add_pair``, on any device."""
+    for index, pair in enumerate(((left, left), (left, right), (right, right))):
+        totals[index] = add_products_in_torch(float(totals[index]), *pair)
+
+
 def add_values(total: float, values: torch.Tensor) -> float:
-    """``total`` plus the sum of ``values`` (floating point ``[n]``), in float64 and in piece order."""
+    """``total`` plus the sum of ``values`` (float32 ``[n]``), in float64 and in piece order."""
+    if not values.is_cpu:
+        return add_values_in_torch(total, values)
+    from raymerge.compiled import sums
+
+    return sums.add_values(total, values.numpy())
+
+
+def add_values_in_torch(total: float, values: torch.Tensor) -> float:
+    """The same sum as ``add_values``, on any device."""
     for chunk in chunks(values.numel(), values.device):
         total = _add_pieces(total, _padded(values[chunk]))
     return total
@@ -65,10 +129,24 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def _add_pieces(total: float, values: torch.Tensor) -> float:
-    """Fold each piece of ``values`` in place and add the folded sums to ``total`` in order."""
-    for partial in folded(values.view(-1, PIECE), dim=1).tolist():
+    """Add the sum of each piece of ``values``, which is overwritten, in order."""
+    for partial in piece_sums(values.view(-1, PIECE)).tolist():
         total += partial
     return total
+
+
+def piece_sums(pieces: torch.Tensor) -> torch.Tensor:
+    """The sum of each piece.
+
+    Args:
+        pieces: float64 ``[pieces, m]``, overwritten; m is RUN times a power of two up to PIECE, for the rest
+            of a piece may be left out where it is all zeros.
+
+    Returns:
+        float64 ``[pieces]``.
+    """
+    lanes = folded(pieces.view(-1, RUN // LANES, LANES), dim=1)
+    return folded(lanes.reshape(pieces.shape[0], pieces.shape[1] // (RUN // LANES)), dim=1)
 
 
 def folded(values: torch.Tensor, *, dim: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Inner products along rows and along columns, the same bits for every tiling and number of threads.
 
-Like ``reduce``, only that there are many sums. A row is folded by itself: what else is in the tile cannot
-change it. Columns are folded in groups of ROW_GROUP rows, which no tile cuts, and group after group.
+Like ``reduce``, only that there are many sums. Each row is a vector by itself: what else is in the tile
+cannot change it. Columns are folded in groups of ROW_GROUP rows, which no tile cuts, and group after group;
+what lacks to a whole group counts as zeros.
 """
 
 from __future__ import annotations
@@ -11,45 +12,91 @@ from collections.abc import Iterator
 import torch
 
 from raymerge.methods.method import ROW_GROUP
-from raymerge.methods.reduce import PIECE, chunk_length, folded
+from raymerge.methods.reduce import PIECE, RUN, chunk_length, elements, flat, folded, piece_sums
 
 
-def row_products(left: torch.Tensor, right: torch.Tensor, row_length: int) -> torch.Tensor:
-    """The inner product of each row of ``left`` with the same row of ``right``.
-
-    A row is cut into pieces of 16,384 elements; each is folded in halves and added to those before it.
+def row_grams(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: int) -> torch.Tensor:
+    """The inner products of all pairs of vectors, for each row of them.
 
     Args:
-        left: float32 ``[rows * row_length]``.
-        right: the same.
+        vectors: float32 ``[N, rows * row_length]``, the elements of a vector side by side.
+        origin: float32 ``[rows * row_length]``, subtracted from all of them first.
         row_length: elements of a row.
 
     Returns:
-        float64 ``[rows]``.
+        float64 ``[N (N + 1) / 2, rows]``: of each vector with those before it and with itself.
     """
-    lefts, rights = left.view(-1, row_length), right.view(-1, row_length)
-    totals = torch.zeros(lefts.shape[0], dtype=torch.float64, device=left.device)
-    for rows in row_batches(lefts.shape[0], min(row_length, PIECE), left.numel(), left.device):
-        for begin in range(0, row_length, PIECE):
-            columns = slice(begin, begin + PIECE)
-            # Never by a name, which would keep it alive while the next one is made.
-            totals[rows].add_(folded(lefts[rows, columns].double().mul_(rights[rows, columns]), dim=1))
+    if not vectors.is_cpu:
+        return row_grams_in_torch(vectors, origin, row_length)
+    from raymerge.compiled import sums
+
+    count, length = vectors.shape
+    totals = torch.zeros(length // row_length, count * (count + 1) // 2, dtype=torch.float64)
+    sums.add_grams(totals.numpy(), flat(vectors), vectors.stride(0), count, elements(origin))
+    return totals.T
+
+
+def row_grams_in_torch(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: int) -> torch.Tensor:
+    """The same sums as ``row_grams``, on any device."""
+    count, length = vectors.shape
+    shape = (count * (count + 1) // 2, length // row_length)
+    totals = torch.zeros(shape, dtype=torch.float64, device=vectors.device)
+    pairs = [(left, right) for left in range(count) for right in range(left + 1)]
+    for total, (left, right) in zip(totals, pairs, strict=True):
+        _add_rows(total, difference(vectors[left], origin), difference(vectors[right], origin), row_length)
     return totals
 
 
-def column_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, row_length: int) -> None:
-    """Add to ``total`` the inner product of each column of ``left`` with the same column of ``right``.
+def difference(vector: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
+    """The vector less the origin; the vector itself without one."""
+    return vector if origin is None else vector - origin
+
+
+def _add_rows(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, row_length: int) -> None:
+    """Add the inner product of each row of ``left`` with the same row of ``right``."""
+    lefts, rights = left.view(-1, row_length), right.view(-1, row_length)
+    for begin in range(0, row_length, PIECE):
+        columns = slice(begin, min(begin + PIECE, row_length))
+        width = RUN << ((columns.stop - begin - 1) // RUN).bit_length()
+        for rows in row_batches(lefts.shape[0], width, left.numel(), left.device):
+            products = left.new_zeros((rows.stop - rows.start, width), dtype=torch.float64)
+            part = products[:, : columns.stop - begin]
+            part.copy_(lefts[rows, columns]).mul_(rights[rows, columns])
+            total[rows].add_(piece_sums(products))
+
+
+def add_column_pairs(totals: torch.Tensor, matrices: torch.Tensor, origin: torch.Tensor | None) -> None:
+    """Add the inner products of the columns of two matrices.
 
     Args:
-        total: float64 ``[row_length]``, written to.
-        left: float32 ``[rows * row_length]``; its first row has a multiple of ROW_GROUP as its number.
-        right: the same.
-        row_length: elements of a row.
+        totals: float64 ``[3, row_length]``, written to: of first and first, first and second, second and
+            second.
+        matrices: float32 ``[2, rows * row_length]``; the first row has a multiple of ROW_GROUP as its number.
+        origin: float32 ``[rows * row_length]``, subtracted from both first.
     """
-    lefts, rights = left.view(-1, row_length), right.view(-1, row_length)
-    width = min(row_length, chunk_length(left.numel(), left.device) // ROW_GROUP)
+    if not matrices.is_cpu:
+        add_column_pairs_in_torch(totals, matrices, origin)
+        return
+    from raymerge.compiled import sums
+
+    sums.add_columns(totals.numpy(), matrices[0].numpy(), matrices[1].numpy(), elements(origin))
+
+
+def add_column_pairs_in_torch(
+    totals: torch.Tensor, matrices: torch.Tensor, origin: torch.Tensor | None
+) -> None:
+    """The same sums as ``add_column_pairs``, on any device."""
+    first, second = difference(matrices[0], origin), difference(matrices[1], origin)
+    for total, pair in zip(totals, ((first, first), (first, second), (second, second)), strict=True):
+        _add_columns(total, *pair)
+
+
+def _add_columns(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add the inner product of each column of ``left`` with the same column of ``right``."""
+    lefts, rights = left.view(-1, total.numel()), right.view(-1, total.numel())
+    width = min(total.numel(), chunk_length(left.numel(), left.device) // ROW_GROUP)
     num_groups = -(-lefts.shape[0] // ROW_GROUP)
-    for begin in range(0, row_length, width):
+    for begin in range(0, total.numel(), width):
         columns = slice(begin, begin + width)
         for groups in row_batches(num_groups, ROW_GROUP * width, left.numel(), left.device):
             rows = slice(groups.start * ROW_GROUP, groups.stop * ROW_GROUP)
@@ -70,4 +117,6 @@ def _add_groups(total: torch.Tensor, products: torch.Tensor) -> None:
     for group in folded(products[:whole].view(-1, ROW_GROUP, products.shape[1]), dim=1):
         total.add_(group)
     if whole < products.shape[0]:
-        total.add_(folded(products[whole:], dim=0))
+        rest = products.new_zeros((ROW_GROUP, products.shape[1]))
+        rest[: products.shape[0] - whole] = products[whole:]
+        total.add_(folded(rest, dim=0))

@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
 from raymerge.methods.reduce import add_products, chunks
-from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
-from raymerge.methods.task_arithmetic import agreeing_sum, on_base, sum_of_terms
-from raymerge.methods.trim import mark_largest_, tie_key
+from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
+from raymerge.methods.stored import Stored
+from raymerge.methods.task_arithmetic import agreeing_sum, on_base, rows_of, sum_of_terms
+from raymerge.methods.trim import (
+    EVERYTHING,
+    NOTHING,
+    Cut,
+    compiled_cuts,
+    cut_of,
+    inputs_of,
+    mark_largest_,
+    tie_key,
+)
+
+if TYPE_CHECKING:
+    from raymerge.compiled.elect import Cuts, Sum
 
 
 @dataclass(slots=True)
@@ -22,11 +38,21 @@ class _Statistics:
     """What is known of one tensor's deltas over the tiles seen so far."""
 
     selection: MagnitudeSelection | None
-    """Of the deviations; None when every element is selected."""
+    """Of the deviations, while it is not concluded; None when every element is selected."""
     squares: list[float]
     """For each source, the sum of the squares of its selected elements."""
     num_differing: int = 0
     """Elements in which the deltas are not all the same."""
+    cut: Cut = EVERYTHING
+    """The deviations that are selected."""
+    loops: Cuts | None = None
+    """The same as the compiled loops take it, once it is asked for."""
+
+    def for_loops(self) -> Cuts:
+        """The cut as the compiled loops take it, made for the first tile."""
+        if self.loops is None:
+            self.loops = compiled_cuts([(self.cut, NOTHING)])
+        return self.loops
 
     def coefficients(self) -> tuple[float, ...]:
         """Each source's share in all the squares; equal shares when nothing is selected."""
@@ -39,98 +65,180 @@ class SceKernel:
     """Selects the fraction ``select_topk`` of the elements in which the deltas differ, those of largest
     variance over the sources; all elements, equal ones too, where it is 1.
 
-    What orders the elements is the standard deviation, whose order is the variance's and whose range is that
-    of the deltas. Elements that tie at the threshold are chosen by a hash of their index, as in ties. Where
-    nothing is selected the result is the base. There is no absolute threshold: deltas may be of any size.
+    What orders the elements is the root of the sum of squared distances from their mean, whose order is the
+    variance's and whose range is that of the deltas. Elements that tie at the threshold are chosen by a hash
+    of their index, as in ties. Where nothing is selected the result is the base. There is no absolute
+    threshold: deltas may be of any size.
     """
 
     def passes(self, settings: Settings) -> int:
-        """Two for the selection, unless everything is selected, and one for the coefficients."""
-        return self._selecting(settings) + 1
+        """One for the selection, unless everything is selected, and one for the coefficients."""
+        return 2 if settings.number("select_topk") < 1 else 1
 
     def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Statistics:
         """Sums of nothing; the selection's rank depends on what its first pass counts."""
-        selection = MagnitudeSelection(None, device) if self._selecting(settings) else None
+        selects = settings.number("select_topk") < 1
+        selection = MagnitudeSelection(None, device) if selects else None
         return _Statistics(selection, [0.0] * len(settings.sources))
 
     def observe(self, state: _Statistics, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Count the deviations of the tile, or add up squares."""
-        if state.selection is None or pass_index == MagnitudeSelection.passes:
-            self._add_squares(state, tile)
+        if state.selection is None:
+            for index, delta in enumerate(_selected_deltas(tile, state)):
+                state.squares[index] = add_products(state.squares[index], delta, delta)
             return
-        deviations = _deviations(tile)
+        deviations, num_differing = deviations_of(tile)
         if pass_index == 0:
-            state.num_differing += int(torch.count_nonzero(deviations))
-        state.selection.observe(deviations, pass_index)
+            state.num_differing += num_differing
+        state.selection.observe(deviations)
+
+    def observe_stored(self, state: _Statistics, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """The same in one loop."""
+        if state.selection is None:
+            _add_squares(state, stored)
+            return True
+        num_differing = state.selection.observe_spread(stored)
+        if pass_index == 0:
+            state.num_differing += num_differing
+        return True
 
     def conclude(self, state: _Statistics, settings: Settings, pass_index: int) -> bool:
-        """End a pass of the selection; the sums are ready as they are."""
-        if state.selection is None or pass_index == MagnitudeSelection.passes:
+        """End a pass of the selection, after which squares are added; those are ready as they are."""
+        if state.selection is None:
             return False
         if pass_index == 0:
             state.selection.choose_rank(math.floor(state.num_differing * settings.number("select_topk")))
-        state.selection.conclude(pass_index)
-        return False
+        if not state.selection.conclude():
+            state.cut, state.selection = cut_of(state.selection, tie_key("sce", 0)), None
+        return True
 
     def apply(self, tile: Tile, settings: Settings, state: _Statistics) -> torch.Tensor:
         """Base plus the mean of the selected deltas that agree with the sign of their sum, each counted by
         its source's coefficient."""
-        coefficients = state.coefficients()
-        selected = _selected(tile, state.selection)
+        if tile.sources.device.type == "cpu":
+            return merge_compiled(tile, state.coefficients(), state.for_loops())
+        return merge_selected_in_torch(tile, state.coefficients(), state.cut)
 
-        def vote(index: int, out: torch.Tensor) -> None:
-            _write_selected(tile.sources[index], selected, out)
+    def apply_stored(
+        self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
+    ) -> bool:
+        """The same in one loop."""
+        from raymerge.compiled.elect_stored import merge_selected_stored
 
-        def term(index: int, out: torch.Tensor) -> None:
-            _write_selected(tile.sources[index], selected, out).mul_(coefficients[index])
-
-        merged = agreeing_sum(sum_of_terms(tile, vote), term, coefficients, normalize=True)
-        return on_base(merged, tile)
-
-    def _selecting(self, settings: Settings) -> int:
-        """Passes of the selection."""
-        return MagnitudeSelection.passes if settings.number("select_topk") < 1 else 0
-
-    def _add_squares(self, state: _Statistics, tile: Tile) -> None:
-        selected = _selected(tile, state.selection)
-        chosen = torch.empty_like(tile.sources[0])
-        for index, delta in enumerate(tile.sources):
-            _write_selected(delta, selected, chosen)
-            state.squares[index] = add_products(state.squares[index], chosen, chosen)
+        how = _compiled_mean(state.coefficients())
+        merge_selected_stored(inputs_of(stored), state.for_loops(), how, out)
+        return True
 
 
-def _deviations(tile: Tile) -> torch.Tensor:
-    """Standard deviation of each element over the sources, float32 ``[n]``; 0 just where all are equal."""
+def take_sample(state: _Statistics, sample: Tile, settings: Settings) -> None:
+    """Tell the selection where to look."""
+    if state.selection is not None:
+        deviations, num_differing = deviations_of(sample)
+        share = settings.number("select_topk") * num_differing / max(1, deviations.numel())
+        state.selection.expect(Sample(deviations), share)
+
+
+def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
+    """How far the deltas lie apart in each element, float32 ``[n]``, 0 just where all are equal; and in how
+    many elements they do."""
+    if tile.sources.device.type != "cpu":
+        return deviations_in_torch(tile)
+    from raymerge.compiled.selection import spread
+
+    deviations = torch.empty_like(tile.sources[0])
+    deltas = rows_of(tile.sources)
+    return deviations, spread(deltas.flat, deltas.stride, len(tile.sources), deviations.numpy())
+
+
+def deviations_in_torch(tile: Tile) -> tuple[torch.Tensor, int]:
+    """The same numbers as ``deviations_of``, on any device."""
     deviations = torch.empty_like(tile.sources[0])
     count = len(tile.sources)
     for chunk in chunks(deviations.numel(), deviations.device):
-        mean = torch.zeros_like(deviations[chunk], dtype=torch.float64)
+        # Sums rather than means, which are exact for equal deltas, whatever their number.
+        total = torch.zeros_like(deviations[chunk], dtype=torch.float64)
         for delta in tile.sources:
-            mean.add_(delta[chunk])
-        mean.div_(count)
-        variance = torch.zeros_like(mean)
+            total.add_(delta[chunk])
+        squares = torch.zeros_like(total)
         for delta in tile.sources:
-            distance = delta[chunk] - mean
-            variance.add_(distance.mul_(distance))
-        deviations[chunk] = variance.div_(count).sqrt_()
-    return deviations
+            distance = delta[chunk].double().mul_(count).sub_(total)
+            squares.add_(distance.mul_(distance))
+        deviations[chunk] = squares.sqrt_().mul_(1.0 / count)
+    return deviations, int(torch.count_nonzero(deviations))
 
 
-def _selected(tile: Tile, selection: MagnitudeSelection | None) -> torch.Tensor | None:
-    """1 where an element is selected and 0 elsewhere, float32 ``[n]``; None where all are."""
-    if selection is None:
-        return None
-    selected = _deviations(tile)
-    mark_largest_(selected, selection, key=tie_key("sce", 0), start=tile.start)
+def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
+    """The deltas with 0 where they are not selected, float32 ``[N, n]``."""
+    if state.cut is EVERYTHING:
+        return tile.sources
+    if tile.sources.device.type == "cpu":
+        return selected_deltas(tile, state.for_loops())
+    return selected_deltas_in_torch(tile, state.cut)
+
+
+def _add_squares(state: _Statistics, stored: Stored) -> None:
+    """Add up the squares of what is selected of each delta."""
+    from raymerge.compiled.elect_stored import add_squares_stored
+
+    squares = np.array(state.squares)
+    selects = state.cut is not EVERYTHING
+    add_squares_stored(inputs_of(stored), stored.count, state.for_loops(), selects, squares)
+    state.squares[:] = squares.tolist()
+
+
+def selected_deltas(tile: Tile, cuts: Cuts) -> torch.Tensor:
+    """``selected_deltas_in_torch`` in one loop, for tensors on the CPU."""
+    from raymerge.compiled.elect import write_selected
+
+    out = torch.empty_like(tile.sources)
+    write_selected(rows_of(tile.sources), cuts, tile.start, out.numpy())
+    return out
+
+
+def selected_deltas_in_torch(tile: Tile, cut: Cut) -> torch.Tensor:
+    """The deltas times 1 where they are selected and 0 elsewhere, float32 ``[N, n]``."""
+    return tile.sources * _selected(tile, cut)
+
+
+def merge_compiled(tile: Tile, coefficients: tuple[float, ...], cuts: Cuts) -> torch.Tensor:
+    """``merge_selected_in_torch`` in one loop, for tensors on the CPU."""
+    from raymerge.compiled.elect import merge_selected
+
+    base = tile.require_base()
+    out = torch.empty_like(base)
+    how = _compiled_mean(coefficients)
+    merge_selected(base.numpy(), rows_of(tile.sources), cuts, tile.start, how, out.numpy())
+    return out
+
+
+def _compiled_mean(coefficients: tuple[float, ...]) -> Sum:
+    """The mean that counts each source by its coefficient, as the compiled loops take it."""
+    from raymerge.compiled.elect import Sum
+
+    shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
+    return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
+
+
+def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Cut) -> torch.Tensor:
+    """The result of a tile, on any device."""
+    selected = _selected(tile, cut)
+
+    def vote(index: int, out: torch.Tensor) -> None:
+        # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
+        torch.mul(tile.sources[index], selected, out=out)
+
+    def term(index: int, out: torch.Tensor) -> None:
+        torch.mul(tile.sources[index], selected, out=out).mul_(coefficients[index])
+
+    merged = agreeing_sum(sum_of_terms(tile, vote), term, coefficients, normalize=True)
+    return on_base(merged, tile)
+
+
+def _selected(tile: Tile, cut: Cut) -> torch.Tensor:
+    """1 where an element is selected and 0 elsewhere, float32 ``[n]``."""
+    selected, _ = deviations_in_torch(tile)
+    mark_largest_(selected, cut, start=tile.start)
     return selected
-
-
-def _write_selected(delta: torch.Tensor, selected: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Write a delta without what is not selected into ``out``."""
-    if selected is None:
-        return out.copy_(delta)
-    # A product with the mask, not a choice by it: NaN is above no threshold, and must stay.
-    return torch.mul(delta, selected, out=out)
 
 
 SCE = Method(
@@ -157,5 +265,7 @@ SCE = Method(
         ),
     ),
     scratch=4.5,
+    scratch_per_source=1.0,
     state_bytes=HISTOGRAM_BYTES,
+    sampler=take_sample,
 )

@@ -2,47 +2,130 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from raymerge.methods.method import SAMPLE_RUNS
 from raymerge.methods.reduce import add_values
+from raymerge.methods.stored import Stored
+
+if TYPE_CHECKING:
+    from raymerge.compiled.selection_stored import Bins
+
+_Patterns: TypeAlias = NDArray[np.uint32]
 
 _LONGEST_COUNT = 1 << 20
 _MAGNITUDE_BITS = 0x7FFF_FFFF
-_LOW_BITS = 15
-_LOW_MASK = (1 << _LOW_BITS) - 1
-_BINS = 1 << 16
+_INFINITY = 0x7F80_0000
+_END = 1 << 31
+_MOST_BINS = 1 << 19
+# Of the first count where nothing is known, and of the count of a sample.
+_COARSE_SHIFT = 15
+# Standard errors from the estimate to the ends of a bracket, and elements of the sample beyond them.
+_ERRORS, _RESERVE = 4.0, 8.0
 
-HISTOGRAM_BYTES = _BINS * 8
-"""Memory that a selection holds on to while it counts."""
+HISTOGRAM_BYTES = _MOST_BINS * 8
+"""Memory that a selection holds on to while it counts, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """Patterns of float32 magnitudes that are counted one by one, or a few together."""
+
+    low: int
+    """The first one."""
+    high: int
+    """The first one above."""
+    shift: int
+    """Binary logarithm of how many share a bin."""
+
+    @property
+    def num_bins(self) -> int:
+        """Bins, of which the last may not be full."""
+        return -((self.low - self.high) >> self.shift)
+
+
+_WHOLE = Bracket(0, _END, _COARSE_SHIFT)
+
+
+class Sample:
+    """Magnitudes of a sample of a tensor, and where by them a magnitude of any rank should be."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Take in float32 ``[n]``, SAMPLE_RUNS runs."""
+        from raymerge.compiled.selection import count_all
+
+        self._patterns = _patterns(values)
+        self._counts = np.zeros(_END >> _COARSE_SHIFT, np.int64)
+        bits = count_all(self._patterns, np.uint32(_COARSE_SHIFT), self._counts)
+        self._unused = _COARSE_SHIFT if bits == 0 else min(_COARSE_SHIFT, (bits & -bits).bit_length() - 1)
+
+    def bracket(self, share: float) -> Bracket:
+        """Where to look for the magnitude that a share of all elements reach, from 0 to 1.
+
+        The share's standard error comes from how much the runs of the sample differ, since neighbours in a
+        tensor are alike. Where one pattern to a bin takes too many of them, bins are as wide as the patterns
+        of the sample leave low bits unused: differences of 16-bit numbers use few.
+        """
+        size = self._patterns.size
+        middle = self._bin_of(max(1.0, share * size))
+        margin = _ERRORS * self._standard_error(share, middle) * size + _RESERVE
+        top = self._bin_of(share * size - margin) + 1
+        bottom = max(0, self._bin_of(share * size + margin))
+        low, high = bottom << _COARSE_SHIFT, top << _COARSE_SHIFT
+        return _affordable(low, high, middle << _COARSE_SHIFT, self._unused)
+
+    def _bin_of(self, rank: float) -> int:
+        """The bin of the rank; -1 beyond the last rank, the last bin before the first one."""
+        from raymerge.compiled.selection import bin_of_rank
+
+        return bin_of_rank(self._counts, math.ceil(rank))[0] if rank >= 1 else self._counts.size - 1
+
+    def _standard_error(self, share: float, middle: int) -> float:
+        """Of the share of elements that reach a bin, where that share is as given."""
+        from raymerge.compiled.selection import count_runs
+
+        reaching = np.zeros(SAMPLE_RUNS, np.int64)
+        count_runs(self._patterns, np.uint32(max(0, middle) << _COARSE_SHIFT), reaching)
+        runs = reaching / (self._patterns.size // SAMPLE_RUNS)
+        among_runs = float(runs.std()) / math.sqrt(SAMPLE_RUNS)
+        return max(among_runs, math.sqrt(share * (1.0 - share) / self._patterns.size))
 
 
 class MagnitudeSelection:
-    """The ``rank``-th largest magnitude of a float32 tensor, exactly, from two passes over its tiles.
+    """The ``rank``-th largest magnitude of a float32 tensor, exactly, from one pass over its tiles as a rule.
 
-    The bit pattern of a float32 without its sign orders like its magnitude. The first pass counts the
-    upper 16 bits of all patterns and finds the bin of the wanted rank; the second counts the lower 15
-    bits within that bin. Counts are integers, so that neither tiling nor threads can change the result.
-    NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite.
+    The bit pattern of a float32 without its sign orders like its magnitude. A pass counts how many patterns
+    lie above a bracket, and how often each within it occurs. The bracket comes from a sample; whether it
+    holds the wanted rank, and tells it exactly, is known when the pass ends. If not, the next pass counts
+    within what is left, and one more at most within a single bin of that. So a sample spares passes and
+    cannot change the result, nor can tiling or threads, since counts are integers.
 
-    With ``with_sums`` the second pass also adds up all magnitudes and the ``rank`` largest. A rank that
-    the first pass itself must find out is None until ``choose_rank``.
+    NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. With ``with_sums``
+    the magnitudes are added up, all and the ``rank`` largest. A rank that the pass itself must find out is
+    None until ``choose_rank``.
     """
-
-    passes = 2
 
     def __init__(self, rank: int | None, device: torch.device, *, with_sums: bool = False) -> None:
         self._rank = rank
-        self._counts = torch.zeros(0 if rank == 0 else _BINS, dtype=torch.int64, device=device)
-        self._upper = 0
+        self._device = device
         self._with_sums = with_sums
-        self.threshold = float("inf")
-        """The rank-th largest magnitude; valid after the second pass."""
+        self._num_passes = 0
+        self._bracket: Bracket | None = None if rank == 0 else _WHOLE
+        self._counts: torch.Tensor | None = None
+        self._above, self._is_exact = 0, True
+        self.threshold = math.inf
+        """The rank-th largest magnitude; valid after the last pass."""
         self.tied_share = 1.0
         """Share of the elements at the threshold that belong to the ``rank`` largest; valid like it."""
         self.sum_all = 0.0
-        """Sum of all magnitudes; valid after the second pass when sums were asked for."""
+        """Sum of all magnitudes; valid after the last pass when sums were asked for."""
         self.sum_kept = 0.0
         """Sum of the ``rank`` largest magnitudes; valid like ``sum_all``."""
 
@@ -50,65 +133,206 @@ class MagnitudeSelection:
         """Set the rank; before the first pass is concluded, and once."""
         self._rank = rank
 
-    def observe(self, values: torch.Tensor, pass_index: int) -> None:
+    def expect(self, sample: Sample, share: float) -> None:
+        """Choose where to count, before the first pass.
+
+        Args:
+            sample: of the tensor.
+            share: of the tensor's elements, how many the rank is, as far as is known.
+        """
+        if self._bracket is not None:
+            self.look_within(sample.bracket(share))
+
+    def look_within(self, bracket: Bracket | None) -> None:
+        """Count there in the pass to come, from nothing; None for no more passes."""
+        self._bracket, self._counts = bracket, None
+        self._above, self._is_exact = 0, True
+
+    def observe(self, values: torch.Tensor) -> None:
         """Take in one tile, float32 ``[n]``."""
-        if self._rank == 0:
+        bracket = self._bracket
+        if bracket is None:
             return
-        for begin in range(0, values.numel(), _LONGEST_COUNT):
-            patterns = values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS
-            self._count(patterns, pass_index)
-        if pass_index == 1 and self._with_sums:
-            self._add(values.abs())
-
-    def _count(self, patterns: torch.Tensor, pass_index: int) -> None:
-        """Count the patterns, which are overwritten."""
-        if pass_index == 0:
-            patterns.bitwise_right_shift_(_LOW_BITS)
-        else:
-            # Patterns of other bins go to the upper half of the counts, spread by their low bits as
-            # well: one common bin would make every thread of a GPU wait for the same address.
-            outside = (patterns >> _LOW_BITS) != self._upper
-            patterns.bitwise_and_(_LOW_MASK).add_(outside, alpha=1 << _LOW_BITS)
-        self._counts.add_(torch.bincount(patterns, minlength=_BINS))
-
-    def _add(self, magnitudes: torch.Tensor) -> None:
-        """Add to the sums; ``magnitudes`` is overwritten."""
-        self.sum_all = add_values(self.sum_all, magnitudes)
-        largest_of_bin = _float_of((self._upper << _LOW_BITS) | _LOW_MASK)
-        self.sum_kept = add_values(self.sum_kept, torch.threshold_(magnitudes, largest_of_bin, 0.0))
-
-    def conclude(self, pass_index: int) -> None:
-        """End a pass."""
-        if not self._rank:
-            return
-        counts = self._counts.cpu()
-        if pass_index == 0:
-            self._upper, above = _bin_of_rank(counts, self._rank)
-            self._rank -= above
-            self._counts.zero_()
-            return
-        counts = counts[: 1 << _LOW_BITS]
-        lower, above = _bin_of_rank(counts, self._rank)
-        self.threshold = _float_of((self._upper << _LOW_BITS) | lower)
-        self.tied_share = (self._rank - above) / int(counts[lower])
+        count = _count_compiled if values.device.type == "cpu" else count_in_torch
+        self._take(*count(values, bracket, self._room(bracket)))
         if self._with_sums:
-            self._add_bin(counts, lower, tied=self._rank - above)
+            self._add(values.abs(), bracket)
 
-    def _add_bin(self, counts: torch.Tensor, lower: int, *, tied: int) -> None:
-        """Add the kept magnitudes of the threshold's own bin: their counts give their sum."""
-        patterns = torch.arange(lower, 1 << _LOW_BITS, dtype=torch.int32) + (self._upper << _LOW_BITS)
+    def observe_delta(self, stored: Stored, source: int) -> None:
+        """``observe`` one source's delta."""
+        bracket = self._bracket
+        if bracket is None:
+            return
+        from raymerge.compiled.selection_stored import count_delta
+
+        places, room = stored.places[[0, 1 + source]], self._room(bracket).numpy()
+        above, bits = count_delta(stored.words, places, stored.count, _bins(bracket), room)
+        self._take(above, _are_first(bits, bracket))
+        if self._with_sums:
+            self._add_delta(stored, places, bracket)
+
+    def observe_spread(self, stored: Stored) -> int:
+        """``observe`` how far the deltas of each element lie apart; in how many elements they do."""
+        bracket = self._bracket
+        if bracket is None:
+            return 0
+        from raymerge.compiled.selection_stored import count_spread
+
+        room = self._room(bracket).numpy()
+        above, bits, num_differing = count_spread(
+            stored.words, stored.places, stored.count, _bins(bracket), room
+        )
+        self._take(above, _are_first(bits, bracket))
+        return num_differing
+
+    def _room(self, bracket: Bracket) -> torch.Tensor:
+        """The counts of this pass."""
+        if self._counts is None:
+            self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64, device=self._device)
+        return self._counts
+
+    def _take(self, above: int, is_exact: bool) -> None:
+        """Take in what a tile's count returned."""
+        self._above += above
+        self._is_exact = self._is_exact and is_exact
+
+    def _add(self, magnitudes: torch.Tensor, bracket: Bracket) -> None:
+        """Add to the sums; ``magnitudes`` is overwritten."""
+        if self._num_passes == 0:
+            self.sum_all = add_values(self.sum_all, magnitudes)
+        self.sum_kept = add_values(self.sum_kept, torch.threshold_(magnitudes, _largest(bracket), 0.0))
+
+    def _add_delta(self, stored: Stored, places: NDArray[np.int64], bracket: Bracket) -> None:
+        """The same for one delta; ``places`` are those of base and source."""
+        from raymerge.compiled.selection_stored import add_delta
+
+        totals = np.array([self.sum_kept, self.sum_all])
+        # All magnitudes are added in the first pass alone.
+        num_sums = 2 if self._num_passes == 0 else 1
+        ends = np.array([_largest(bracket), -1.0], np.float32)[:num_sums]
+        add_delta(stored.words, places, stored.count, ends, totals)
+        self.sum_kept, self.sum_all = totals.tolist()
+
+    def conclude(self) -> bool:
+        """End a pass; whether one more is needed."""
+        self._num_passes += 1
+        bracket, counts = self._bracket, self._counts
+        if bracket is None or counts is None or not self._rank:
+            self.look_within(None)
+            return False
+        self.look_within(self._left(bracket, counts.cpu().numpy(), self._rank))
+        if self._bracket is not None:
+            self.sum_kept = 0.0
+        return self._bracket is not None
+
+    def _left(self, bracket: Bracket, counts: NDArray[np.int64], rank: int) -> Bracket | None:
+        """Where the threshold must still be looked for; None when it is found."""
+        from raymerge.compiled.selection import bin_of_rank
+
+        if rank <= self._above:
+            return _finest(bracket.high, _END, 0)
+        place, higher = bin_of_rank(counts, rank - self._above)
+        if place < 0:
+            return _finest(0, bracket.low, 0)
+        low = bracket.low + (place << bracket.shift)
+        if not self._is_exact:
+            return _finest(low, min(low + (1 << bracket.shift), bracket.high), 0)
+        tied = rank - self._above - higher
+        self.threshold = _float_of(low)
+        self.tied_share = tied / int(counts[place])
+        if self._with_sums:
+            self._add_counted(counts, bracket, place, tied)
+        return None
+
+    def _add_counted(self, counts: NDArray[np.int64], bracket: Bracket, place: int, tied: int) -> None:
+        """Add the kept magnitudes within the bracket: their counts give their sum."""
+        counts[place] = tied
+        bins = place + np.flatnonzero(counts[place:])
+        patterns = torch.from_numpy(((bins << bracket.shift) + bracket.low).astype(np.int32))
         magnitudes = patterns.view(torch.float32).double()
-        kept = counts[lower:].clone()
-        kept[0] = tied
-        self.sum_kept = add_values(self.sum_kept, magnitudes * kept)
+        self.sum_kept = add_values(self.sum_kept, magnitudes * torch.from_numpy(counts[bins]))
 
 
-def _bin_of_rank(counts: torch.Tensor, rank: int) -> tuple[int, int]:
-    """The bin holding the ``rank``-th largest, and how many lie in higher bins."""
-    from_top = counts.flip(0).cumsum_(0)
-    position = int(torch.searchsorted(from_top, rank))
-    above = int(from_top[position - 1]) if position else 0
-    return counts.numel() - 1 - position, above
+def _finest(low: int, high: int, shift: int) -> Bracket:
+    """The bracket from ``low`` to ``high``, its bins no finer than ``shift`` or their number allows."""
+    while (high - low - 1) >> shift >= _MOST_BINS:
+        shift += 1
+    return Bracket(low, high, shift)
+
+
+def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> tuple[int, bool]:
+    """``count_in_torch`` in one loop, for tensors on the CPU."""
+    from raymerge.compiled.selection import count, count_all
+
+    patterns, shift = _patterns(values), np.uint32(bracket.shift)
+    if bracket.high - bracket.low == _END:
+        above, bits = 0, count_all(patterns, shift, counts.numpy())
+    else:
+        low, high = np.uint32(bracket.low), np.uint32(bracket.high)
+        above, bits = count(patterns, low, high, shift, counts.numpy())
+    return above, _are_first(bits, bracket)
+
+
+def _are_first(bits: int, bracket: Bracket) -> bool:
+    """Whether all that was counted is the first pattern of its bin, by distances or-ed."""
+    return not bits & ((1 << bracket.shift) - 1)
+
+
+def _bins(bracket: Bracket) -> Bins:
+    """The bracket as the loops over stored elements take it."""
+    from raymerge.compiled.selection_stored import Bins
+
+    return Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
+
+
+def _largest(bracket: Bracket) -> float:
+    """The largest magnitude within a bracket."""
+    return _float_of(min(bracket.high - 1, _INFINITY))
+
+
+def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> tuple[int, bool]:
+    """Count the magnitudes of a tile.
+
+    Args:
+        values: float32 ``[n]``.
+        bracket: where to count.
+        counts: int64, one for each bin of the bracket, added to.
+
+    Returns:
+        how many lie above the bracket, and whether each of those inside is the first pattern of its bin.
+    """
+    above, is_exact = 0, True
+    last = bracket.high - bracket.low - 1
+    for begin in range(0, values.numel(), _LONGEST_COUNT):
+        patterns = values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS
+        distances = patterns.sub_(bracket.low)
+        above += int(torch.count_nonzero(distances > last))
+        inside = distances[(distances >= 0) & (distances <= last)]
+        is_exact = is_exact and not bool((inside & ((1 << bracket.shift) - 1)).any())
+        bins = (inside >> bracket.shift).long()
+        counts.scatter_add_(0, bins, torch.ones(1, dtype=torch.int64, device=bins.device).expand_as(bins))
+    return above, is_exact
+
+
+def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
+    """The bracket from ``low`` to ``high``, or the inner part of it.
+
+    Where bins last for a quarter of it, one standard error to each side, missing the threshold there costs
+    two more passes in one tensor of three, and wider bins would cost one more in each.
+    """
+    if high - low <= _MOST_BINS:
+        return Bracket(low, high, 0)
+    most = _MOST_BINS << unused
+    if most < high - low <= 4 * most:
+        low = max(low, min(middle - most // 2, high - most))
+        high = low + most
+    return _finest(low, high, unused)
+
+
+def _patterns(values: torch.Tensor) -> _Patterns:
+    """The bits of float32 ``[n]``, as an array that shares its memory where that is on the CPU."""
+    patterns: _Patterns = values.view(torch.int32).cpu().numpy().view(np.uint32)
+    return patterns
 
 
 def _float_of(pattern: int) -> float:

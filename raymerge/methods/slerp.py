@@ -6,29 +6,39 @@ SIGGRAPH 1985), each taken as one long vector."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from raymerge.methods.gram import combine
+from raymerge.methods.arc import points_of_arcs
+from raymerge.methods.gram import NEGLIGIBLE, Words
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
-from raymerge.methods.reduce import add_products
+from raymerge.methods.reduce import add_pair
+from raymerge.methods.stored import Stored
 
 _PARALLEL = 0.9995
 
 
 @dataclass(slots=True)
-class _Products:
-    """Inner products of base and source over the tiles seen so far."""
+class _Arc:
+    """Statistics of one tensor."""
 
-    base_base: float = 0.0
-    base_source: float = 0.0
-    source_source: float = 0.0
+    device: torch.device
+    """Where its elements are."""
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
+    """Inner products of base and base, base and source, source and source over the tiles seen so far."""
+    from_base: bool = True
+    """Whether the base is the nearer end; this and the next are there after the pass."""
+    factors: torch.Tensor | None = None
+    """As ``points_of_arcs`` takes them."""
 
     def cosine(self) -> float:
         """Cosine between the two; a vector of zeros stands at a right angle to all others."""
-        norms = math.sqrt(self.base_base) * math.sqrt(self.source_source)
-        return self.base_source / norms if norms else 0.0
+        base_base, base_source, source_source = self.sums.tolist()
+        norms = math.sqrt(base_base) * math.sqrt(source_source)
+        return base_source / norms if norms else 0.0
 
 
 class SlerpKernel:
@@ -39,25 +49,47 @@ class SlerpKernel:
         """One, for the angle."""
         return 1
 
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Products:
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> _Arc:
         """Inner products of nothing."""
-        return _Products()
+        return _Arc(device)
 
-    def observe(self, state: _Products, tile: Tile, settings: Settings, pass_index: int) -> None:
+    def observe(self, state: _Arc, tile: Tile, settings: Settings, pass_index: int) -> None:
         """Add the tile's inner products."""
-        base, (source,) = tile.require_base(), tile.sources
-        state.base_base = add_products(state.base_base, base, base)
-        state.base_source = add_products(state.base_source, base, source)
-        state.source_source = add_products(state.source_source, source, source)
+        add_pair(state.sums, tile.require_base(), tile.sources[0])
 
-    def conclude(self, state: _Products, settings: Settings, pass_index: int) -> bool:
-        """The sums are ready as they are."""
+    def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """The same."""
+        from raymerge.compiled import sums_stored
+
+        sums_stored.add_stored_pair(state.sums, stored.words, stored.places, stored.count)
+        return True
+
+    def conclude(self, state: _Arc, settings: Settings, pass_index: int) -> bool:
+        """Choose the two coefficients, in float64; they are those of the unnormalised tensors."""
+        of_base, of_source = _coefficients(state.cosine(), settings.number("t"))
+        excess = of_base + of_source - 1.0
+        settled = 0.0 if abs(excess) < NEGLIGIBLE else excess
+        state.from_base = abs(of_base) >= abs(of_source)
+        of_other = of_source if state.from_base else of_base
+        state.factors = torch.tensor([[settled], [of_other]], dtype=torch.float32, device=state.device)
         return False
 
-    def apply(self, tile: Tile, settings: Settings, state: _Products) -> torch.Tensor:
-        """The two coefficients, computed once in float64, on the unnormalised tensors."""
-        of_base, of_source = _coefficients(state.cosine(), settings.number("t"))
-        return combine((tile.require_base(), *tile.sources), (of_base, of_source), None)
+    def apply(self, tile: Tile, settings: Settings, state: _Arc) -> torch.Tensor:
+        """The point of the arc, counted from the nearer end."""
+        assert state.factors is not None
+        base, source = tile.require_base(), tile.sources[0]
+        start, other = (base, source) if state.from_base else (source, base)
+        return points_of_arcs(start, other, None, state.factors)
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> bool:
+        """The same."""
+        from raymerge.compiled import combine_stored
+
+        assert state.factors is not None
+        places = stored.places if state.from_base else stored.places[::-1].copy()
+        excess, of_other = state.factors.flatten().tolist()
+        combine_stored.stored_arc(out, stored.words, places, excess, of_other)
+        return True
 
 
 def _coefficients(cosine: float, t: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import math
 import torch
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.sums import weighted_sum
+from raymerge.methods.sums import sum_on_base, weighted_sum
 from raymerge.methods.task_arithmetic import on_base
 
 _ROUNDING = 2.0**-23
@@ -139,8 +139,8 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 def _average(tile: Tile, settings: Settings) -> torch.Tensor:
     """``B + lambda * sum w d / K``: for vectors, and for what is not finite, which so reaches the result."""
-    merged = weighted_sum(tile, settings)
-    return on_base(merged.mul_(settings.number("lambda") / len(tile.sources)), tile)
+    factor = settings.number("lambda") / len(tile.sources)
+    return sum_on_base(tile, settings.per_source("weight"), factor)
 
 
 # Of a square matrix, the costliest shape. About half of it is the libraries' own workspace, which only the

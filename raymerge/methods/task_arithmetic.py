@@ -6,13 +6,20 @@ weighting, sign election, normalising and lambda."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.sums import weighted_sum
+from raymerge.methods.reduce import flat
+from raymerge.methods.stored import Stored
+from raymerge.methods.sums import stored_sum_on_base, sum_on_base
+
+if TYPE_CHECKING:
+    from raymerge.compiled.elect import Rows, Sum
 
 _ZERO_WEIGHT = 1e-8
 
@@ -34,6 +41,65 @@ def merge_deltas(tile: Tile, settings: Settings, term: Term, *, elect: bool) -> 
     else:
         factor /= _total_weight(settings)
     return _on_base_by(factor, merged, tile)
+
+
+def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elect: bool) -> torch.Tensor:
+    """``merge_deltas`` of the terms ``factor * delta * weight``, each product rounded: in one loop where they
+    are on the CPU.
+
+    Args:
+        tile: deltas.
+        settings: with the family's parameters.
+        factors: float32 ``[N, n]``, the elements of a row side by side; not negative, 0 where an element is
+            dropped.
+        elect: whether the terms must agree with the sign of their sum.
+    """
+    if tile.sources.device.type != "cpu":
+        return merge_factors_in_torch(tile, settings, factors, elect=elect)
+    from raymerge.compiled import elect as loops
+
+    base = tile.require_base()
+    out = torch.empty_like(base)
+    how = compiled_sum(settings, (1.0,) * len(factors), elect=elect)
+    loops.merge_factors(base.numpy(), rows_of(tile.sources), rows_of(factors), how, out.numpy())
+    return out
+
+
+def merge_factors_in_torch(
+    tile: Tile, settings: Settings, factors: torch.Tensor, *, elect: bool
+) -> torch.Tensor:
+    """The same result as ``merge_factors``, on any device."""
+    weights = settings.per_source("weight")
+
+    def term(index: int, out: torch.Tensor) -> None:
+        # A product, not a choice: NaN must reach the result even where dropped.
+        torch.mul(factors[index], tile.sources[index], out=out).mul_(weights[index])
+
+    return merge_deltas(tile, settings, term, elect=elect)
+
+
+def rows_of(rows: torch.Tensor) -> Rows:
+    """The rows of a matrix ``[N, n]`` on the CPU, as the compiled loops take them: memory is shared."""
+    from raymerge.compiled.elect import Rows
+
+    return Rows(flat(rows), rows.stride(0))
+
+
+def compiled_sum(settings: Settings, gains: Sequence[float], *, elect: bool) -> Sum:
+    """What ``merge_deltas`` does with terms that are deltas times weights times gains, as the compiled loops
+    take it."""
+    from raymerge.compiled.elect import Sum
+
+    weights = settings.per_source("weight")
+    factor = settings.number("lambda")
+    return Sum(
+        coefficients=np.array([w * gain for w, gain in zip(weights, gains, strict=True)], np.float32),
+        shares=np.ones(len(weights), np.float32),
+        weights=np.array(weights, np.float32),
+        factor=np.float32(factor if elect else factor / _total_weight(settings)),
+        elects=elect,
+        divides=settings.flag("normalize"),
+    )
 
 
 def _on_base_by(factor: float, delta: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -111,7 +177,13 @@ class TaskArithmeticKernel(SinglePass):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """``B + lambda * sum w_i d_i``, the sum divided by ``sum w_i`` under ``normalize``."""
         factor = settings.number("lambda") / _total_weight(settings)
-        return _on_base_by(factor, weighted_sum(tile, settings), tile)
+        return sum_on_base(tile, settings.per_source("weight"), factor)
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
+        """The same."""
+        factor = settings.number("lambda") / _total_weight(settings)
+        stored_sum_on_base(stored, settings.per_source("weight"), out, factor)
+        return True
 
 
 def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> tuple[Parameter, ...]:

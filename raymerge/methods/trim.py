@@ -1,15 +1,34 @@
-"""Keeping the largest of a tensor's elements, each element deciding for itself."""
+"""Keeping the largest of a tensor's elements, each element deciding for itself, and merging what is kept."""
+
+# ruff: noqa: ARG001, ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
 
 from __future__ import annotations
 
-import torch
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from raymerge.methods.random import keep_some, random_key
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raymerge.methods.method import Settings, Tile
+from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
-from raymerge.methods.selection import MagnitudeSelection
+from raymerge.methods.selection import MagnitudeSelection, Sample
+from raymerge.methods.stored import Stored
+from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
+
+if TYPE_CHECKING:
+    from raymerge.compiled.elect import Cuts, Sum
+    from raymerge.compiled.elect_stored import Inputs
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
+# Of a sum of magnitudes; what a subtraction leaves below it is rounding.
+_ROUNDING = 2.0**-40
 
 
 def tie_key(method: str, source: int) -> int:
@@ -17,23 +36,259 @@ def tie_key(method: str, source: int) -> int:
     return random_key(_TIE_SEED, method, source)
 
 
-def mark_largest_(magnitudes: torch.Tensor, selection: MagnitudeSelection, *, key: int, start: int) -> None:
-    """Overwrite the magnitudes by 1 where they are among those selected and by 0 elsewhere.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which elements are among the largest.
 
-    Of the elements that equal the threshold as large a share is marked as makes up the rank, chosen by a
-    hash of their index. Under one key the marks of a smaller rank are among those of a larger one.
+    Of those that equal the threshold as large a share is as makes up the rank, chosen by a hash of their
+    index. Under one key the elements of a smaller rank are among those of a larger one.
+    """
+
+    above: float
+    """Every element of a larger magnitude is; never NaN, which is larger than nothing."""
+    tied: float = math.nan
+    """Of the elements of this magnitude a share is; NaN for none."""
+    share: float = 0.0
+    """How large that share is."""
+    key: int = 0
+    """64-bit key of the choice among them."""
+
+
+EVERYTHING = Cut(-1.0)
+"""Every element is kept."""
+NOTHING = Cut(math.inf)
+"""No element is kept."""
+
+
+def cut_of(selection: MagnitudeSelection, key: int) -> Cut:
+    """The cut at what was found over the whole tensor; all of the tied elements where their share is 1, and
+    those of magnitude 0, which are kept or dropped to no effect."""
+    threshold = selection.threshold
+    if selection.tied_share >= 1 or threshold == 0:
+        return Cut(float(np.nextafter(np.float32(threshold), np.float32(-1.0))))
+    return Cut(threshold, threshold, selection.tied_share, key)
+
+
+def mark_largest_(magnitudes: torch.Tensor, cut: Cut, *, start: int) -> None:
+    """Overwrite the magnitudes by 1 where they are among the largest and by 0 elsewhere.
 
     Args:
         magnitudes: float32 ``[n]``, not negative; a NaN is not marked.
-        selection: what was found over the whole tensor.
-        key: 64-bit key of the choice among equals.
+        cut: which are.
         start: index of the first element within the tensor.
     """
-    if selection.tied_share >= 1 or selection.threshold == 0:
-        magnitudes.ge_(selection.threshold)
+    if math.isnan(cut.tied):
+        magnitudes.gt_(cut.above)
         return
     for chunk in chunks(magnitudes.numel(), magnitudes.device):
         marked = magnitudes[chunk]
-        tied = torch.nonzero(marked == selection.threshold).flatten()
-        marked.gt_(selection.threshold)
-        marked[tied] = keep_some(key, tied + (start + chunk.start), selection.tied_share).to(marked.dtype)
+        tied = torch.nonzero(marked == cut.tied).flatten()
+        marked.gt_(cut.above)
+        marked[tied] = keep_some(cut.key, tied + (start + chunk.start), cut.share).to(marked.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """What is kept of one delta."""
+
+    kept: Cut
+    """The largest elements stay."""
+    outliers: Cut = NOTHING
+    """But the very largest go."""
+    gain: float = 1.0
+    """Factor on what stays."""
+
+
+WHOLE = Trim(EVERYTHING)
+"""All of it."""
+
+
+class TrimmedMerge:
+    """``merge_deltas`` of the trimmed deltas of one tensor: in one loop where they are on the CPU."""
+
+    def __init__(self, settings: Settings, trims: Sequence[Trim], *, elect: bool) -> None:
+        self._settings = settings
+        self._trims = tuple(trims)
+        self._elect = elect
+        self._compiled: tuple[Cuts, Sum] | None = None
+
+    def apply(self, tile: Tile) -> torch.Tensor:
+        """The result of one tile, float32 ``[n]``."""
+        if tile.sources.device.type != "cpu":
+            return merge_trimmed_in_torch(tile, self._settings, self._trims, elect=self._elect)
+        from raymerge.compiled.elect import merge_trimmed
+
+        base = tile.require_base()
+        out = torch.empty_like(base)
+        cuts, how = self._for_loops()
+        merge_trimmed(base.numpy(), rows_of(tile.sources), cuts, tile.start, how, out.numpy())
+        return out
+
+    def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
+        """Write the result of a tile, rounded."""
+        from raymerge.compiled.elect_stored import merge_trimmed_stored
+
+        merge_trimmed_stored(inputs_of(stored), *self._for_loops(), out)
+
+    def _for_loops(self) -> tuple[Cuts, Sum]:
+        """What the compiled loop takes, made for the first tile."""
+        if self._compiled is None:
+            cuts = compiled_cuts([(trim.kept, trim.outliers) for trim in self._trims])
+            gains = [trim.gain for trim in self._trims]
+            self._compiled = cuts, compiled_sum(self._settings, gains, elect=self._elect)
+        return self._compiled
+
+
+def merge_trimmed_in_torch(
+    tile: Tile, settings: Settings, trims: Sequence[Trim], *, elect: bool
+) -> torch.Tensor:
+    """The same result as ``TrimmedMerge``, on any device."""
+
+    weights = settings.per_source("weight")
+
+    def term(index: int, out: torch.Tensor) -> None:
+        delta, trim = tile.sources[index], trims[index]
+        mark_kept(delta, trim, out, start=tile.start)
+        # A product with the mask, not a choice by it: NaN must reach the result even where dropped.
+        out.mul_(delta).mul_(weights[index] * trim.gain)
+
+    return merge_deltas(tile, settings, term, elect=elect)
+
+
+def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int) -> None:
+    """Write 1 into ``out`` where an element of the delta is kept and 0 elsewhere."""
+    torch.abs(delta, out=out)
+    mark_largest_(out, trim.kept, start=start)
+    if trim.outliers is NOTHING:
+        return
+    for chunk in chunks(delta.numel(), delta.device):
+        outliers = delta[chunk].abs()
+        mark_largest_(outliers, trim.outliers, start=start + chunk.start)
+        out[chunk].sub_(outliers)
+
+
+def inputs_of(stored: Stored) -> Inputs:
+    """Stored elements as the compiled loops take them."""
+    from raymerge.compiled.elect_stored import Inputs
+
+    return Inputs(stored.words, stored.places, stored.start)
+
+
+def compiled_cuts(pairs: Sequence[tuple[Cut, Cut]]) -> Cuts:
+    """Pairs of what is kept and the outliers that are not, as the compiled loops take them."""
+    from raymerge.compiled.elect import Cuts
+
+    above = np.array([(kept.above, outliers.above) for kept, outliers in pairs], np.float32)
+    tied = np.array([(kept.tied, outliers.tied) for kept, outliers in pairs], np.float32)
+    # Until they are looked at one by one, the loops keep no element at the level of either cut.
+    above[:, 1] = np.where(np.isnan(tied[:, 1]), above[:, 1], np.nextafter(tied[:, 1], np.float32(-1.0)))
+    limits = np.array([[limit_of(cut.share) for cut in pair] for pair in pairs], np.int64)
+    words = np.array([[key_words(cut.key) for cut in pair] for pair in pairs], np.uint64)
+    return Cuts(above.reshape(-1), tied.reshape(-1), limits.reshape(-1), words.reshape(-1, 2))
+
+
+@dataclass(slots=True)
+class Selections:
+    """What is known of one tensor's deltas."""
+
+    num_elements: int
+    """Of the tensor."""
+    ranks: tuple[tuple[int, int] | None, ...]
+    """For each source, how many elements are not among the smallest, and how many are outliers; None for a
+    delta that is kept whole."""
+    found: tuple[tuple[MagnitudeSelection, MagnitudeSelection] | None, ...]
+    """The selections of those ranks."""
+    merge: TrimmedMerge | None = None
+    """What to do with a tile; None before all passes have ended."""
+
+
+class TrimmingKernel(ABC):
+    """A kernel that keeps of each delta some of the largest elements, and merges what it keeps."""
+
+    name: str
+    """Of the method, for the choice among equal elements."""
+    elect: bool
+    """Whether the terms must agree with the sign of their sum."""
+
+    @abstractmethod
+    def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
+        """How many elements of a source's delta are not among the smallest, and how many are outliers."""
+
+    def passes(self, settings: Settings) -> int:
+        """One, for the thresholds; none when every delta is kept whole."""
+        return int(any(density < 1 for density in settings.per_source("density")))
+
+    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> Selections:
+        """Two selections for each source, None for those kept whole."""
+        rescale = settings.flag("rescale")
+        ranks = tuple(
+            self.ranks(settings, source, num_elements) if density < 1 else None
+            for source, density in enumerate(settings.per_source("density"))
+        )
+
+        def selection(rank: int) -> MagnitudeSelection:
+            return MagnitudeSelection(rank, device, with_sums=rescale)
+
+        found = tuple(None if pair is None else (selection(pair[0]), selection(pair[1])) for pair in ranks)
+        return Selections(num_elements, ranks, found)
+
+    def observe(self, state: Selections, tile: Tile, settings: Settings, pass_index: int) -> None:
+        """Count the magnitudes of the tile."""
+        for pair, delta in zip(state.found, tile.sources, strict=True):
+            for selection in pair or ():
+                selection.observe(delta)
+
+    def observe_stored(self, state: Selections, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """The same in one loop for each selection."""
+        for source, pair in enumerate(state.found):
+            for selection in pair or ():
+                selection.observe_delta(stored, source)
+        return True
+
+    def conclude(self, state: Selections, settings: Settings, pass_index: int) -> bool:
+        """End the pass of every selection."""
+        unfinished = [selection.conclude() for pair in state.found if pair is not None for selection in pair]
+        if any(unfinished):
+            return True
+        trims = [self._trim(pair, source) for source, pair in enumerate(state.found)]
+        state.merge = TrimmedMerge(settings, trims, elect=self.elect)
+        return False
+
+    def _trim(self, pair: tuple[MagnitudeSelection, MagnitudeSelection] | None, source: int) -> Trim:
+        if pair is None:
+            return WHOLE
+        # The same choice among equals at both ends: where they tie across both the right share still stays.
+        kept, outliers = (cut_of(selection, tie_key(self.name, source)) for selection in pair)
+        return Trim(kept, outliers, _gain(*pair))
+
+    def apply(self, tile: Tile, settings: Settings, state: Selections | None) -> torch.Tensor:
+        """Base plus lambda times the (elected) sum of what is kept of the deltas."""
+        return self._merge(settings, state).apply(tile)
+
+    def apply_stored(
+        self, stored: Stored, settings: Settings, state: Selections | None, out: NDArray[np.uint16]
+    ) -> bool:
+        """The same in one loop."""
+        self._merge(settings, state).apply_stored(stored, out)
+        return True
+
+    def _merge(self, settings: Settings, state: Selections | None) -> TrimmedMerge:
+        """What to do with a tile."""
+        if state is not None and state.merge is not None:
+            return state.merge
+        return TrimmedMerge(settings, (WHOLE,) * len(settings.sources), elect=self.elect)
+
+
+def take_sample(state: Selections, sample: Tile, settings: Settings) -> None:
+    """Tell all selections where to look: the ``sampler`` of the methods that trim."""
+    for pair, ranks, delta in zip(state.found, state.ranks, sample.sources, strict=True):
+        if pair is not None and ranks is not None:
+            magnitudes = Sample(delta)
+            for selection, rank in zip(pair, ranks, strict=True):
+                selection.expect(magnitudes, rank / state.num_elements)
+
+
+def _gain(upper: MagnitudeSelection, outliers: MagnitudeSelection) -> float:
+    """Factor that gives the kept elements the L1 norm of the whole delta; 1 when nothing is kept."""
+    whole, kept = upper.sum_all, upper.sum_kept - outliers.sum_kept
+    return whole / kept if kept > whole * _ROUNDING else 1.0

@@ -43,9 +43,13 @@ class _Neurons:
         first, last = start // self.run, (start + count - 1) // self.run
         neurons = torch.arange(first, last + 1, dtype=torch.int64, device=device)
         chosen = hashed(self.key, neurons.remainder_(self.own).add_(self.first)).le(self.limit)
-        offset = start - first * self.run
-        places = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
-        return chosen[places.floor_divide_(self.run)]
+        if self.run == 1:
+            return chosen
+        elements = torch.full((len(chosen),), self.run, dtype=torch.int64, device=device)
+        # Less what the first and the last one have outside.
+        elements[0] -= start - first * self.run
+        elements[-1] -= (last + 1) * self.run - (start + count)
+        return chosen.repeat_interleave(elements, output_size=count)
 
 
 @dataclass(slots=True)

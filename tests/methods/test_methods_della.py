@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits
 from numpy.typing import NDArray
 
-from raymerge.methods import Method, Settings, Value, find_method, keep_mask, random_key
-from raymerge.methods.random import keep_by
+from raymerge.methods import Method, Settings, Value, find_method, keep_mask
+from raymerge.methods.della import _ranks, _thin, _thin_by_torch
+from raymerge.methods.random import write_numbers
 
 Array = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -81,13 +82,9 @@ def chances_of(delta: Array, density: float, epsilon: float) -> Array:
 
 
 def uniforms(key: int, count: int) -> Array:
-    """The random number of each element, found by halving from the masks of ``keep_mask``."""
-    low, high = np.zeros(count), np.ones(count)
-    for _ in range(30):
-        middle = (low + high) / 2
-        kept = np.array([bool(keep_mask(key, i, 1, float(m), CPU)) for i, m in enumerate(middle)])
-        low, high = np.where(kept, low, middle), np.where(kept, middle, high)
-    return high
+    """The random number of each element, from 0 to 1: what its chance must be above."""
+    numbers = write_numbers(key, 0, out=torch.empty(count, dtype=torch.int32))
+    return (numbers.double().numpy() + 2.0**31) / 2.0**32
 
 
 @pytest.mark.parametrize(("density", "epsilon"), [(0.5, 0.1), (0.6, 0.3), (0.3, 0.0)])
@@ -99,7 +96,7 @@ def test_masks_follow_the_definition(density: float, epsilon: float, shape: tupl
     kept = merge(method_named("della_linear"), settings, base, [source]) != base
     delta = (source - base).double().numpy().reshape(shape or (1,))
     numbers = uniforms(settings.keys[0], delta.size).reshape(delta.shape)
-    assert np.array_equal(kept.numpy().reshape(delta.shape), numbers <= chances_of(delta, density, epsilon))
+    assert np.array_equal(kept.numpy().reshape(delta.shape), numbers < chances_of(delta, density, epsilon))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +110,7 @@ def test_against_the_definition(name: str, weights: tuple[float, ...], values: d
     for weight, key, source in zip(weights, settings.keys, sources, strict=True):
         delta = (source - base).double().numpy()
         chances = chances_of(delta, 0.6, 0.25)
-        mask = keep_by(key, 0, torch.from_numpy(chances.reshape(-1))).numpy().reshape(SHAPE)
+        mask = uniforms(key, delta.size).reshape(SHAPE) < chances
         terms.append(weight * delta * mask / (chances if settings.flag("rescale") else 1.0))
     merged = family_reference(terms, weights, settings, elect=name == "della")
     result = run(name, case, base, sources).double().numpy()
@@ -239,36 +236,62 @@ def test_defaults() -> None:
         assert (values["normalize"], values["rescale"], values["epsilon"]) == (normalize, True, 0.15)
 
 
-# Masks of many probabilities --------------------------------------------------------------------------
+# Two forms --------------------------------------------------------------------------------------------
 
 
-@hypothesis_settings(deadline=None, max_examples=50)
-@given(
-    key=st.integers(0, 2**64 - 1),
-    start=st.integers(0, 2**45),
-    density=st.floats(0.25, 1.0, exclude_max=True),
-)
-def test_equal_chances_give_the_common_mask(key: int, start: int, density: float) -> None:
-    chances = torch.full((200,), density, dtype=torch.float64)
-    assert torch.equal(keep_by(key, start, chances), keep_mask(key, start, 200, density, CPU))
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 3e38, -3e38, math.inf, -math.inf, math.nan, -math.nan]
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.003, 0.1, 0.5, 0.997, 1.0])
-def test_frequency(chance: float) -> None:
-    count = 1 << 20
-    chances = torch.full((count,), chance, dtype=torch.float64)
-    kept = int(keep_by(random_key(0, "t", 0), 2**34 + 17, chances).sum())
-    assert abs(kept - count * chance) <= 4.5 * math.sqrt(count * chance * (1 - chance))
-    assert bool((chances == chance).all())
+def in_both_forms(delta: torch.Tensor, length: int, *, density: float, epsilon: float) -> list[torch.Tensor]:
+    """The factors of the rows by the compiled form and by torch's."""
+    sources = sources_of(1.0, density=density, epsilon=epsilon)
+    settings = settings_for("della", Case(sources=sources), (delta.numel() // length, length))
+    ranks = _ranks(density, epsilon, settings, CPU)
+    found = [torch.empty(delta.numel()) for _ in range(2)]
+    for factors, thin in zip(found, (_thin, _thin_by_torch), strict=True):
+        write_numbers(11, 7, out=factors.view(torch.int32))
+        thin(delta, ranks, factors)
+    return found
 
 
-def test_a_larger_chance_keeps_more_of_the_same() -> None:
-    chances = torch.rand(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    few, many = keep_by(8, 0, chances * 0.5), keep_by(8, 0, chances)
-    assert not bool((few & ~many).any())
+@hypothesis_settings(deadline=None, max_examples=60)
+@given(data=st.data(), length=st.integers(1, 70), num_rows=st.integers(0, 5))
+def test_both_forms_give_the_same_bits(data: st.DataObject, length: int, num_rows: int) -> None:
+    value = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
+    size = length * num_rows
+    delta = torch.tensor(data.draw(st.lists(value, min_size=size, max_size=size)), dtype=torch.float32)
+    compiled, plain = in_both_forms(delta, length, density=0.5, epsilon=0.45)
+    assert same_bits(compiled, plain)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_same_bits() -> None:
-    chances = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(keep_by(5, 2**33, chances.cuda()).cpu(), keep_by(5, 2**33, chances))
+@pytest.mark.parametrize("length", [1000, 4096, 50_000])
+@pytest.mark.parametrize("epsilon", [0.0, 0.3])
+def test_both_forms_give_the_same_bits_of_long_rows(length: int, epsilon: float) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        base, [source] = random_inputs(1, (3, length), dtype)
+        delta = (source - base).flatten()
+        compiled, plain = in_both_forms(delta, length, density=0.6, epsilon=epsilon)
+        assert same_bits(compiled, plain)
+
+
+def test_the_smallest_chance_is_made_up_for() -> None:
+    """A chance below 2**-32 is as good as 2**-32, and so is the factor."""
+    settings = settings_for("della", Case(sources=sources_of(1.0, density=1e-12)), (1, 4))
+    ranks = _ranks(1e-12, 0.0, settings, CPU)
+    assert ranks.bitwise_right_shift(32).tolist() == [-(2**31)] * 4
+    assert ranks.to(torch.int32).view(torch.float32).tolist() == [2.0**32] * 4
+
+
+def test_the_largest_chance_keeps_everything() -> None:
+    settings = settings_for("della", Case(sources=sources_of(1.0, density=0.5)), (1, 4))
+    ranks = _ranks(1 - 2.0**-34, 0.0, settings, CPU)
+    assert ranks.bitwise_right_shift(32).tolist() == [2**31 - 1] * 4
+    assert ranks.to(torch.int32).view(torch.float32).tolist() == [1.0] * 4
+
+
+def test_without_spread_the_masks_are_those_of_dare() -> None:
+    base, [source] = random_inputs(1, SHAPE)
+    case = Case({"rescale": False}, sources_of(1.0, density=0.3, epsilon=0.0))
+    settings = settings_for("della_linear", case, SHAPE)
+    kept = merge(method_named("della_linear"), settings, base, [source]) != base
+    assert torch.equal(kept.flatten(), keep_mask(settings.keys[0], 0, base.numel(), 0.3, CPU))

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.method_kit import FEW_BYTES, MemoryMeter, same_bits, threads
 
+from raymerge.compiled.draws import fill_points
 from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.random import keep_some
+from raymerge.methods.draws import _points_by_torch, _uniform_by_torch
+from raymerge.methods.random import key_words
 
 CPU = torch.device("cpu")
 MANY = 1 << 20
@@ -166,12 +168,23 @@ def test_keys_are_independent(one: int, other: int) -> None:
 def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest hash and the largest are the tails; those about 0 the middle."""
     monkeypatch.setattr("raymerge.methods.draws.hashed", lambda _, words: words.fill_(word))
-    numbers, shares = normal(1, 0, 3, CPU), uniform(1, 0, 3, CPU)
+    points, shares = _points_by_torch(1, 0, 3, CPU), _uniform_by_torch(1, 0, torch.empty(3))
     point = ((word >> 12) + 0.5) / 2**52 + 0.5
     assert 0 < point < 1
-    torch.testing.assert_close(numbers, torch.full((3,), PLAIN.inv_cdf(point)))
+    assert points.tolist() == [point] * 3
+    numbers = torch.special.ndtri(points)
+    assert numbers.tolist() == pytest.approx([PLAIN.inv_cdf(point)] * 3)
     assert float(numbers.abs().max()) <= 8.21
     assert shares.tolist() == [((word >> 40) + 2**23) / 2**24] * 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(key=st.integers(0, WORD - 1), start=st.integers(0, 2**45), count=st.integers(0, 3000))
+def test_the_compiled_numbers_are_those_of_torch(key: int, start: int, count: int) -> None:
+    assert same_bits(uniform(key, start, count, CPU), _uniform_by_torch(key, start, torch.empty(count)))
+    points = torch.empty(count, dtype=torch.float64)
+    fill_points(*key_words(key), start, points.numpy())
+    assert torch.equal(points, _points_by_torch(key, start, start + count, CPU))
 
 
 def test_the_tails_are_mirror_images() -> None:
@@ -180,11 +193,11 @@ def test_the_tails_are_mirror_images() -> None:
     assert 8.2 < highest <= 8.21
 
 
-def test_the_numbers_are_those_of_the_masks() -> None:
-    """Hence the warning not to give both one key: an element stays where its number is small."""
+def test_the_numbers_are_made_of_the_hash_behind_the_masks() -> None:
+    """Hence the warning not to give both one key: the number of element i says what becomes of 2i + 1."""
     key = random_key(3, "t", 0)
-    assert torch.equal(uniform(key, 5, 4096, CPU) < 0.25, keep_mask(key, 5, 4096, 0.25, CPU))
-    assert torch.equal(normal(key, 0, 64, CPU) < 0, keep_some(key, torch.arange(64), 0.5))
+    upper = keep_mask(key, 0, 2 * 4096, 0.5, CPU)[1::2]
+    assert torch.equal(normal(key, 0, 4096, CPU) >= 0, upper)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

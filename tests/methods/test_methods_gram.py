@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.method_kit import random_inputs, same_bits
 
-from raymerge.methods import BLOCK, Tile
+from raymerge.methods import BLOCK
 from raymerge.methods.arc import arc_coefficients
-from raymerge.methods.gram import Gram, add_deltas, combine
+from raymerge.methods.gram import Gram, combine, pair_index
 
 COEFFICIENTS = st.floats(-3, 3, width=32)
 
 
 def gram_of(vectors: list[torch.Tensor], origin: torch.Tensor | None = None) -> Gram:
     gram = Gram(len(vectors))
-    gram.add(vectors, origin)
+    gram.add(torch.stack(vectors), origin)
     return gram
 
 
@@ -39,11 +39,17 @@ def test_products_of_all_pairs(with_origin: bool, count: int) -> None:
     np.testing.assert_allclose(gram.norms(), np.linalg.norm(arrays, axis=1), rtol=1e-12)
 
 
+def test_pairs_stand_one_after_the_other() -> None:
+    pairs = [(left, right) for left in range(5) for right in range(left + 1)]
+    assert [pair_index(*pair) for pair in pairs] == list(range(15))
+    assert all(pair_index(left, right) == pair_index(right, left) for left, right in pairs)
+
+
 def test_products_do_not_depend_on_the_tiling() -> None:
     origin, vectors = random_inputs(3, (3 * BLOCK + 5,))
     whole, tiled = gram_of(vectors, origin), Gram(3)
     for cut in (slice(0, BLOCK), slice(BLOCK, 3 * BLOCK), slice(3 * BLOCK, None)):
-        tiled.add([vector[cut] for vector in vectors], origin[cut])
+        tiled.add(torch.stack(vectors)[:, cut], origin[cut])
     pairs = list(itertools.product(range(3), repeat=2))
     assert [tiled.product(*pair) for pair in pairs] == [whole.product(*pair) for pair in pairs]
 
@@ -73,7 +79,7 @@ def test_combination(coefficients: list[float], with_origin: bool) -> None:
     origin = base if with_origin else None
     start = base.double() if with_origin else torch.zeros(50, dtype=torch.float64)
     exact = start + sum(c * (s.double() - start) for c, s in zip(coefficients, sources, strict=True))
-    result = combine(sources, tuple(coefficients), origin)
+    result = combine(torch.stack(sources), tuple(coefficients), origin)
     assert result.dtype is torch.float32
     torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=2e-5)
 
@@ -82,7 +88,7 @@ def test_combination(coefficients: list[float], with_origin: bool) -> None:
 def test_one_source_alone_is_taken_to_the_last_bit(with_origin: bool) -> None:
     base, sources = random_inputs(3, (50,))
     sources[1][7] = -0.0
-    result = combine(sources, (0.0, 1.0, 0.0), base if with_origin else None)
+    result = combine(torch.stack(sources), (0.0, 1.0, 0.0), base if with_origin else None)
     assert same_bits(result, sources[1])
 
 
@@ -91,17 +97,21 @@ def test_a_mean_of_equal_sources_is_that_source_to_the_last_bit(coefficients: tu
     base, [source] = random_inputs(1, (50,))
     source[3], source[4] = -0.0, 0.0
     for origin in (base, None):
-        assert same_bits(combine([source] * 3, coefficients, origin), source)
+        assert same_bits(combine(torch.stack([source] * 3), coefficients, origin), source)
 
 
 def test_a_nan_coefficient_spoils_all() -> None:
     base, sources = random_inputs(2, (5,))
-    assert bool(combine(sources, (math.nan, math.nan), base).isnan().all())
+    assert bool(combine(torch.stack(sources), (math.nan, math.nan), base).isnan().all())
 
 
-def test_deltas_by_hand() -> None:
-    tile = Tile(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, -1.0], [0.5, 4.0]]), 0)
-    assert add_deltas(tile, (2.0, -1.0)).tolist() == [2.5, -4.0]
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_counts_without_a_coefficient(bad: float) -> None:
+    base, sources = random_inputs(3, (5,))
+    sources[2][3] = bad
+    for coefficients in ((1.0, 0.0, 0.0), (0.5, 0.5, 0.0)):
+        result = combine(torch.stack(sources), coefficients, base)
+        assert result.isfinite().tolist() == [True, True, True, False, True]
 
 
 # Arcs -------------------------------------------------------------------------------------------------

@@ -10,28 +10,47 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.method_kit import same_bits
 
 from raymerge.methods import keep_mask, random_key
 from raymerge.methods import reduce as reduce_module
+from raymerge.methods.random import (
+    _write_numbers,
+    chance_of,
+    keep_factors,
+    keep_some,
+    key_words,
+    limit_of,
+    limits_of,
+    write_numbers,
+)
 
 CPU = torch.device("cpu")
 MANY = 1 << 20
 
 GOLDEN_KEY = 4517192690449279934
-GOLDEN_START = "1011111011101010110111010110010000001110100110100100000111001111"
-GOLDEN_FAR = "0100000111000001001001001000000000000000110100110000100001001000"
+GOLDEN_START = "1011000010001011101010111001100110100110001001101110001111101111"
+GOLDEN_FAR = "0000000000010000010100101100000001000100011010110011100000000010"
 
 
-def plain_keep(key: int, index: int, density: float) -> bool:
+def plain_number(key: int, index: int) -> int:
     """The definition in Python's own integers."""
     word = 1 << 64
     digest = hashlib.blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"raymerge word").digest()
-    state = (index * 0x9E3779B97F4A7C15 + key) % word
+    state = (index // 2 * 0x9E3779B97F4A7C15 + key) % word
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % word
     state = (state + int.from_bytes(digest, "little")) % word
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % word
-    signed = state - word if state >= word // 2 else state
-    return signed < round(density * word) - word // 2
+    state ^= state >> 31
+    return state >> 32 if index % 2 else state % (1 << 32)
+
+
+def plain_keep(key: int, index: int, density: float) -> bool:
+    return plain_number(key, index) < density * 2**32
+
+
+def numbers(key: int, start: int, count: int) -> torch.Tensor:
+    return write_numbers(key, start, out=torch.empty(count, dtype=torch.int32))
 
 
 def as_text(mask: torch.Tensor) -> str:
@@ -55,6 +74,79 @@ def test_masks_never_change() -> None:
     assert key == GOLDEN_KEY
     assert as_text(keep_mask(key, 0, 64, 0.5, CPU)) == GOLDEN_START
     assert as_text(keep_mask(key, 2**33 + 5, 64, 0.25, CPU)) == GOLDEN_FAR
+
+
+@settings(deadline=None, max_examples=50)
+@given(key=st.integers(0, 2**64 - 1), start=st.integers(0, 2**45), count=st.integers(0, 50))
+def test_numbers_follow_their_definition(key: int, start: int, count: int) -> None:
+    expected = [plain_number(key, start + offset) - 2**31 for offset in range(count)]
+    assert numbers(key, start, count).tolist() == expected
+    assert _write_numbers(key, start, torch.empty(count, dtype=torch.int32)).tolist() == expected
+
+
+@pytest.mark.parametrize("start", [0, 1, 2**33 + 4, 2**33 + 5])
+@pytest.mark.parametrize("count", [1, 40_001, MANY // 2])
+def test_the_compiled_numbers_are_those_of_torch(start: int, count: int) -> None:
+    expected = _write_numbers(17, start, torch.empty(count, dtype=torch.int32))
+    assert torch.equal(numbers(17, start, count), expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    key=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 2**45),
+    count=st.integers(0, 300),
+    density=st.one_of(st.floats(0, 1), st.sampled_from([2.0**-32, 2.0**-40, 1 - 2.0**-33, 1 - 2.0**-32])),
+)
+def test_factors_and_single_elements_follow_the_mask(
+    key: int, start: int, count: int, density: float
+) -> None:
+    mask = keep_mask(key, start, count, density, CPU)
+    factors = keep_factors(key, start, density, 1 / 3, out=torch.empty(count))
+    assert same_bits(factors, mask * torch.tensor(1 / 3))
+    assert torch.equal(keep_some(key, torch.arange(start, start + count), density), mask)
+
+
+def test_words_of_a_key() -> None:
+    first, second = key_words(GOLDEN_KEY)
+    digest = hashlib.blake2b(
+        GOLDEN_KEY.to_bytes(8, "little"), digest_size=8, person=b"raymerge word"
+    ).digest()
+    assert (int(first), int(second)) == (GOLDEN_KEY, int.from_bytes(digest, "little"))
+
+
+# Densities --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("density", "limit"),
+    [
+        (0.0, 0),
+        (-0.5, 0),
+        (5e-324, 1),
+        (2.0**-32, 1),
+        (1.5 * 2.0**-32, 2),
+        (0.25, 2**30),
+        (1 - 2.0**-32, 2**32 - 1),
+        (1 - 2.0**-33, 2**32),
+        (1.0, 2**32),
+        (7.0, 2**32),
+    ],
+)
+def test_densities_are_rounded_up(density: float, limit: int) -> None:
+    """Hence one that is not 0 never keeps nothing at all."""
+    assert limit_of(density) == limit
+    assert chance_of(density) == limit / 2**32
+    assert limits_of(torch.tensor([density], dtype=torch.float64)).tolist() == [limit]
+
+
+def test_an_element_is_kept_from_its_own_number_on() -> None:
+    number = plain_number(3, 77)
+    for density, kept in ((number, False), (number + 1e-3, True), (number + 1, True)):
+        assert bool(keep_mask(3, 77, 1, density / 2**32, CPU)) == kept
+
+
+# Chunks and tiles -------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=30)
@@ -103,6 +195,24 @@ def test_elements_are_independent_of_later_ones(density: float, lag: int) -> Non
     both = int((mask[:-lag] & mask[lag:]).sum())
     expected = MANY * density**2
     assert abs(both - expected) < 5 * math.sqrt(expected)
+
+
+def test_halves_of_a_number_are_independent() -> None:
+    """Chi-square over 16 x 16 ranges of two neighbours that share a hash, by high bits and by low ones."""
+    words = numbers(random_key(5, "t", 0), 0, MANY).long().view(-1, 2)
+    for shift in (0, 5, 28):
+        left, right = words.bitwise_right_shift(shift).bitwise_and(15).unbind(dim=1)
+        observed = torch.bincount(left * 16 + right, minlength=256).double()
+        expected = MANY / 2 / 256
+        chi_square = float(((observed - expected) ** 2 / expected).sum())
+        assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255), shift
+
+
+def test_every_bit_of_a_number_is_fair() -> None:
+    words = numbers(random_key(6, "t", 0), 0, MANY).long().view(-1, 2)
+    for bit in range(32):
+        ones = words.bitwise_right_shift(bit).bitwise_and(1).sum(dim=0)
+        assert all(abs(int(count) - MANY / 4) < 5 * math.sqrt(MANY / 2) / 2 for count in ones), bit
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.9])

@@ -1,11 +1,10 @@
-"""Sums and selections: exact where they say so, the same for every way to compute them."""
+"""Sums: exact where they say so, the same for every way to compute them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,10 +13,21 @@ from kits.method_kit import threads
 
 from raymerge.methods import BLOCK
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.reduce import PIECE, add_products, add_values, chunks, folded
-from raymerge.methods.selection import MagnitudeSelection
+from raymerge.methods.reduce import (
+    LANES,
+    PIECE,
+    RUN,
+    add_products,
+    add_products_in_torch,
+    add_values,
+    chunks,
+    elements,
+    flat,
+    folded,
+)
 
 CPU = torch.device("cpu")
+RUNS = range(0, PIECE, RUN)
 LENGTHS = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 333]
 
 
@@ -48,6 +58,25 @@ def test_folding_is_by_halves_along_either_dimension(width: int, others: int, di
     expected = [_halved(row) for row in values.tolist()]
     turned = values.t().contiguous() if dim == 0 else values
     assert folded(turned, dim=dim).tolist() == expected
+
+
+def _by_definition(values: list[float]) -> float:
+    """Runs of 16 rows, folded to 16 lanes; then runs, then lanes; pieces one after the other."""
+    total = 0.0
+    for begin in range(0, len(values), PIECE):
+        piece = values[begin : begin + PIECE]
+        piece += [0.0] * (PIECE - len(piece))
+        runs = [[_halved(piece[at + lane : at + RUN : LANES]) for lane in range(LANES)] for at in RUNS]
+        total += _halved([_halved(list(lane)) for lane in zip(*runs, strict=True)])
+    return total
+
+
+@pytest.mark.parametrize("count", [1, 17, 300, 5 * RUN, PIECE - 1, 2 * PIECE + 333])
+def test_the_order_is_that_of_the_definition(count: int) -> None:
+    left, right = numbers(count), numbers(count, 1)
+    assert add_values(0.0, left) == _by_definition(left.tolist())
+    products = (left.double() * right.double()).tolist()
+    assert add_products(0.0, left, right) == _by_definition(products)
 
 
 @pytest.mark.parametrize("count", LENGTHS)
@@ -83,8 +112,21 @@ def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.Mon
         alone = add_products(0.0, left, right)
     with threads(2):
         assert add_products(0.0, left, right) == alone
+        assert add_products_in_torch(0.0, left, right) == alone
     monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", PIECE)
-    assert add_products(0.0, left, right) == alone
+    assert add_products_in_torch(0.0, left, right) == alone
+
+
+def test_a_matrix_is_seen_as_one_run_of_memory() -> None:
+    matrix = numbers(40).view(4, 10)
+    assert flat(matrix).tolist() == matrix.flatten().tolist()
+    part = flat(matrix[1:, 2:5])
+    assert part.tolist() == matrix.flatten()[12:35].tolist()
+    matrix[1, 2] = 7.0
+    assert part[0] == 7.0
+    assert flat(matrix[:, :0]).size == flat(matrix[:0]).size == flat(matrix[:0, :3]).size == 0
+    assert elements(matrix[0]).tolist() == matrix[0].tolist()
+    assert elements(None).size == 0
 
 
 def test_inputs_of_a_sum_are_left_as_they_are() -> None:
@@ -95,84 +137,3 @@ def test_inputs_of_a_sum_are_left_as_they_are() -> None:
     add_values(0.0, right)
     assert torch.equal(left, before[0])
     assert torch.equal(right, before[1])
-
-
-def select(values: torch.Tensor, rank: int, *, cut: int | None = None) -> MagnitudeSelection:
-    selection = MagnitudeSelection(rank, CPU, with_sums=True)
-    for pass_index in range(selection.passes):
-        for begin in range(0, values.numel(), cut or max(1, values.numel())):
-            selection.observe(values[begin : begin + (cut or values.numel())], pass_index)
-        selection.conclude(pass_index)
-    return selection
-
-
-def expected_threshold(values: torch.Tensor, rank: int) -> float:
-    return float(np.sort(np.abs(values.numpy()))[-rank])
-
-
-float32s = st.floats(width=32, allow_nan=False)
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), values=st.lists(float32s, min_size=1, max_size=40))
-def test_selection_is_exact_on_any_floats(data: st.DataObject, values: list[float]) -> None:
-    """Zeros, denormals and infinity included."""
-    tensor = torch.tensor(values, dtype=torch.float32)
-    rank = data.draw(st.integers(1, len(values)))
-    assert select(tensor, rank).threshold == expected_threshold(tensor, rank)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("density", [0.00001, 0.2, 0.5, 0.999])
-def test_selection_is_exact_on_deltas(dtype: torch.dtype, density: float) -> None:
-    values = (numbers(3 * BLOCK + 17) * 0.01).to(dtype).float()
-    rank = max(1, int(density * values.numel()))
-    selection = select(values, rank, cut=BLOCK)
-    assert selection.threshold == expected_threshold(values, rank)
-    magnitudes = values.double().abs()
-    above = int((magnitudes > selection.threshold).sum())
-    tied = int((magnitudes == selection.threshold).sum())
-    assert above < rank <= above + tied
-    assert selection.tied_share == (rank - above) / tied
-    assert selection.sum_all == pytest.approx(float(values.double().abs().sum()), rel=1e-12)
-    largest = magnitudes.sort(descending=True).values[:rank]
-    assert selection.sum_kept == pytest.approx(float(largest.sum()), rel=1e-12)
-
-
-def test_tiles_and_threads_do_not_change_a_selection() -> None:
-    values = numbers(6 * BLOCK + 1)
-    whole = select(values, 1000)
-    for cut in (BLOCK, 2 * BLOCK, 5 * BLOCK):
-        with threads(2):
-            tiled = select(values, 1000, cut=cut)
-        assert (tiled.threshold, tiled.sum_all, tiled.sum_kept) == (
-            whole.threshold,
-            whole.sum_all,
-            whole.sum_kept,
-        )
-
-
-def test_a_rank_of_zero_keeps_nothing_finite() -> None:
-    selection = select(numbers(10), 0)
-    assert selection.threshold == math.inf
-    assert selection.sum_kept == 0.0
-
-
-def test_of_equal_values_the_wanted_share_is_told() -> None:
-    selection = select(torch.full((100,), -0.25), 3)
-    assert selection.threshold == 0.25
-    assert selection.tied_share == 0.03
-    assert (selection.sum_kept, selection.sum_all) == (0.75, 25.0)
-
-
-def test_nan_is_among_the_largest() -> None:
-    values = torch.tensor([1.0, float("nan"), 3.0, 2.0])
-    assert math.isnan(select(values, 1).threshold)
-    assert select(values, 2).threshold == 3.0
-
-
-def test_selection_leaves_its_input_as_it_is() -> None:
-    values = numbers(1000)
-    before = values.clone()
-    select(values, 10)
-    assert torch.equal(values, before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -13,10 +15,18 @@ from hypothesis import strategies as st
 from kits.method_kit import FEW_BYTES, MemoryMeter, threads
 
 from raymerge.methods.method import BLOCK, ROW_GROUP
-from raymerge.methods.reduce import PIECE
-from raymerge.methods.rows import column_products, row_batches, row_products
+from raymerge.methods.reduce import PIECE, add_products
+from raymerge.methods.rows import (
+    add_column_pairs,
+    add_column_pairs_in_torch,
+    row_batches,
+    row_grams,
+    row_grams_in_torch,
+)
 
 CPU = torch.device("cpu")
+OfRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
+Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 SHAPES = [(77, 1501), (3, 40_000), (1, 3 * PIECE), (40, 1), (5, 7), (16, 64), (33, 5000), (1, 1)]
 
 
@@ -25,53 +35,81 @@ def pair(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
+def stacked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.stack([left.flatten(), right.flatten()])
+
+
+def rows_of(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Inner products of left and left, left and right, right and right for each row."""
+    return row_grams(stacked(left, right), None, left.shape[1])
+
+
 def columns_of(left: torch.Tensor, right: torch.Tensor, cuts: tuple[int, ...] = ()) -> torch.Tensor:
-    """Sums of a matrix cut before these rows."""
+    """The same for each column of matrices cut before these rows."""
     num_rows, row_length = left.shape
-    total = torch.zeros(row_length, dtype=torch.float64)
+    totals = torch.zeros(3, row_length, dtype=torch.float64)
     for begin, end in itertools.pairwise((0, *cuts, num_rows)):
-        column_products(total, left[begin:end].flatten(), right[begin:end].flatten(), row_length)
-    return total
+        add_column_pairs(totals, stacked(left[begin:end], right[begin:end]), None)
+    return totals
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_float64(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
-    products = left.double().numpy() * right.double().numpy()
-    rows = row_products(left.flatten(), right.flatten(), shape[1])
-    columns = columns_of(left, right)
+    rows, columns = rows_of(left, right), columns_of(left, right)
     assert rows.dtype is columns.dtype is torch.float64
-    exact_rows = [math.fsum(row) for row in products]
-    exact_columns = [math.fsum(column) for column in products.T]
-    np.testing.assert_allclose(rows.numpy(), exact_rows, rtol=1e-13, atol=1e-12)
-    np.testing.assert_allclose(columns.numpy(), exact_columns, rtol=1e-13, atol=1e-12)
+    for index, (one, other) in enumerate(((left, left), (left, right), (right, right))):
+        products = one.double().numpy() * other.double().numpy()
+        exact_rows = [math.fsum(row) for row in products]
+        exact_columns = [math.fsum(column) for column in products.T]
+        np.testing.assert_allclose(rows[index].numpy(), exact_rows, rtol=1e-13, atol=1e-12)
+        np.testing.assert_allclose(columns[index].numpy(), exact_columns, rtol=1e-13, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_origin_is_subtracted_in_float32(shape: tuple[int, int]) -> None:
+    left, right = pair(shape)
+    origin = 0.5 * right + 0.1
+    apart = stacked(left - origin, right - origin)
+    vectors, flat_origin = stacked(left, right), origin.flatten()
+    assert torch.equal(row_grams(vectors, flat_origin, shape[1]), row_grams(apart, None, shape[1]))
+    found, expected = (torch.zeros(3, shape[1], dtype=torch.float64) for _ in range(2))
+    add_column_pairs(found, vectors, flat_origin)
+    add_column_pairs(expected, apart, None)
+    assert torch.equal(found, expected)
 
 
 def test_by_hand() -> None:
     left, right = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1.0, 1, 2], [0.5, 0, -1]])
-    assert row_products(left.flatten(), right.flatten(), 3).tolist() == [9.0, -4.0]
-    assert columns_of(left, right).tolist() == [3.0, 2.0, 0.0]
+    assert rows_of(left, right).tolist() == [[14.0, 77.0], [9.0, -4.0], [6.0, 1.25]]
+    assert columns_of(left, right).tolist() == [[17.0, 29.0, 45.0], [3.0, 2.0, 0.0], [1.25, 1.0, 5.0]]
 
 
 def test_columns_are_added_to_what_is_there() -> None:
-    total = torch.tensor([10.0, 20.0], dtype=torch.float64)
-    column_products(total, torch.ones(6), torch.full((6,), 2.0), 2)
-    assert total.tolist() == [16.0, 26.0]
+    totals = torch.tensor([[10.0, 20.0], [0.0, 1.0], [2.0, 3.0]], dtype=torch.float64)
+    add_column_pairs(totals, torch.tensor([[1.0] * 6, [2.0] * 6]), None)
+    assert totals.tolist() == [[13.0, 23.0], [6.0, 7.0], [14.0, 15.0]]
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 1)])
 def test_nothing_sums_to_nothing(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
-    assert row_products(left.flatten(), right.flatten(), shape[1]).shape == (0,)
-    assert columns_of(left, right).tolist() == [0.0] * shape[1]
+    assert rows_of(left, right).shape == (3, 0)
+    assert columns_of(left, right).tolist() == [[0.0] * shape[1]] * 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
-    whole = row_products(left.flatten(), right.flatten(), shape[1])
-    alone = [row_products(a, b, shape[1]) for a, b in zip(left, right, strict=True)]
-    assert torch.equal(torch.cat(alone), whole)
+    alone = [rows_of(a[None], b[None]) for a, b in zip(left, right, strict=True)]
+    assert torch.equal(torch.cat(alone, dim=1), rows_of(left, right))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_summed_as_a_vector(shape: tuple[int, int]) -> None:
+    left, right = pair(shape)
+    found = rows_of(left, right)[1].tolist()
+    assert found == [add_products(0.0, a, b) for a, b in zip(left, right, strict=True)]
 
 
 @settings(deadline=None, max_examples=20)
@@ -91,7 +129,7 @@ def test_threads_do_not_change_a_bit() -> None:
     results = []
     for count in (1, 2):
         with threads(count):
-            results.append((row_products(left.flatten(), right.flatten(), 20_000), columns_of(left, right)))
+            results.append((rows_of(left, right), columns_of(left, right)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 
@@ -100,23 +138,28 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
     left, right = pair((20, 30))
     left[3, 4] = math.nan
     right[3, 4] = 0.0
-    bad_rows = row_products(left.flatten(), right.flatten(), 30).isfinite().logical_not()
-    bad_columns = columns_of(left, right).isfinite().logical_not()
+    bad_rows = rows_of(left, right)[1].isfinite().logical_not()
+    bad_columns = columns_of(left, right)[1].isfinite().logical_not()
     assert bad_rows.nonzero().tolist() == [[3]]
     assert bad_columns.nonzero().tolist() == [[4]]
 
 
 @pytest.mark.parametrize("shape", [(1, 9 * BLOCK), (9, BLOCK), (144, 4096), (4096, 144), (9 * BLOCK, 1)])
-def test_temporaries_take_a_tile(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("of_rows", "add"),
+    [(row_grams, add_column_pairs), (row_grams_in_torch, add_column_pairs_in_torch)],
+    ids=["compiled", "torch"],
+)
+def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows, add: Add) -> None:
     left, right = pair(shape)
-    flat_left, flat_right = left.flatten(), right.flatten()
+    vectors, nbytes = stacked(left, right), max(left.nbytes, 4 * BLOCK)
     with MemoryMeter() as rows:
-        sums = row_products(flat_left, flat_right, shape[1])
-    assert rows.peak_bytes <= 4 * left.numel() + sums.nbytes + FEW_BYTES
-    total = torch.zeros(shape[1], dtype=torch.float64)
+        sums = of_rows(vectors, None, shape[1])
+    assert rows.peak_bytes <= nbytes + sums.nbytes + FEW_BYTES
+    totals = torch.zeros(3, shape[1], dtype=torch.float64)
     with MemoryMeter() as columns:
-        column_products(total, flat_left, flat_right, shape[1])
-    assert columns.peak_bytes <= 4 * left.numel() + FEW_BYTES
+        add(totals, vectors, None)
+    assert columns.peak_bytes <= nbytes + FEW_BYTES
 
 
 @settings(deadline=None, max_examples=50)

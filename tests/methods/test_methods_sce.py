@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import CPU, Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
 from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Method, find_method
-from raymerge.methods.selection import MagnitudeSelection
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
@@ -151,24 +150,8 @@ def test_what_does_not_differ_is_never_selected() -> None:
     assert int((result != base).sum()) == 999
 
 
-@pytest.mark.parametrize(("select_topk", "passes"), [(1.0, 1), (0.999, 3), (0.0, 3)])
+@pytest.mark.parametrize(("select_topk", "passes"), [(1.0, 1), (0.999, 2), (0.0, 2)])
 def test_passes(select_topk: float, passes: int) -> None:
     method = method_named("sce")
     settings = make_settings(method, Case({"select_topk": select_topk}, ({}, {})))
     assert method.kernel.passes(settings) == passes
-
-
-@pytest.mark.parametrize("rank", [0, 1, 7, 50])
-def test_a_rank_may_be_chosen_when_the_first_pass_ends(rank: int) -> None:
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    early, late = MagnitudeSelection(rank, CPU), MagnitudeSelection(None, CPU)
-    for pass_index in range(MagnitudeSelection.passes):
-        for selection in (early, late):
-            selection.observe(values, pass_index)
-        if pass_index == 0:
-            late.choose_rank(rank)
-        for selection in (early, late):
-            selection.conclude(pass_index)
-    assert (late.threshold, late.tied_share) == (early.threshold, early.tied_share)
-    if rank:
-        assert late.threshold == float(values.abs().sort(descending=True).values[rank - 1])

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from kits.method_kit import FEW_BYTES, MemoryMeter, random_inputs, same_bits
 
 from raymerge.methods import Settings, Tile
-from raymerge.methods.sums import check_shares, shares, sum_of_products, weighted_sum
+from raymerge.methods.sums import (
+    check_shares,
+    shares,
+    sum_of_products,
+    sum_of_products_in_torch,
+    sum_on_base,
+    sum_on_base_in_torch,
+    weighted_sum,
+)
 
 CANCELLED = "the weights sum to 0, so they cannot be normalised"
 
@@ -26,23 +34,56 @@ def test_every_product_and_every_sum_is_rounded(weights: tuple[float, ...]) -> N
     expected = sources[0] * weights[0]
     for source, weight in zip(sources[1:], weights[1:], strict=True):
         expected = expected + source * weight
-    before = [source.clone() for source in sources]
-    assert same_bits(sum_of_products(sources, weights), expected)
-    assert same_bits(weighted_sum(Tile(None, torch.stack(list(sources)), 0), weighted(*weights)), expected)
-    assert all(same_bits(*pair) for pair in zip(sources, before, strict=True))
+    vectors = torch.stack(sources)
+    assert same_bits(sum_of_products(vectors, weights), expected)
+    assert same_bits(weighted_sum(Tile(None, vectors, 0), weighted(*weights)), expected)
+    assert same_bits(vectors, torch.stack(sources))
 
 
-def test_a_sum_takes_one_temporary() -> None:
-    _, sources = random_inputs(4, (70_001,))
+@pytest.mark.parametrize(("weights", "factor"), [((0.3,), 1.0), ((0.3, -0.7), 0.4), ((0.1, 0.2, 0.3), -2.0)])
+def test_a_sum_is_added_to_the_base(weights: tuple[float, ...], factor: float) -> None:
+    base, deltas = random_inputs(len(weights), (70_001,))
+    tile = Tile(base, torch.stack(deltas), 0)
+    expected = base + sum_of_products(tile.sources, weights) * factor
+    assert same_bits(sum_on_base(tile, weights, factor), expected)
+    rows = torch.tensor([factor, 0.25, 3.0], dtype=torch.float64)
+    part = Tile(base[:69_999], tile.sources[:, :69_999], 0)
+    by_rows = base[:69_999] + (
+        sum_of_products(part.sources, weights).view(3, -1) * rows.float().unsqueeze(1)
+    ).view(-1)
+    assert same_bits(sum_on_base(part, weights, rows), by_rows)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, -1.0])
+def test_where_the_sum_is_0_the_base_keeps_its_bits(factor: float) -> None:
+    base = torch.tensor([-0.0, 0.0, 1.0])
+    for zero in (0.0, -0.0):
+        tile = Tile(base, torch.full((2, 3), zero), 0)
+        assert same_bits(sum_on_base(tile, (0.5, -0.5), factor), base)
+
+
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_a_sum_takes_one_temporary(in_torch: bool) -> None:
+    base, sources = random_inputs(4, (70_001,))
+    vectors, weights = torch.stack(sources), (0.1, 0.2, 0.3, 0.4)
+    plain, on_base = (
+        (sum_of_products_in_torch, sum_on_base_in_torch) if in_torch else (sum_of_products, sum_on_base)
+    )
     with MemoryMeter() as meter:
-        total = sum_of_products(sources, (0.1, 0.2, 0.3, 0.4))
-    assert meter.peak_bytes <= 2 * total.nbytes + FEW_BYTES
+        plain(vectors, weights)
+    assert meter.peak_bytes <= (1 + in_torch) * base.nbytes + FEW_BYTES
+    with MemoryMeter() as meter:
+        on_base(Tile(base, vectors, 0), weights)
+    assert meter.peak_bytes <= (1 + in_torch) * base.nbytes + FEW_BYTES
 
 
-def test_each_tensor_has_a_coefficient() -> None:
-    _, sources = random_inputs(3, (5,))
-    with pytest.raises(ValueError, match="zip"):
-        sum_of_products(sources, (0.5, 0.5))
+def test_each_vector_has_a_coefficient() -> None:
+    base, sources = random_inputs(3, (5,))
+    vectors = torch.stack(sources)
+    with pytest.raises(ValueError, match="3 vectors need as many coefficients, are given 2"):
+        sum_of_products(vectors, (0.5, 0.5))
+    with pytest.raises(ValueError, match="3 vectors need as many coefficients, are given 4"):
+        sum_on_base(Tile(base, vectors, 0), (0.5,) * 4)
 
 
 def test_shares_by_hand() -> None:

@@ -1,0 +1,109 @@
+"""The parts of counting, each against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from raymerge.compiled.selection import (
+    RUN,
+    bin_of_rank,
+    count,
+    count_all,
+    count_runs,
+    places,
+    spread,
+)
+
+MASK = np.uint32(0x7FFF_FFFF)
+END = np.uint32(1 << 31)
+
+
+def patterns(count: int, seed: int = 0) -> NDArray[np.uint32]:
+    """Any bits at all, NaN among them."""
+    drawn: NDArray[np.uint32] = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+    return drawn
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize(("low", "high"), [(0, 1 << 29), (1 << 30, 1 << 31), (77, 78), (1 << 30, 3 << 29)])
+def test_count(size: int, low: int, high: int) -> None:
+    drawn, shift = patterns(size), 14
+    if size:
+        drawn[size // 2] = 77 | 1 << 31
+    counts = np.zeros(((high - low - 1) >> shift) + 1, np.int64)
+    above, bits = count(drawn, np.uint32(low), np.uint32(high), np.uint32(shift), counts)
+    magnitudes = (drawn & MASK).astype(np.int64)
+    inside = magnitudes[(magnitudes >= low) & (magnitudes < high)] - low
+    assert above == np.count_nonzero(magnitudes >= high)
+    assert bits == np.bitwise_or.reduce(inside, initial=0)
+    assert np.array_equal(counts, np.bincount(inside >> shift, minlength=counts.size))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000])
+def test_count_all(size: int) -> None:
+    drawn = patterns(size, 1)
+    counts = np.zeros(1 << 16, np.int64)
+    bits = count_all(drawn, np.uint32(15), counts)
+    assert bits == np.bitwise_or.reduce(drawn & MASK, initial=0)
+    assert np.array_equal(counts, np.bincount((drawn & MASK) >> 15, minlength=1 << 16))
+
+
+def test_counts_are_added_to() -> None:
+    counts = np.full(1 << 16, 7, np.int64)
+    count_all(patterns(100), np.uint32(15), counts)
+    count(patterns(100), np.uint32(0), END, np.uint32(15), counts)
+    assert int(counts.sum()) == 7 * (1 << 16) + 200
+
+
+@settings(deadline=None, max_examples=60)
+@given(chosen=st.sets(st.integers(0, RUN - 1)))
+def test_places(chosen: set[int]) -> None:
+    flags, found = np.zeros(RUN, np.uint8), np.empty(RUN, np.int64)
+    flags[list(chosen)] = 1
+    assert found[: places(flags, found)].tolist() == sorted(chosen)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_places_of_dense_flags(step: int) -> None:
+    flags, found = np.zeros(RUN, np.uint8), np.empty(RUN, np.int64)
+    flags[::step] = 1
+    assert found[: places(flags, found)].tolist() == list(range(0, RUN, step))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), bins=st.sampled_from([1, 5, RUN, RUN + 1, 3 * RUN + 7]))
+def test_bin_of_rank(data: st.DataObject, bins: int) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    counts = generator.integers(0, 3, bins) * generator.integers(0, 2, bins)
+    rank = data.draw(st.integers(1, int(counts.sum()) + 2))
+    place, above = bin_of_rank(counts, rank)
+    if rank > counts.sum():
+        assert (place, above) == (-1, counts.sum())
+    else:
+        assert above == counts[place + 1 :].sum() < rank <= above + counts[place]
+
+
+def test_count_runs() -> None:
+    drawn, counts = patterns(4096), np.empty(8, np.int64)
+    count_runs(drawn, np.uint32(1 << 30), counts)
+    expected = ((drawn & MASK) >= 1 << 30).reshape(8, 512).sum(axis=1)
+    assert np.array_equal(counts, expected)
+
+
+@pytest.mark.parametrize("num_sources", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 1024, 2500])
+def test_spread(num_sources: int, size: int) -> None:
+    stride = size + 3
+    deltas = np.random.default_rng(2).standard_normal((num_sources, stride)).astype(np.float32)
+    deltas[:, : size // 2] = deltas[0, : size // 2]
+    out = np.empty(size, np.float32)
+    differing = spread(deltas.reshape(-1), stride, num_sources, out)
+    used = deltas[:, :size].astype(np.float64)
+    expected = np.sqrt(((used - used.mean(axis=0)) ** 2).sum(axis=0))
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-12)
+    assert differing == np.count_nonzero(out)
+    assert not out[: size // 2].any()
