@@ -8,8 +8,7 @@ from typing import Any
 from raymerge.assemble.card import Parent, model_card
 from raymerge.assemble.companions import copy_companions
 from raymerge.checkpoints.index import INDEX_FILE
-from raymerge.checkpoints.layout import TensorSpec, index_json, lay_out
-from raymerge.dtypes import DType
+from raymerge.checkpoints.layout import weight_map_json
 from raymerge.errors import Problem, VerificationError
 from raymerge.planner.config_fields import config_bytes
 from raymerge.planner.sources import Source
@@ -111,8 +110,7 @@ def _donor_text(donor: ReadStore) -> bytes:
 
 
 def _index(plan: Plan, shards: Sequence[str]) -> bytes:
-    tensors = plan["tensors"].to_pylist()
-    specs: list[list[TensorSpec]] = [[] for _ in shards]
-    for row in tensors:
-        specs[row["shard"]].append(TensorSpec(row["name"], DType(row["dtype"]), tuple(row["shape"])))
-    return index_json([lay_out(each) for each in specs], shards)
+    tensors = plan["tensors"]
+    names, places = (tensors.column(column).to_pylist() for column in ("name", "shard"))
+    weight_map = {name: shards[place] for name, place in zip(names, places, strict=True)}
+    return weight_map_json(weight_map, sum(tensors.column("nbytes").to_pylist()))

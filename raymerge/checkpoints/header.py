@@ -6,6 +6,7 @@ Layout: 8 bytes little-endian length, that many bytes of JSON, then the data wit
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,19 +148,23 @@ def _tensor(name: str, entry: Any, key: str, data_start: int) -> StoredTensor | 
         return f"has the shape {_brief(shape)}, not a list of whole numbers from 0 to 2**63 - 1"
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"has the data_offsets {_brief(offsets)}, not a begin and an end"
+    count = math.prod(shape)
     # Zeros do not make up for the rest: readers multiply in 64 bits and refuse the overflow.
-    if math.prod(size or 1 for size in shape) > _MAX_INT:
+    if (count or math.prod(size or 1 for size in shape)) > _MAX_INT:
         return f"has the shape {_brief(shape)}, more elements than 2**63 - 1"
     known = _DTYPES[dtype]
     begin, end = offsets
-    num_bits = known.bits * math.prod(shape)
+    num_bits = known.bits * count
     if (end - begin) * 8 != num_bits:
         needed = f"{num_bits // 8} bytes" if num_bits % 8 == 0 else "no whole number of bytes"
         return f"occupies {end - begin} bytes, but {dtype} {shape} needs {needed}"
-    return StoredTensor(name, known, tuple(shape), key, data_start + begin, end - begin)
+    # Sources of one family share their names, in memory too.
+    return StoredTensor(sys.intern(name), known, tuple(shape), key, data_start + begin, end - begin)
 
 
 def _is_text(name: str) -> bool:
+    if name.isascii():
+        return True
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no other reader takes
@@ -168,8 +173,14 @@ def _is_text(name: str) -> bool:
 
 
 def _are_counts(found: Any) -> bool:
-    # type() and not isinstance(): true and false are ints to Python, but not to the format.
-    return isinstance(found, list) and all(type(size) is int and 0 <= size <= _MAX_INT for size in found)
+    if not isinstance(found, list):
+        return False
+    # A loop, for speed: this is asked twice for each of a hundred thousand tensors.
+    for size in found:  # noqa: SIM110
+        # type() and not isinstance(): true and false are ints to Python, but not to the format.
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            return False
+    return True
 
 
 def _coverage(tensors: list[StoredTensor], where: str, *, data_start: int, nbytes: int) -> list[Problem]:

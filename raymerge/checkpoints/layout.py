@@ -124,8 +124,12 @@ def index_json(layouts: Sequence[FileLayout], names: Sequence[str]) -> bytes:
     weight_map = {
         tensor.name: name for layout, name in zip(layouts, names, strict=True) for tensor in layout.tensors
     }
-    total = sum(layout.nbytes - layout.data_start for layout in layouts)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return weight_map_json(weight_map, sum(layout.nbytes - layout.data_start for layout in layouts))
+
+
+def weight_map_json(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """As ``index_json``, from the file of each tensor and the bytes of all of them."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 

@@ -191,9 +191,10 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
 
 def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     """Sort key by which ``layers.2`` comes before ``layers.10``."""
-    pieces = _DIGITS.split(name)
+    pieces: list[str | int] = list(_DIGITS.split(name))
     # Texts and digits take turns in the pieces, so that like is compared with like.
-    return tuple(int(piece) if at % 2 else piece for at, piece in enumerate(pieces)), name
+    pieces[1::2] = map(int, pieces[1::2])
+    return tuple(pieces), name
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:

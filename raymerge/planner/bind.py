@@ -48,7 +48,8 @@ class Binder:
         self._treatment = treatment
         self._names = {member.path: names[member.source] for member in treatment.members}
         nothing = [NOTHING] * len(treatment.members)
-        self._constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
+        self.constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
+        """The settings of every tensor, where they depend on none."""
 
     def settings(
         self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
@@ -64,8 +65,8 @@ class Binder:
         Raises:
             BindError: a required parameter has no value here, or a value is out of bounds.
         """
-        if self._constant is not None:
-            return self._constant
+        if self.constant is not None:
+            return self.constant
         return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)
 
     def _is_constant(self) -> bool:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from raymerge.architectures import Role, module_of
 from raymerge.planner.align import Aligner
+from raymerge.planner.collector import collector_paused
 from raymerge.planner.config import plan_config
 from raymerge.planner.config_fields import vocabulary_size, with_fields
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
 from raymerge.planner.findings import Findings
-from raymerge.planner.finish import Decided, collector_paused, finish_plan
+from raymerge.planner.finish import Decided, finish_plan
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source
 from raymerge.planner.stacking import check_stacks

@@ -43,8 +43,7 @@ def choose(aligned: Aligned, treatment: Treatment) -> Chosen:
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
     """The output tensor as selectors see it; a head that is the embedding goes by that."""
     info = logical[aligned.span.lead.source].infos[aligned.lead]
-    roles = frozenset((info.role.value, info.part.value))
-    return Subject(aligned.alias or aligned.output, roles, aligned.layer)
+    return Subject(aligned.alias or aligned.output, frozenset((info.role, info.part)), aligned.layer)
 
 
 def member_subject(member: Member, name: str, logical: Sequence[LogicalTensors]) -> Subject:
@@ -52,11 +51,13 @@ def member_subject(member: Member, name: str, logical: Sequence[LogicalTensors])
     info = logical[member.source].infos.get(name)
     if info is None:
         return Subject(name, frozenset(), None)
-    return Subject(name, frozenset((info.role.value, info.part.value)), info.layer)
+    return Subject(name, frozenset((info.role, info.part)), info.layer)
 
 
 def moved(aligned: Aligned, logical: str, name: str) -> str:
     """A logical name of the lead, moved to the layer that ``name`` is in."""
+    if name == aligned.lead:
+        return logical
     return logical.replace(_layer_text(aligned.lead), _layer_text(name), 1)
 
 
@@ -64,7 +65,7 @@ def output_logical(aligned: Aligned, logical: str) -> str:
     """Name by which chance is drawn: the output's, so that a layer used twice draws twice."""
     if aligned.alias:
         return aligned.alias
-    return logical if aligned.lead == aligned.output else moved(aligned, logical, aligned.output)
+    return moved(aligned, logical, aligned.output)
 
 
 def _layer_text(name: str) -> str:

@@ -1,8 +1,9 @@
-"""The columns of a plan's tables as numpy arrays, for checks that look at all rows at once."""
+"""The columns of a plan's tables: as numpy arrays for checks of all rows at once, or a few rows at a time."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,21 @@ import pyarrow.compute as pc
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+
+
+class RunReader:
+    """Some columns of a table, made ready once, so that many short runs of its rows are read quickly."""
+
+    def __init__(self, table: pa.Table, *columns: str) -> None:
+        self._columns: Sequence[pa.Array] = [table.column(name).combine_chunks() for name in columns]
+
+    def read(self, first: int, count: int) -> Iterator[tuple[Any, ...]]:
+        """The rows from ``first`` on, ``count`` of them, as plain values in the order of the columns."""
+        return zip(*(column.slice(first, count).to_pylist() for column in self._columns), strict=True)
+
+    def row(self, index: int) -> tuple[Any, ...]:
+        """One row."""
+        return tuple(column[index].as_py() for column in self._columns)
 
 
 def ints(table: pa.Table, column: str) -> Ints:

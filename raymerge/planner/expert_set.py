@@ -17,6 +17,7 @@ from raymerge.architectures.expert_fields import expert_fields, names_experts, w
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import config_name
 from raymerge.errors import PlanError, Problem
+from raymerge.planner.collector import collector_paused
 from raymerge.planner.config_fields import output_config
 from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
@@ -28,8 +29,8 @@ from raymerge.planner.expert_outputs import ExpertOutputs
 from raymerge.planner.expert_supplies import BASE, ExpertSupplies
 from raymerge.planner.expressions import Output
 from raymerge.planner.findings import Findings
-from raymerge.planner.finish import Decided, collector_paused, finish_plan
-from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.finish import Decided, finish_plan
+from raymerge.planner.logical import LogicalTensors, open_logical
 from raymerge.planner.notes import adapter_notes
 from raymerge.planner.plan import Plan
 from raymerge.planner.saliency import read_scores
@@ -74,7 +75,7 @@ class _Builder:
         self._sources = tuple(sources)
         self._base = sources[BASE]
         self._findings = Findings()
-        logical = [LogicalTensors(source) for source in sources]
+        logical = open_logical(sources)
         self._supplies = Supplies(sources, logical)
         for laid in self._supplies.adapters.values():
             for problem in laid.problems():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,18 +85,6 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
         "notes": list(decided.notes),
     }
     return _proved(make_plan(manifest, tables, findings.problems()))
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Planning makes millions of small objects and no cycles: looking for some takes a third of its time."""
-    was_running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_running:
-            gc.enable()
 
 
 def _disagreements(

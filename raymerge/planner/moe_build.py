@@ -14,6 +14,7 @@ from raymerge.architectures.moe_names import router_name, shared_gate_name, trun
 from raymerge.checkpoints.source import natural_key
 from raymerge.dtypes import DType
 from raymerge.methods import find_method
+from raymerge.planner.collector import collector_paused
 from raymerge.planner.config_fields import output_config, vocabulary_size, with_fields
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expert_rows import repeated_rows
@@ -25,7 +26,7 @@ from raymerge.planner.expressions import (
     conversion_expression,
     copy_expression,
 )
-from raymerge.planner.finish import Decided, collector_paused, finish_plan
+from raymerge.planner.finish import Decided, finish_plan
 from raymerge.planner.moe_experts import MoeExperts
 from raymerge.planner.moe_gates import gate_stage, router_tensor, shared_gate_tensor
 from raymerge.planner.moe_shape import MoeShape, shape_of

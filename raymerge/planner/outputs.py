@@ -175,18 +175,8 @@ class OutputBuilder:
         ]
 
     def _settings(self, chosen: Chosen) -> Settings | None:
-        aligned, treatment = chosen.aligned, chosen.treatment
-        key = aligned.span.path, treatment.rule
-        members = [
-            member_subject(member, name, self._logical)
-            for member, name in chosen.members()
-            if member is not treatment.base
-        ]
         try:
-            if key not in self._binders:
-                self._binders[key] = Binder(self._recipe, treatment, self._names)
-            subject = output_subject(aligned, self._logical)
-            settings = self._binders[key].settings(subject, members, aligned.t, depth=aligned.depth)
+            settings = self._bound(chosen)
         except BindError as error:
             self._unbound(error)
             return None
@@ -195,12 +185,28 @@ class OutputBuilder:
             return settings
         self.findings.tensor(
             ("settings", objection),
-            where=self._recipe.where(*treatment.path),
+            where=self._recipe.where(*chosen.treatment.path),
             what=f"{objection} ({{count}} tensors)",
             remedy="Change the parameters.",
-            example=aligned.output,
+            example=chosen.aligned.output,
         )
         return None
+
+    def _bound(self, chosen: Chosen) -> Settings:
+        aligned, treatment = chosen.aligned, chosen.treatment
+        key = aligned.span.path, treatment.rule
+        if key not in self._binders:
+            self._binders[key] = Binder(self._recipe, treatment, self._names)
+        binder = self._binders[key]
+        if binder.constant is not None:
+            return binder.constant
+        members = [
+            member_subject(member, name, self._logical)
+            for member, name in chosen.members()
+            if member is not treatment.base
+        ]
+        subject = output_subject(aligned, self._logical)
+        return binder.settings(subject, members, aligned.t, depth=aligned.depth)
 
     def _unbound(self, error: BindError) -> None:
         problem = error.problem

@@ -225,8 +225,16 @@ def _hash_column(hasher: hashlib.blake2b, column: pa.ChunkedArray, kind: pa.Data
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         # Lengths, then all characters in a row: the same for every offset that Arrow may keep.
         hasher.update(np.asarray(pc.binary_length(array), dtype=np.int64).tobytes())
-        for value in array.cast(pa.binary()).to_pylist():
-            hasher.update(value)
+        hasher.update(_characters(array))
         return
     width = np.float64 if pa.types.is_floating(kind) else np.int64
     hasher.update(np.asarray(array.to_numpy(zero_copy_only=False)).astype(width).tobytes())
+
+
+def _characters(array: pa.Array) -> memoryview:
+    """The bytes of all texts of an array in a row."""
+    _, ends, data = array.buffers()
+    if data is None or not len(array):
+        return memoryview(b"")
+    bounds = np.frombuffer(ends, dtype=np.int32)[array.offset : array.offset + len(array) + 1]
+    return memoryview(data)[int(bounds[0]) : int(bounds[-1])]

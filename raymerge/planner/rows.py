@@ -79,7 +79,7 @@ class RowMaker:
         """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
         for store, name in supply.holders():
             self._fates.settle(store, name, fate)
-        for store, name in self._supplies.holders(source, supply):
+        for store, name in self._supplies.replaced(source, supply):
             self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
 
     def _unknown_layout(

@@ -18,6 +18,7 @@ from raymerge.checkpoints.adapters import Adapter, open_adapter
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint, same_bytes
 from raymerge.errors import PlanError, Problem, UserError
+from raymerge.planner.collector import collector_paused
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
@@ -149,7 +150,16 @@ def open_sources(recipe: AnyRecipe, *, opener: Opener | None = None) -> tuple[So
         PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
             problem names the model and its place.
     """
-    opener = opener or opener_of(recipe)
+    with collector_paused():
+        sources, problems = _opened(recipe, opener or opener_of(recipe))
+    problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
+    if problems:
+        raise PlanError(problems)
+    return tuple(sources)
+
+
+def _opened(recipe: AnyRecipe, opener: Opener) -> tuple[list[Source], list[Problem]]:
+    """The models that can be opened, and what is wrong with the others."""
     sources: list[Source] = []
     problems: list[Problem] = []
     opened: dict[ModelReference, int] = {}
@@ -162,10 +172,7 @@ def open_sources(recipe: AnyRecipe, *, opener: Opener | None = None) -> tuple[So
             sources.append(_open(len(sources), reference, opener))
         except UserError as error:
             problems.extend(_placed(problem, recipe.where(*path)) for problem in error.problems)
-    problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
-    if problems:
-        raise PlanError(problems)
-    return tuple(sources)
+    return sources, problems
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:

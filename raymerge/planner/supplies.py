@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from raymerge.checkpoints.adapters import Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.planner.adapted import LaidOver, is_transposed, tensors_of
 from raymerge.planner.aligned import Reordered, aligned_tensors
 from raymerge.planner.expressions import Assembly, Product, Read, Term, assembled
-from raymerge.planner.logical import LogicalTensors, Place
+from raymerge.planner.logical import LogicalTensors, Place, whole_place
 from raymerge.planner.sources import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
-    """What one source gives for one logical tensor."""
+class Supply(NamedTuple):
+    """What one source gives for one logical tensor. A tuple, because there are as many as of ``Place``."""
 
     store: int
     """Index of the source, of the adapter, or of a stage's result, whose files hold the place."""
@@ -88,6 +87,7 @@ class Supplies:
             sources, logical, len(sources) + len(self.adapters)
         )
         """What stages put in place of tensors of a source, by the source's index."""
+        self._changed = frozenset([*self.adapters, *self.aligned])
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
         """The stored tensor of that very name, with the index of what holds it."""
@@ -109,6 +109,10 @@ class Supplies:
     def holders(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
         """Every stored tensor that a supply of a source is made of, and what an adapter replaces whole."""
         yield from supply.holders()
+        yield from self.replaced(source, supply)
+
+    def replaced(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
+        """The stored tensor that an adapter replaces whole by what a supply of a source is."""
         laid = self.adapters.get(source)
         if laid is not None and supply.store == laid.store:
             replaced = laid.changed_by(supply.place.tensor.name)
@@ -123,6 +127,11 @@ class Supplies:
             name: the stored tensor that is expected to hold it.
             logical: its canonical name in that source.
         """
+        if source not in self._changed:
+            # The usual case, told quickly: nobody asks by what name the place is known.
+            own = self.logical[source].stored(name)
+            if own is not None and self.logical[source].is_alone(name):
+                return Supply(source, whole_place(own))
         found = self._place(source, name, logical)
         if found is None:
             return None
@@ -130,7 +139,7 @@ class Supplies:
         moved = self.aligned[source].find(called) if source in self.aligned else None
         if moved is not None:
             origin = source, place.tensor.name
-            return Supply(self.aligned[source].store, _whole_place(moved), origin=origin)
+            return Supply(self.aligned[source].store, whole_place(moved), origin=origin)
         laid = self.adapters.get(source)
         if laid is None:
             return Supply(source, place)
@@ -139,7 +148,7 @@ class Supplies:
         replaced = laid.replaced(called)
         if replaced is None:
             return Supply(source, place, factor, adapter)
-        return Supply(laid.store, _whole_place(replaced), factor, adapter)
+        return Supply(laid.store, whole_place(replaced), factor, adapter)
 
     def _place(self, source: int, name: str, logical: str) -> tuple[str, Place] | None:
         """The logical tensor's own name in the source, and its place."""
@@ -148,7 +157,7 @@ class Supplies:
         if stored is not None:
             own = tensors.blocks(name)
             if own is None:
-                return name, Place(stored, 0, stored.num_elements, stored.shape, None)
+                return name, whole_place(stored)
             places = dict(member for block in own for member in block.members)
             if len(places) == 1:
                 return next(iter(places.items()))
@@ -156,11 +165,6 @@ class Supplies:
                 return logical, places[logical]
         found = tensors.find(logical)
         return (logical, found) if found is not None else None
-
-
-def _whole_place(tensor: StoredTensor) -> Place:
-    """A stored tensor that is one logical tensor."""
-    return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
 def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, LaidOver]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,114 +39,104 @@ def make_tables(
     for placed in rows:
         expressions.setdefault(placed.row.expression, len(expressions))
     assemblies = AssemblyNumbers()
-    columns = {
-        "tensors": _tensor_rows(outputs, shards),
-        "rows": _row_rows(rows, expressions),
-        "parts": _part_rows(rows),
-        # Inputs come first: they number the assemblies.
-        "inputs": _input_rows(rows, assemblies),
-        **assemblies.rows(),
-        "segments": segments,
-        "shards": [(name, layout.nbytes, layout.header) for name, layout in shards],
-        "files": list(files.items()),
-        "dispositions": [
-            (source, name, fate.disposition.value, fate.rule.value, fate.output)
-            for source, name, fate in fates
-        ],
+    columns: dict[str, Iterable[Sequence[Any]]] = {
+        "tensors": _tensor_columns(outputs, shards),
+        "rows": _row_columns(rows, expressions),
+        "parts": _part_columns(rows),
+        "inputs": _input_columns(rows, assemblies),
+        "segments": _turned(segments),
+        "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
+        "files": _turned(list(files.items())),
+        "dispositions": _fate_columns(list(fates)),
     }
-    return {name: _table(SCHEMAS[name], columns[name]) for name in SCHEMAS}, list(expressions)
+    tables = {name: _table(SCHEMAS[name], each) for name, each in columns.items()}
+    # Behind the inputs, which number the assemblies.
+    tables |= {name: _table(SCHEMAS[name], _turned(each)) for name, each in assemblies.rows().items()}
+    return {name: tables[name] for name in SCHEMAS}, list(expressions)
 
 
-def _table(schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> pa.Table:
-    columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
-    return pa.table(
-        [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)],
-        schema=schema,
-    )
+def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
+    """A table of columns; those of a generator are made one after the other, to hold few lists at once."""
+    made = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=False)]
+    # Without rows there may be nothing to turn into columns.
+    return pa.table(made, schema=schema) if made else schema.empty_table()
 
 
-def _tensor_rows(
+def _turned(rows: Sequence[tuple[Any, ...]]) -> Iterable[Sequence[Any]]:
+    return zip(*rows, strict=True)
+
+
+def _tensor_columns(
     outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]
-) -> list[tuple[Any, ...]]:
+) -> Iterator[Sequence[Any]]:
     where = {
         tensor.name: (shard, tensor) for shard, (_, layout) in enumerate(shards) for tensor in layout.tensors
     }
-    return [
-        (
-            o.name,
-            o.dtype.value,
-            list(o.shape),
-            where[o.name][0],
-            where[o.name][1].offset,
-            where[o.name][1].nbytes,
-            o.check_finite,
-        )
-        for o in outputs
-    ]
+    placed = [where[output.name] for output in outputs]
+    yield [output.name for output in outputs]
+    yield [output.dtype for output in outputs]
+    yield [output.shape for output in outputs]
+    yield [shard for shard, _ in placed]
+    yield [tensor.offset for _, tensor in placed]
+    yield [tensor.nbytes for _, tensor in placed]
+    yield [output.check_finite for output in outputs]
 
 
-def _row_rows(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int]) -> list[tuple[Any, ...]]:
-    also: dict[int, list[int]] = {}
+def _row_columns(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int]) -> Iterator[Sequence[Any]]:
+    also: list[list[int]] = [[] for _ in rows]
     for position, placed in enumerate(rows):
         if placed.copy_of >= 0:
-            also.setdefault(placed.copy_of, []).append(position)
-    found: list[tuple[Any, ...]] = []
-    first_part = first_input = 0
-    for position, placed in enumerate(rows):
-        row = placed.row
-        found.append(
-            (
-                placed.tensor,
-                placed.shard,
-                placed.offset,
-                row.nbytes,
-                placed.first_element,
-                row.num_elements,
-                expressions[row.expression],
-                row.is_flat,
-                placed.copy_of,
-                also.get(position, []),
-                first_part,
-                len(row.parts),
-                first_input,
-                len(row.reads),
-            )
-        )
-        first_part += len(row.parts)
-        first_input += len(row.reads)
-    return found
+            also[placed.copy_of].append(position)
+    made = [placed.row for placed in rows]
+    num_parts, num_inputs = [len(row.parts) for row in made], [len(row.reads) for row in made]
+    yield [placed.tensor for placed in rows]
+    yield [placed.shard for placed in rows]
+    yield [placed.offset for placed in rows]
+    yield [row.nbytes for row in made]
+    yield [placed.first_element for placed in rows]
+    yield [row.num_elements for row in made]
+    yield [expressions[row.expression] for row in made]
+    yield [row.is_flat for row in made]
+    yield [placed.copy_of for placed in rows]
+    yield also
+    yield _starts(num_parts)
+    yield num_parts
+    yield _starts(num_inputs)
+    yield num_inputs
 
 
-def _part_rows(rows: Sequence[PlacedRow]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            part.logical,
-            list(part.shape),
-            part.view.offset if part.view else 0,
-            list(part.view.strides) if part.view else [],
-        )
-        for placed in rows
-        for part in placed.row.parts
-    ]
+def _starts(counts: Sequence[int]) -> Sequence[int]:
+    return [0, *accumulate(counts)][: len(counts)]
 
 
-def _input_rows(rows: Sequence[PlacedRow], assemblies: AssemblyNumbers) -> list[tuple[Any, ...]]:
-    return [
-        (
-            read.part,
-            read.source,
-            read.key,
-            read.offset,
-            read.nbytes,
-            read.dtype.value,
-            read.view.offset if read.view else 0,
-            list(read.view.shape) if read.view else [],
-            list(read.view.strides) if read.view else [],
-            assemblies.number(read.assembly),
-        )
-        for placed in rows
-        for read in placed.row.reads
-    ]
+def _part_columns(rows: Sequence[PlacedRow]) -> Iterator[Sequence[Any]]:
+    parts = [part for placed in rows for part in placed.row.parts]
+    yield [part.logical for part in parts]
+    yield [part.shape for part in parts]
+    yield [part.view.offset if part.view else 0 for part in parts]
+    yield [part.view.strides if part.view else () for part in parts]
+
+
+def _input_columns(rows: Sequence[PlacedRow], assemblies: AssemblyNumbers) -> Iterator[Sequence[Any]]:
+    reads = [read for placed in rows for read in placed.row.reads]
+    yield [read.part for read in reads]
+    yield [read.source for read in reads]
+    yield [read.key for read in reads]
+    yield [read.offset for read in reads]
+    yield [read.nbytes for read in reads]
+    yield [read.dtype for read in reads]
+    yield [read.view.offset if read.view else 0 for read in reads]
+    yield [read.view.shape if read.view else () for read in reads]
+    yield [read.view.strides if read.view else () for read in reads]
+    yield [assemblies.number(read.assembly) for read in reads]
+
+
+def _fate_columns(fates: Sequence[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:
+    yield [source for source, _, _ in fates]
+    yield [name for _, name, _ in fates]
+    yield [fate.disposition for _, _, fate in fates]
+    yield [fate.rule for _, _, fate in fates]
+    yield [fate.output for _, _, fate in fates]
 
 
 def save_plan(plan: Plan, directory: Path) -> None:

@@ -12,7 +12,7 @@ from raymerge.planner.bind import check_parameter_names
 from raymerge.planner.expressions import Output
 from raymerge.planner.families import other_families, other_meanings
 from raymerge.planner.findings import Findings
-from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.logical import open_logical
 from raymerge.planner.names_meant import with_names_meant
 from raymerge.planner.notes import adapter_notes, base_notes, recipe_notes
 from raymerge.planner.outputs import OutputBuilder
@@ -98,7 +98,7 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
     findings = Findings()
     treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=router_rule)
     sections = _sections(recipe, (method, *ruled), sources, treatments, findings, misspelt)
-    logical = [LogicalTensors(source) for source in sources]
+    logical = open_logical(sources)
     supplies = Supplies(sources, logical)
     for laid in supplies.adapters.values():
         for problem in laid.problems():

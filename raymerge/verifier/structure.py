@@ -9,6 +9,7 @@ from pathlib import Path
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
+from raymerge.planner.collector import collector_paused
 from raymerge.planner.consistency import config_problems
 from raymerge.planner.tables import Plan, load_plan
 
@@ -49,6 +50,11 @@ def verify_structure(root: Path) -> Verdict:
 
     Never raises for what is wrong with the checkpoint: the verdict says it.
     """
+    with collector_paused():
+        return _verdict(root)
+
+
+def _verdict(root: Path) -> Verdict:
     try:
         checkpoint = open_checkpoint(root, str(root))
         plan = load_plan(root / RECORD_PLAN) if (root / RECORD_PLAN).is_dir() else None

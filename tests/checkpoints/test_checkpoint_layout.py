@@ -20,6 +20,7 @@ from raymerge.checkpoints.layout import (
     lay_out,
     shard_names,
     split_into_shards,
+    weight_map_json,
 )
 from raymerge.dtypes import DType
 from raymerge.storage.local import LocalStore
@@ -254,6 +255,12 @@ class TestShards:
             b"  }\n"
             b"}\n"
         )
+
+    def test_index_from_names_alone(self) -> None:
+        assert weight_map_json({"x0": "one"}, 3) == index_json([lay_out(self.specs(3))], ["one"])
+        names = {"b": "second", "a": "first"}
+        assert weight_map_json(names, 7) == weight_map_json(dict(sorted(names.items())), 7)
+        assert list(names) == ["b", "a"]
 
     def test_index_wants_a_name_for_each_shard(self) -> None:
         with pytest.raises(ValueError, match="zip"):

@@ -159,6 +159,9 @@ def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path: Path, running
         good(_linear(a))
         assert gc.isenabled() is running
         with pytest.raises(PlanError):
+            open_sources(make_recipe(_linear(a, tmp_path / "absent")))
+        assert gc.isenabled() is running
+        with pytest.raises(PlanError):
             planned({**_linear(a), "merge_method": "none"})
         assert gc.isenabled() is running
     finally:
@@ -208,6 +211,20 @@ def test_the_digest_does_not_hang_on_how_arrow_cuts_its_columns(saved: tuple[Pla
     plan, _ = saved
     cut = {name: pa.concat_tables([table.slice(0, 1), table.slice(1)]) for name, table in plan.tables.items()}
     assert digest(plan.manifest, cut) == plan.digest
+    longer = {name: pa.concat_tables([table, table]).combine_chunks() for name, table in plan.tables.items()}
+    rest = {name: longer[name].slice(table.num_rows) for name, table in plan.tables.items()}
+    assert digest(plan.manifest, rest) == plan.digest
+
+
+def test_the_digest_tells_texts_apart_that_are_the_same_in_a_row(saved: tuple[Plan, Path]) -> None:
+    plan, _ = saved
+
+    def told(*names: str) -> str:
+        table = pa.table([list(names), [b""] * len(names)], schema=SCHEMAS["files"])
+        return digest(plan.manifest, {**plan.tables, "files": table})
+
+    texts = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("ü", "b"), ("", ""), ("",), ()]
+    assert len({told(*names) for names in texts}) == len(texts)
 
 
 def _refused(directory: Path) -> str:

@@ -1,0 +1,57 @@
+"""The scale benchmark's parts, carried out on models of a few tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import scale
+from kits.huge_maker import HugeSize, huge_checkpoint
+
+from raymerge.checkpoints.source import open_checkpoint
+
+SIZE = HugeSize(layers=4, experts=3)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four small models, and the recipes over them."""
+    root = tmp_path_factory.mktemp("scale")
+    models = [str(huge_checkpoint(root / f"model{number}", SIZE)) for number in range(4)]
+    for name, recipe in scale.recipes(models, SIZE.layers).items():
+        (root / f"{name}.json").write_text(json.dumps(recipe))
+    return root
+
+
+def test_a_huge_model_has_the_tensors_that_its_config_counts(place: Path) -> None:
+    found = open_checkpoint(place / "model0", "model0")
+    dense, mixed, prediction, ends = 9 + 3, 9 + 2 + 3 + 3 * SIZE.experts, 6, 3
+    assert len(found.tensors) == dense + SIZE.layers * mixed + prediction + ends
+    assert len(found.files) == 1
+    full = HugeSize()
+    assert 140_000 < dense + full.layers * (14 + 3 * full.experts) + prediction + ends < 142_000
+
+
+@pytest.mark.parametrize("name", ["linear", "gradient", "ties", "passthrough", "slices"])
+def test_every_part_works_on_every_recipe(place: Path, name: str) -> None:
+    timer = scale.Timer()
+    facts = {part: work(timer, place, name) for part, work in scale.PARTS.items()}
+    assert facts["plan"]["rows"] >= facts["plan"]["tensors"] > 90
+    assert facts["send"]["sent bytes"] > 1000
+    assert {"read headers", "plan", "load plan", "decode rows", "verify structure"} <= timer.steps.keys()
+    assert all(wall >= 0 and busy >= 0 for wall, busy in timer.steps.values())
+
+
+def test_the_table_has_a_line_for_every_step(tmp_path: Path) -> None:
+    small = ["--layers", "2", "--experts", "2", "--sources", "3"]
+    command = [sys.executable, scale.__file__, *small, "--recipes", "linear", "--parts", "plan", "dispatch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert len(steps) == 7
+    assert set(steps) == {"linear"}
+    assert "microseconds a row" in done.stdout
+    assert list(tmp_path.iterdir()) == []
