@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
+from raymerge.cli.simulate import read_cluster, show_simulation
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
     from raymerge.planner.memory import Projection
     from raymerge.planner.plan import Plan
     from raymerge.planner.planned import PlannedMerge
+    from raymerge.planner.simulate import Cluster, Simulation
     from raymerge.runtime.options import RunOptions
 
 _VALUE_SHOWN = 40
 _GROUPS = 5
 """Groups of equal tensors that are shown."""
+_SIMULATE_HELP = (
+    "Predict the run on a cluster, like --simulate workers=64 storage=2GB/s; also read=, write=, "
+    "per_worker=, compute=, threads=, cores=, per_core=, lanes=, memory=, overhead=, driver=, startup=."
+)
 _OUT_HELP = "Where it would be submitted to, to see which merges are made there; RECIPE-merged by default."
 
 
@@ -44,22 +50,31 @@ class Account:
     """What it is the plan of."""
     is_made: bool | None
     """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
+    simulation: Simulation | None = None
+    """Its run on the cluster that was asked for; None where none was, or where problems are in the way."""
 
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
         """JSON form; of one of several merges also with its name."""
         name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
         lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
-        return {**name, **self.explanation.to_json(), **({"tensors": lines} if tensors else {})}
+        simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
+        listed = {"tensors": lines} if tensors else {}
+        return {**name, **self.explanation.to_json(), **simulated, **listed}
 
 
 def plan(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
+    # An option takes one value, so what follows it comes as further arguments.
+    pairs: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)] = None,
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
+    simulate: Annotated[
+        list[str] | None, typer.Option("--simulate", metavar="KEY=VALUE ...", help=_SIMULATE_HELP)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
 ) -> None:
     """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
@@ -68,11 +83,36 @@ def plan(
         from raymerge.runtime.options import RunOptions
 
         options = RunOptions(memory=read_memory(memory))
+        cluster = _cluster(simulate, pairs)
         with own_stdout() as stdout:
             accounts = explain_all(recipe, output or default_output(recipe), options)
+            accounts = tuple(_simulated(each, cluster) for each in accounts)
         return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
+
+
+def _cluster(simulate: Sequence[str] | None, pairs: Sequence[str] | None) -> Cluster | None:
+    """The cluster to simulate on; raises OptionError."""
+    from raymerge.errors import OptionError, Problem
+
+    if simulate:
+        return read_cluster([*simulate, *(pairs or ())])
+    if pairs:
+        what = f"'{pairs[0]}' is one argument too many: one recipe is planned."
+        raise OptionError(Problem("plan", what, "Leave it out; KEY=VALUE stands behind --simulate."))
+    return None
+
+
+def _simulated(account: Account, cluster: Cluster | None) -> Account:
+    """The account with its run on a cluster, if there is nothing in its way."""
+    if cluster is None or account.explanation.problems:
+        return account
+    from raymerge.planner.simulate import simulate_plan
+
+    return replace(
+        account, simulation=simulate_plan(account.merge.plan, cluster, account.explanation.memory.budget)
+    )
 
 
 def default_output(recipe: str) -> str:
@@ -155,8 +195,8 @@ def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Prob
     try:
         return fit_budget(plan, options), ()
     except OptionError as error:
-        least = project(plan, SMALLEST_BUDGET).least_budget
-        return project(plan, least), error.problems
+        least = project(plan, SMALLEST_BUDGET, lanes=1).least_budget
+        return project(plan, least, lanes=1), error.problems
 
 
 def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
@@ -180,6 +220,8 @@ def _show_account(stream: IO[str], account: Account) -> None:
     _show_stages(console, explanation)
     _show_dispositions(console, explanation)
     _show_changes(console, explanation.config_changes)
+    if account.simulation is not None:
+        show_simulation(console, account.simulation)
     if explanation.notes:
         console.print()
         console.print(heading("Notes"))

@@ -1,8 +1,13 @@
-"""The memory contract: what a worker needs for every row of a plan, and how large its tiles may be.
+"""The memory contract: what a worker needs for every row of a plan, and how its tiles are cut.
 
-A worker keeps ``SLOTS`` segments in flight, each with the tile that is computed, the next one's bytes already
-read and the previous one's bytes still being written. All of it is counted here, per element of a tile.
-Where a segment goes from one row to the next, it overlaps them only as far as both fit into its slot.
+A worker has one segment in each of its *lanes*. A lane has its share of the worker's budget, and holds of it
+
+- two buffers of stored bytes: the load that is computed, and the next one being read;
+- two buffers of finished bytes: the one being filled, and the one being written;
+- what computing takes: float32 inputs, result and temporaries of one *piece* at a time, and statistics.
+
+A piece is what a kernel is given at once. On a processor it is a BLOCK of a tile, so that it stays in the
+cache; where a row cannot be streamed (views, rows gathered by token, whole matrices) it is the whole tile.
 """
 
 from __future__ import annotations
@@ -14,55 +19,103 @@ from dataclasses import dataclass
 import numpy as np
 
 from raymerge.dtypes import DType
-from raymerge.methods import BLOCK, ROW_GROUP, Access, Method, find_method
+from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
 from raymerge.planner.assembly_memory import AssemblyNeed, assembly_needs, group_multiple
 from raymerge.planner.columns import ints, last_values, lists, sums
 from raymerge.planner.expressions import Expression
 from raymerge.planner.plan import Plan
+from raymerge.storage.buffers import ALIGNMENT, round_up
 
-SLOTS = 2
-"""Segments that a worker has in flight."""
+LOAD_MOST = 8 << 20
+"""Stored bytes that are read at once; more only costs cache. A row that is read once for several passes may
+be more."""
+WRITE_MOST = 4 << 20
+"""Finished bytes that are written at once."""
 TILE_MOST = 1 << 20
-"""Elements of the largest tile; more only costs cache."""
+"""Elements of the largest tile of a row that is not computed in pieces."""
+READ_ROOM = 12288
+"""Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 SMALLEST_BUDGET = 16 << 20
 """No worker is run with less, in bytes."""
+
+_LOAD_SHARE, _WRITE_SHARE = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One lane's share of a worker's budget, and its buffers."""
+
+    budget: int
+    """Bytes that the lane may use."""
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of each of the two buffers for what is read; larger loads have one of their own."""
+        return min(LOAD_MOST, _whole_pages(self.budget // _LOAD_SHARE))
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of each of the two buffers for what is written."""
+        return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
+
+    def room(self, need: Need, piece: int) -> int:
+        """Bytes that both loads may have while pieces of so many elements are computed."""
+        return self.budget - 2 * self.write_bytes - need.work_bytes(piece)
+
+    def peak(self, need: Need, elements: int) -> int:
+        """Bytes in use while tiles of so many elements are made, the next one being read where it fits."""
+        load = max(self.load_bytes, need.load_bytes(elements))
+        once = 2 * self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
+        # Where another load does not fit, that of a shorter row may; else there is one buffer.
+        ahead = (each for each in (load, self.load_bytes) if once + each <= self.budget)
+        return once + next(ahead, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a row asks of a worker."""
+    """What a row asks of a lane."""
 
-    bytes_per_element: float
-    """Bytes that live while a tile is made, for each of its elements."""
+    stored_per_element: float
+    """Stored bytes of all inputs."""
+    work_per_element: float
+    """Bytes that live while a piece is computed, for each of its elements."""
     scratch_per_element: float
-    """The part of them that the method's temporaries take: never less than for a tile of BLOCK elements."""
+    """The part of them that the method's temporaries take: never less than for a piece of BLOCK elements."""
+    read_room: int
+    """Bytes that reading a tile may take beside the stored bytes."""
     fixed_bytes: int
     """Bytes of statistics, held whatever the tile."""
-    resident_per_element: float
-    """Bytes of raw input, kept whole over several passes where they fit."""
     least_elements: int
     """Elements of the smallest tile that the row can be cut into."""
     unit: int = BLOCK
     """Elements that tiles are multiples of, but for a last one."""
+    piece: int = BLOCK
+    """Most elements of a piece; 0: a tile is one piece."""
 
-    def tile_bytes(self, num_elements: int) -> int:
-        """Bytes that live while a tile of so many elements is made."""
-        short = max(0, BLOCK - num_elements)
-        varying = self.bytes_per_element * num_elements + self.scratch_per_element * short
-        return math.ceil(varying) + self.fixed_bytes
+    def piece_of(self, elements: int) -> int:
+        """Elements of the largest piece of a tile."""
+        return min(elements, self.piece) if self.piece else elements
 
-    def elements_within(self, nbytes: float) -> int:
-        """Elements of the largest tile that takes so many bytes beside what is fixed; negative for none."""
-        elements = int(nbytes / max(self.bytes_per_element, 1e-9))
-        if elements >= BLOCK:
-            return elements
-        rest = self.bytes_per_element - self.scratch_per_element
-        return int((nbytes - self.scratch_per_element * BLOCK) / max(rest, 1e-9))
+    def load_bytes(self, elements: int) -> int:
+        """Bytes of a tile as it is read; whole pages, as buffers are."""
+        return round_up(math.ceil(self.stored_per_element * elements) + self.read_room)
+
+    def work_bytes(self, piece: int) -> int:
+        """Bytes that computing a piece of so many elements takes."""
+        short = max(0, BLOCK - piece)
+        return math.ceil(self.work_per_element * piece + self.scratch_per_element * short) + self.fixed_bytes
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the smallest tile."""
-        return self.tile_bytes(self.least_elements)
+        """Bytes of the smallest lane that the row can be made in."""
+        least = self.load_bytes(self.least_elements) + self.work_bytes(self.piece_of(self.least_elements))
+        # Beside it a lane has a load's and two writes' shares of itself, up to what they are at most.
+        in_shares = math.ceil(least / (1 - 1 / _LOAD_SHARE - 2 / _WRITE_SHARE)) + 1
+        return min(in_shares, least + LOAD_MOST + 2 * WRITE_MOST)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return nbytes // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +124,8 @@ class Projection:
 
     budget: int
     """Bytes that a worker may use."""
+    lanes: int
+    """Segments that it makes side by side."""
     peak: int
     """Bytes that it will use at most."""
     tensor: str
@@ -81,6 +136,11 @@ class Projection:
     """The output that sets the smallest budget."""
     least_method: str
     """The method that makes it."""
+
+    @property
+    def lane(self) -> Lane:
+        """The share of one lane."""
+        return Lane(self.budget // self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +199,37 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
         size: the row's size.
     """
     num_elements, is_flat = size.num_elements, size.is_flat
-    raw = sum(each.raw_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
-    kept = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
-    out = expression.cast.bits / 8
+    stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
+    room = READ_ROOM * len(inputs)
     method = find_method(expression.method)
     if expression.is_copy or method is None:
-        # The tile in hand, the next one being read, the one before being written.
-        return Need(3 * raw, 0, 0, raw, min(num_elements, BLOCK))
+        return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
     per_part = len(inputs) // size.num_parts
     scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
     assemblies = [each.assembly for each in inputs if each.assembly is not None]
-    # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed.
-    gathered = 0.0 if is_flat else max(each.dtype.bits / 8 for each in inputs)
-    placed = max((each.placed_per_element(num_elements, is_flat=is_flat) for each in assemblies), default=0)
-    # Raw bytes of two tiles (one read ahead), float32 inputs, the result and its place in the row, and the
-    # encoded bytes of two tiles (one on its way out).
-    per_element = 2 * raw + gathered + placed + 4 * per_part + scratch + 8 + 2 * out
+    out = expression.cast.bits / 8
+    # Float32 inputs and the result, and a part of it as it is written.
+    work = 4 * per_part + scratch + 4 + out
+    if assemblies or not is_flat:
+        # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed;
+        # the result is placed in its row.
+        placed = [each.placed_per_element(num_elements, is_flat=is_flat) for each in assemblies]
+        work += max(each.dtype.bits / 8 for each in inputs) + max(placed, default=0) + 4
     state = method.state_bytes * len(inputs) + method.state_bytes_per_column * per_part * size.columns
-    fixed = state + sum(each.fixed_bytes for each in assemblies)
+    fixed = (
+        state + sum(each.fixed_bytes for each in assemblies) + _sample_bytes(method, per_part, stored, size)
+    )
     unit = _unit(expression, method, size, assemblies)
-    return Need(per_element, scratch, fixed, kept, min(num_elements, unit), unit)
+    piece = 0 if assemblies or not is_flat else max(1, BLOCK // unit) * unit
+    return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
+
+
+def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -> int:
+    """Bytes of a sample as stored, in float32, and of what is made of it."""
+    elements = SAMPLE_RUNS * SAMPLE_LENGTH
+    if method.sampler is None or size.num_elements // size.num_parts <= elements:
+        return 0
+    return math.ceil((stored + 4 * (2 * per_part + 2)) * elements)
 
 
 def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Sequence[AssemblyNeed]) -> int:
@@ -183,47 +254,75 @@ class Tiling:
 
     elements: int
     """Elements of a tile: a multiple of the row's unit, or the whole of a smaller row."""
-    resident: bool
-    """Whether the inputs are read once and kept over all passes."""
     peak: int
-    """Bytes that a slot uses while the row is made."""
+    """Bytes that a lane uses while the row is made."""
+
+    def is_whole(self, num_elements: int) -> bool:
+        """Whether a row of so many elements is one tile, read once for all passes."""
+        return self.elements >= num_elements
 
 
-def tiling(need: Need, num_elements: int, budget: int, *, passes: int) -> Tiling:
-    """Cut a row so that it fits a worker's budget, reading inputs once where they fit beside a tile.
+def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
+    """Cut a row so that it fits a lane; where it has several passes, whole if that fits.
 
     Args:
         need: the row's need.
         num_elements: its elements.
-        budget: bytes that the whole worker may use; a slot has its share.
+        lane: what it is to fit into.
         passes: statistics passes before the last one.
     """
-    slot = budget / SLOTS - need.fixed_bytes
-    kept = math.ceil(need.resident_per_element * num_elements)
-    resident = passes > 0 and kept <= slot / 2 and need.least_bytes + kept <= budget / SLOTS
-    room = slot - kept if resident else slot
-    affordable = min(TILE_MOST, need.elements_within(room)) // need.unit * need.unit
-    elements = max(1, min(num_elements, max(need.least_elements, affordable)))
-    return Tiling(elements, resident, need.tile_bytes(elements) + (kept if resident else 0))
+    least = max(1, min(num_elements, need.least_elements))
+    whole = max(1, num_elements)
+    if passes and need.load_bytes(whole) + lane.load_bytes <= lane.room(need, need.piece_of(whole)):
+        return Tiling(whole, lane.peak(need, whole))
+    elements = max(least, min(whole, _affordable(need, lane) // need.unit * need.unit))
+    return Tiling(elements, lane.peak(need, elements))
 
 
-def project(plan: Plan, budget: int) -> Projection:
-    """Peak memory of a plan under a budget, and the smallest budget it can be run with."""
+def _affordable(need: Need, lane: Lane) -> int:
+    """Elements of a tile of which two loads fit, one in work and one being read."""
+    stored = max(need.stored_per_element, 1e-9)
+    if need.piece:
+        room = lane.room(need, need.piece)
+        if room < lane.load_bytes:
+            # Not even a full piece fits beside a buffer.
+            return need.least_elements
+        return int(min(2 * lane.load_bytes, room - 2 * (need.read_room + ALIGNMENT)) / 2 / stored)
+    spare = lane.budget - 2 * lane.write_bytes - need.fixed_bytes
+    spare -= math.ceil(need.scratch_per_element * BLOCK)
+    both = (spare - 2 * (need.read_room + ALIGNMENT)) / (2 * stored + need.work_per_element)
+    # A buffer has a usual load's length even where a tile is shorter.
+    one = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
+    return int(min(TILE_MOST, both, one, lane.load_bytes / stored))
+
+
+def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
+    """Peak memory of a plan under a budget, and the smallest budget it can be run with.
+
+    Args:
+        plan: what is to be made.
+        budget: bytes that a worker may use.
+        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many.
+    """
     names = plan["tensors"].column("name")
-    peak = least = 0
-    peak_tensor = least_tensor = 0
-    least_method = ""
-    for tensor, num_elements, need, expression, passes in _needs(plan):
-        mine = tiling(need, num_elements, budget, passes=passes).peak * SLOTS
-        if mine > peak:
-            peak, peak_tensor = mine, tensor
-        if need.least_bytes * SLOTS > least:
-            least, least_tensor = need.least_bytes * SLOTS, tensor
-            least_method = expression.method
+    found = list(_needs(plan))
+    least, least_tensor, least_method = max(
+        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in found),
+        default=(0, 0, ""),
+        key=lambda each: each[0],
+    )
+    lanes = max(1, min(lanes, budget // max(1, least)))
+    lane = Lane(budget // lanes)
+    peak, peak_tensor = max(
+        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
+        default=(0, 0),
+        key=lambda each: each[0],
+    )
     named = len(names) > 0
     return Projection(
         budget,
-        peak,
+        lanes,
+        peak * lanes,
         names[peak_tensor].as_py() if named else "",
         max(least, SMALLEST_BUDGET),
         names[least_tensor].as_py() if named else "",

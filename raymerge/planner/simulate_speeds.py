@@ -1,0 +1,41 @@
+"""How fast methods compute: measured figures, for plans that are simulated and not run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+_NANO = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpeeds:
+    """What one thread needs for the elements of a merge."""
+
+    by_method: Mapping[str, float]
+    """Seconds for each element of every source, by the method's name."""
+    other: float
+    """The same for methods that are not listed: a cautious guess."""
+    copied_byte: float
+    """Seconds for a byte that is copied as it is."""
+
+    def per_element(self, method: str) -> float:
+        """Seconds for each element of every source."""
+        return self.by_method.get(method, self.other)
+
+    def knows(self, method: str) -> bool:
+        """Whether the method was measured."""
+        return method in self.by_method
+
+
+def measured_speeds() -> MethodSpeeds:
+    """The figures that came with this version."""
+    text = (files("raymerge.planner") / "simulate_speeds.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    return MethodSpeeds(
+        {name: value * _NANO for name, value in table["methods"].items()},
+        table["other"] * _NANO,
+        table["copied_byte"] * _NANO,
+    )

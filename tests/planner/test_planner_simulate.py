@@ -1,0 +1,306 @@
+"""Laws that a simulated run obeys: bytes, bandwidth, threads, and workers that wait for one long segment."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymerge.errors import OptionError
+from raymerge.planner.simulate import Limiter, Simulation, simulate
+from raymerge.planner.simulate_cluster import Cluster
+from raymerge.planner.simulate_run import run_segments
+from raymerge.planner.simulate_shares import Limit, fair_rates, water_level
+from raymerge.planner.simulate_work import Floats, SegmentLoads
+
+MB, GB = 10**6, 10**9
+AT_ONCE = {"overhead": 0.0, "driver": 0.0, "startup": 0.0}
+"""A cluster that wastes no time."""
+
+
+def _loads(
+    reads: list[int], *, write_share: float = 0.25, seconds_per_byte: float = 0.0, load: int = 0
+) -> SegmentLoads:
+    read = np.array(reads, dtype=np.int64)
+    written = (read * write_share).astype(np.int64)
+    return SegmentLoads(
+        cost=read + written,
+        read_bytes=read,
+        write_bytes=written,
+        source_bytes=read,
+        thread_seconds=np.asarray(read * seconds_per_byte, dtype=np.float64),
+        copy_seconds=np.zeros(len(read)),
+        load_bytes=np.minimum(read, load),
+    )
+
+
+def _equal(count: int, nbytes: int = 400 * MB, **more: float) -> SegmentLoads:
+    return _loads([nbytes] * count, **more)  # type: ignore[arg-type]
+
+
+def _cluster(**given: float | None) -> Cluster:
+    return Cluster(**{**AT_ONCE, "storage": 1e15, "threads": 1, **given})  # type: ignore[arg-type]
+
+
+segment_sizes = st.lists(st.integers(0, 500 * MB), min_size=1, max_size=40)
+clusters = st.builds(
+    Cluster,
+    workers=st.integers(1, 20),
+    storage=st.sampled_from([1e9, 20e9]),
+    read=st.sampled_from([None, 0.8e9]),
+    write=st.sampled_from([None, 0.3e9]),
+    per_worker=st.sampled_from([None, 0.5e9]),
+    threads=st.integers(1, 3),
+    cores=st.sampled_from([None, 1, 2]),
+    per_core=st.sampled_from([None, 3e9]),
+    lanes=st.sampled_from([None, 1, 4]),
+    startup=st.sampled_from([0.0, 8.0]),
+)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 100])
+def test_a_run_bound_by_the_storage_takes_bytes_over_bandwidth(workers: int) -> None:
+    course = run_segments(_equal(64), _cluster(workers=workers, storage=2 * GB))
+    assert course.seconds == pytest.approx(64 * 500 * MB / (2 * GB), rel=5e-3)
+
+
+def test_reading_and_writing_may_have_limits_of_their_own() -> None:
+    loads = _equal(64)
+    both = run_segments(loads, _cluster(workers=8, read=2 * GB, write=1 * GB)).seconds
+    slow = run_segments(loads, _cluster(workers=8, read=2 * GB, write=0.1 * GB)).seconds
+    assert both == pytest.approx(64 * 400 * MB / (2 * GB), rel=5e-3)
+    assert slow == pytest.approx(64 * 100 * MB / (0.1 * GB), rel=5e-3)
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (1, 2), (8, 1), (8, 4)])
+def test_a_run_bound_by_computing_scales_with_workers_times_threads(workers: int, threads: int) -> None:
+    loads = _equal(64, seconds_per_byte=1e-9)
+    cluster = _cluster(workers=workers, threads=threads, lanes=2 * threads)
+    expected = 64 * 0.4 / (workers * threads)
+    assert run_segments(loads, cluster).seconds == pytest.approx(expected, rel=5e-3)
+
+
+def test_a_worker_s_link_bounds_it_and_not_the_others() -> None:
+    loads = _equal(64)
+    for workers in (1, 4):
+        cluster = _cluster(workers=workers, per_worker=1 * GB, lanes=3)
+        expected = 64 * 0.5 / workers
+        assert run_segments(loads, cluster).seconds == pytest.approx(expected, rel=0.05)
+
+
+def test_cores_are_shared_by_computing_and_moving_bytes() -> None:
+    loads = _equal(64, seconds_per_byte=1e-9)
+    one = _cluster(cores=1, per_core=2 * GB, threads=2, lanes=3)
+    work = 64 * (0.4 + 0.5 / 2)
+    assert run_segments(loads, one).seconds == pytest.approx(work, rel=5e-3)
+    assert run_segments(loads, replace(one, cores=2)).seconds == pytest.approx(work / 2, rel=0.05)
+
+
+def test_a_given_speed_takes_the_place_of_the_measured_one() -> None:
+    loads = _equal(64, seconds_per_byte=1e-9)
+    course = run_segments(loads, _cluster(compute=4 * GB, threads=1, lanes=2))
+    assert course.seconds == pytest.approx(64 * 0.1, rel=5e-3)
+
+
+def test_one_huge_segment_bounds_the_run_and_runs_alone() -> None:
+    loads = _loads([100 * GB, *[400 * MB] * 63], seconds_per_byte=1e-9)
+    made = simulate(loads, _cluster(workers=32))
+    assert made.run_seconds == pytest.approx(100, rel=5e-3)
+    assert made.alone_seconds > 90
+    assert made.limiter == Limiter.IDLE
+    assert made.busy_seconds.least < 5 < made.busy_seconds.most
+
+
+def test_one_segment_on_one_lane_takes_its_slowest_stage_and_one_load() -> None:
+    loads = _loads([1 * GB], seconds_per_byte=0.5e-9, load=100 * MB)
+    cluster = _cluster(lanes=1, storage=None, read=1 * GB, write=1 * GB)
+    # Reading sets the pace; the first load is computed and written after it was read.
+    assert run_segments(loads, cluster).seconds == pytest.approx(1 + 0.1 * (0.5 + 0.25), rel=1e-3)
+
+
+def test_a_second_lane_hides_the_first_loads() -> None:
+    loads = _equal(32, seconds_per_byte=0.5e-9, load=400 * MB)
+    one, two = (run_segments(loads, _cluster(lanes=lanes, storage=1 * GB)).seconds for lanes in (1, 3))
+    assert two < 0.9 * one
+
+
+def test_no_segments_take_no_time() -> None:
+    made = simulate(_loads([]), _cluster(workers=3, startup=8.0))
+    assert (made.run_seconds, made.read_bytes, made.segments) == (0, 0, 0)
+    assert made.limiter == Limiter.START_UP
+    assert made.seconds == 8 + made.finishing_seconds
+
+
+def test_the_driver_hands_out_one_after_the_other() -> None:
+    loads = _loads([1000] * 500)
+    made = simulate(loads, _cluster(workers=500, driver=0.01))
+    assert made.run_seconds >= 5
+    assert made.limiter in (Limiter.DISPATCH, Limiter.IDLE)
+
+
+@given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
+@settings(deadline=None, max_examples=60)
+def test_bytes_and_time_are_conserved(reads: list[int], cluster: Cluster, per_byte: float) -> None:
+    loads = _loads(reads, seconds_per_byte=per_byte, load=8 * MB)
+    course = run_segments(loads, cluster)
+    assert course.moved_bytes.sum() == (loads.read_bytes + loads.write_bytes).sum()
+    assert len(course.busy_seconds) == len(course.moved_bytes) == cluster.workers
+    assert course.busy_seconds.max() <= course.seconds * (1 + 1e-9)
+    assert sum(course.spent.values()) == pytest.approx(course.seconds, rel=1e-6, abs=1e-9)
+    assert course.alone_seconds <= course.seconds
+
+
+@given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
+@settings(deadline=None, max_examples=60)
+def test_no_run_is_faster_than_its_limits(reads: list[int], cluster: Cluster, per_byte: float) -> None:
+    loads = _loads(reads, seconds_per_byte=per_byte)
+    read, written = int(loads.read_bytes.sum()), int(loads.write_bytes.sum())
+    seconds, longest = float(loads.thread_seconds.sum()), float(loads.thread_seconds.max())
+    bounds = [
+        (read + written) / (cluster.storage or np.inf),
+        read / (cluster.read or np.inf),
+        written / (cluster.write or np.inf),
+        (read + written) / cluster.workers / (cluster.per_worker or np.inf),
+        seconds / cluster.workers / min(cluster.threads, cluster.wanted_lanes),
+        longest,
+    ]
+    # Ends of segments that come close together are counted as one.
+    assert run_segments(loads, cluster).seconds >= 0.98 * max(bounds)
+
+
+@given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
+@settings(deadline=None, max_examples=60)
+def test_more_workers_are_not_slower_than_list_scheduling_allows(
+    reads: list[int], cluster: Cluster, per_byte: float
+) -> None:
+    loads = _loads(reads, seconds_per_byte=per_byte)
+    few, many = (
+        run_segments(loads, replace(cluster, workers=number)).seconds
+        for number in (cluster.workers, 2 * cluster.workers)
+    )
+    lanes = 2 * cluster.workers * cluster.wanted_lanes
+    assert many <= few * (2 - 1 / lanes) * 1.02 + cluster.overhead + len(reads) * cluster.driver
+
+
+@given(reads=segment_sizes, cluster=clusters)
+@settings(deadline=None, max_examples=20)
+def test_two_calls_give_equal_results(reads: list[int], cluster: Cluster) -> None:
+    loads = _loads(reads, seconds_per_byte=1e-9, load=MB)
+    assert simulate(loads, cluster) == simulate(loads, cluster)
+
+
+def test_segments_are_handed_out_largest_first() -> None:
+    sizes = [*[100 * MB] * 8, 800 * MB]
+    course = run_segments(_loads(sizes, seconds_per_byte=1e-9), _cluster(workers=2, lanes=1))
+    # The long one is begun at once, though it comes last: one worker has it, the other one the rest.
+    assert course.seconds == pytest.approx(0.8, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("loads", "cluster", "limiter"),
+    [
+        (_equal(64), _cluster(workers=4, storage=1 * GB), Limiter.READING),
+        (_equal(64, write_share=4.0), _cluster(workers=4, storage=1 * GB), Limiter.WRITING),
+        (_equal(64), _cluster(workers=4, read=1 * GB, write=GB), Limiter.READING),
+        (_equal(64), _cluster(workers=4, read=9 * GB, write=GB), Limiter.WRITING),
+        (_equal(64), _cluster(workers=4, per_worker=1 * GB), Limiter.LINK),
+        (_equal(64, seconds_per_byte=1e-9), _cluster(workers=4), Limiter.COMPUTING),
+        (_equal(64, seconds_per_byte=1e-9), _cluster(workers=4, cores=1, per_core=GB), Limiter.CORES),
+        (_equal(4, seconds_per_byte=1e-9), _cluster(workers=64), Limiter.IDLE),
+        (_equal(4), _cluster(workers=4, startup=100.0), Limiter.START_UP),
+        (_equal(64), _cluster(workers=4, overhead=10.0), Limiter.DISPATCH),
+    ],
+)
+def test_the_limiter_is_named(loads: SegmentLoads, cluster: Cluster, limiter: Limiter) -> None:
+    made = simulate(loads, cluster)
+    assert made.limiter == limiter
+    assert sum(made.shares.values()) == pytest.approx(1)
+    assert list(made.shares.values()) == sorted(made.shares.values(), reverse=True)
+
+
+def test_half_and_twice_the_workers_are_told() -> None:
+    made = simulate(_equal(64, seconds_per_byte=1e-9), _cluster(workers=4))
+    half, twice = made.others
+    assert (half.workers, twice.workers) == (2, 8)
+    assert half.seconds > 1.5 * made.seconds
+    assert made.seconds > 1.5 * twice.seconds
+    (alone,) = simulate(_equal(4), _cluster()).others
+    assert alone.workers == 2
+
+
+def test_the_json_has_the_same_numbers() -> None:
+    made: Simulation = simulate(_equal(4), _cluster(workers=2, startup=1.0))
+    found = made.to_json()
+    assert found["seconds"] == made.seconds
+    assert found["limiter"] == made.limiter
+    assert found["cluster"]["workers"] == 2
+    assert found["others"][1]["workers"] == 4
+
+
+def test_a_thousand_workers_and_thousands_of_segments_take_seconds() -> None:
+    sizes = np.random.default_rng(0).integers(200 * MB, 500 * MB, 6600).tolist()
+    loads = _loads(sizes, seconds_per_byte=1e-9, load=8 * MB)
+    cluster = Cluster(workers=1000, storage=100 * GB, per_worker=GB, threads=2, lanes=4)
+    began = time.process_time()
+    run_segments(loads, cluster)
+    assert time.process_time() - began < 10
+
+
+@given(wants=st.lists(st.floats(0, 1e12), min_size=1, max_size=20), capacity=st.floats(1e-3, 1e12))
+@settings(deadline=None, max_examples=100)
+def test_a_water_level_gives_out_all_there_is_and_nobody_more_than_wanted(
+    wants: list[float], capacity: float
+) -> None:
+    level = water_level(np.array([wants]), capacity)
+    if level is None:
+        assert sum(wants) <= capacity * (1 + 1e-9)
+    else:
+        granted = np.minimum(np.array(wants), level[0, 0])
+        assert granted.sum() == pytest.approx(capacity, rel=1e-9)
+
+
+rates_of = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=12, max_size=12)
+
+
+@given(own=rates_of, reads=rates_of, writes=rates_of, seconds=rates_of)
+@settings(deadline=None, max_examples=100)
+def test_fair_rates_exceed_no_limit_and_hold_nobody_back_without_reason(
+    own: list[float], reads: list[float], writes: list[float], seconds: list[float]
+) -> None:
+    alone, read, write, compute = (np.array(each).reshape(4, 3) for each in (own, reads, writes, seconds))
+    limits = (Limit("r", 3.0, read, True), Limit("w", 2.0, write, True), Limit("c", 1.0, compute, False))
+    for some in (limits, limits[:2], limits[1:], limits[:1]):
+        rates = fair_rates(alone, some)
+        assert (rates <= alone).all()
+        for limit in some:
+            assert (_used(limit, rates) <= limit.capacity * (1 + 1e-9)).all()
+        if len(some) == 1:
+            held = rates < alone
+            assert not held.any() or _used(some[0], rates).max() == pytest.approx(some[0].capacity)
+
+
+def _used(limit: Limit, rates: Floats) -> Floats:
+    return np.atleast_1d((rates * limit.demand).sum(axis=None if limit.is_common else 1))
+
+
+def test_what_one_lane_leaves_goes_to_the_others() -> None:
+    own, demand = np.array([[0.1], [9.0]]), np.ones((2, 1))
+    rates = fair_rates(own, [Limit("storage", 2.0, demand, True)])
+    assert rates.ravel().tolist() == [0.1, 1.9]
+
+
+def test_everything_wrong_with_a_cluster_is_told_at_once() -> None:
+    with pytest.raises(OptionError) as caught:
+        Cluster(workers=0, threads=-1, overhead=-1.0, read=0.0)
+    where = [problem.where for problem in caught.value.problems]
+    assert where == [
+        "--simulate workers",
+        "--simulate threads",
+        "--simulate read",
+        "--simulate overhead",
+        "--simulate",
+    ]
