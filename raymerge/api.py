@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -301,15 +300,13 @@ def _prepared(
     if planning.done():
         chain = Chain(planning.result(), output, options, on_event=emit, began=began)
         chain.check()
-        if options.workers is not None:
-            options = replace(options, workers=max(1, min(options.workers, chain.most_segments)))
     if options.inline:
         from raymerge.runtime.inline import InlinePool
 
-        return InlinePool(options.device), chain
+        return InlinePool(options.device, options.threads), chain
     from raymerge.runtime.ray_pool import RayPool
 
-    return RayPool(options, emit), chain
+    return RayPool(options, emit, parts=None if chain is None else chain.most_segments), chain
 
 
 def _ignore(event: Event) -> None:

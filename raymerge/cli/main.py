@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import sys
 from typing import Annotated
@@ -18,6 +20,8 @@ from raymerge.cli.verify import verify
 
 def main() -> None:
     """Run the command line; ends with SystemExit."""
+    # Called last of all: without it the interpreter looks through all that torch has made, for half a second.
+    atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name or a terminal of another encoding must not stop a merge.

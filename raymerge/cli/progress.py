@@ -18,6 +18,7 @@ from raymerge.cli.duplicates import duplicate_lines
 from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
 from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
+    DeviceFailed,
     DuplicatesFound,
     Event,
     Planned,
@@ -227,6 +228,7 @@ class _Report:
     def __init__(self, console: Console, output: str) -> None:
         self._console = console
         self._output = output
+        self._failed: set[str] = set()
 
     def tell(self, event: Event, tally: Tally) -> None:
         """Print what is worth keeping of an event."""
@@ -247,6 +249,8 @@ class _Report:
         elif isinstance(event, DuplicatesFound):
             for line in duplicate_lines(event):
                 self._print(line)
+        elif isinstance(event, DeviceFailed):
+            self._tell_failed(event)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event, tally.part), style="yellow")
         elif isinstance(event, Stopping):
@@ -256,6 +260,14 @@ class _Report:
         elif isinstance(event, Published):
             for line in _published(event, tally, self._output if tally.is_last else ""):
                 self._print(line)
+
+    def _tell_failed(self, event: DeviceFailed) -> None:
+        """Once for each worker: where a GPU fails once, it often fails again."""
+        if event.worker not in self._failed:
+            self._failed.add(event.worker)
+            instead = f"segment {event.segment} was made on the CPU, and so is any other that it fails in"
+            text = f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
+            self._print(text, style="yellow")
 
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.
@@ -286,19 +298,28 @@ def _planned(event: Planned) -> str:
 
 def _started(event: Started, tally: Tally) -> str:
     begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
-    return f"{begun if event.done_segments else 'merging '}with {_how(event)}"
+    why = f": {event.device_reason}" if event.device_reason else ""
+    return f"{begun if event.done_segments else 'merging '}with {_how(event)}{why}"
 
 
 def _merged(tally: Tally) -> tuple[str, ...]:
     total = f"merged: {format_size(tally.made_bytes)} read and written at {_rate(tally, tally.made_bytes)}"
     return (
         total,
+        *_peak(tally),
         *(
             f"  {name}: {counted(worker.segments, 'segment')}, {format_size(worker.nbytes)}, "
             f"{_rate(tally, worker.nbytes)}"
             for name, worker in tally.workers.items()
         ),
     )
+
+
+def _peak(tally: Tally) -> Iterator[str]:
+    """What a worker used at most of what it might; nothing where it was not measured."""
+    if tally.peak_bytes and tally.plan is not None:
+        projected = format_size(tally.plan.projected_peak)
+        yield f"  peak: {format_size(tally.peak_bytes)} of {projected} a worker"
 
 
 def _rate(tally: Tally, nbytes: int) -> str:
@@ -326,4 +347,6 @@ def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:
 
 
 def _how(started: Started | StageStarted) -> str:
-    return f"{counted(len(started.workers), 'worker')} on {started.device}"
+    threads = started.threads if isinstance(started, Started) else 1
+    each = f" of {threads} threads" if threads > 1 else ""
+    return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"

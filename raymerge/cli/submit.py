@@ -60,7 +60,11 @@ def submit(
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Workers; by default one per GPU, else one per CPU core, at most 8."),
+        typer.Option(metavar="N", help="Workers; by default one per GPU, else one for each 4 CPU cores."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
@@ -92,7 +96,7 @@ def submit(
 
     def verb() -> int:
         budget = read_memory(memory)
-        options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates)
+        options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates, threads)
         request = Request(recipe, _place(recipe, out, output), options, as_json)
         with own_stdout() as stdout:
             return _rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
@@ -171,6 +175,8 @@ def _unusable(options: RunOptions) -> Iterator[Problem]:
     """Options that a merge of adapters cannot honour."""
     if options.workers not in (None, 1):
         yield _dropped("--workers", "is done by one process")
+    if options.threads is not None:
+        yield _dropped("--threads", "computes with as many threads as torch chooses")
     if options.memory is not None:
         yield _dropped("--memory", "keeps to no limit: it holds one module of every adapter at a time")
     if options.device == "cuda":

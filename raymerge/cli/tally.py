@@ -55,6 +55,7 @@ class Tally:
         self.workers: dict[str, WorkerTally] = {}
         self.made_segments = 0
         self.made_bytes = 0
+        self.peak_bytes = 0
         self._planned_bytes = 0
         self._begun_bytes = 0
 
@@ -94,6 +95,8 @@ class Tally:
         worker.nbytes += nbytes
         self.made_segments += 1
         self.made_bytes += nbytes
+        if isinstance(event, SegmentDone):
+            self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
         self._planned_bytes += event.planned_bytes
         # What was begun of this unit is no more than all of it, so that the sum does not fall.
         self._begun_bytes = max(0, self._begun_bytes - event.planned_bytes)

@@ -1,14 +1,47 @@
-"""Finds which stored value made a tile's result NaN or infinite."""
+"""Finds which stored value made a row NaN or infinite."""
 
 from __future__ import annotations
 
-from raymerge.execute.assembled import AssembledInput, Input, RawInput, RawRows, Taken
+from collections.abc import Iterable, Sequence
+
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows, Taken
 from raymerge.execute.finite import first_non_finite
-from raymerge.execute.steps import Step
+from raymerge.execute.jobs import RowJob
+from raymerge.execute.tiles import Load, TileJob
 from raymerge.planner.expressions import Read, Term
 
 
-def non_finite_byte(step: Step, source: Input, raw: RawInput) -> tuple[Read, int] | None:
+def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
+    """Why a row is not finite.
+
+    Args:
+        row: the row.
+        loads: all that it was made of, read again.
+        names: the names of the sources.
+    """
+    for load, raws in loads:
+        for tile, raw in zip(load.tiles, raws, strict=True):
+            for each, held in zip(row.inputs, raw, strict=True):
+                found = non_finite_byte(tile, each, held)
+                if found is not None:
+                    source, place = found
+                    return Problem(
+                        f"{names[source.source]}: {row.tensor}",
+                        f"the source holds NaN or infinity, here first at byte {place} of {source.key}.",
+                        "Repair or replace that model; nothing was published.",
+                    )
+    cast = row.expression.cast
+    wider = "a wider out_dtype (bfloat16, float32) or " if cast is DType.F16 else ""
+    return Problem(
+        row.tensor,
+        f"the sources are finite, but the merged values do not fit {cast.value}.",
+        f"Use {wider}smaller weights; nothing was published.",
+    )
+
+
+def non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> tuple[Read, int] | None:
     """The first NaN or infinity of an input's bytes for a tile: whose it is, and at which byte of its file.
 
     None where all of them are finite.
@@ -18,7 +51,7 @@ def non_finite_byte(step: Step, source: Input, raw: RawInput) -> tuple[Read, int
     if isinstance(raw, RawRows):
         return None
     found = first_non_finite(raw.numpy(), source.dtype)
-    return None if found is None else (source, step.span(source)[0] + source.dtype.nbytes(found))
+    return None if found is None else (source, tile.span(source)[0] + source.dtype.nbytes(found))
 
 
 def _in_rows(source: AssembledInput, raw: RawRows) -> tuple[Read, int] | None:

@@ -1,27 +1,67 @@
-"""What is computed of a logical tensor: float32 tiles of its inputs, deltas, and the method's kernel."""
+"""What is computed of a logical tensor: float32 pieces of its inputs, deltas, and the method's kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
+from raymerge.dtypes import DType
 from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows
 from raymerge.execute.assembler import Assembler
-from raymerge.execute.decoding import decode
+from raymerge.execute.decoding import is_aligned, typed
 from raymerge.execute.jobs import JobPart
-from raymerge.execute.threads import one_thread
-from raymerge.methods import Access, Method, Settings, Takes, Tile, find_method, random_key
+from raymerge.methods import (
+    Access,
+    Method,
+    Settings,
+    Stored,
+    StoredKernel,
+    StoredTile,
+    Takes,
+    Tile,
+    find_method,
+    gather,
+    random_key,
+    sample_runs,
+)
 from raymerge.planner.expressions import Expression, Read
+from raymerge.storage.buffers import aligned_buffer
+
+_HELD_MOST = 1 << 22
+"""Elements of the largest scratch that is kept; what is larger is worth the time of getting it."""
+
+
+class Scratch:
+    """Memory for the float32 inputs of a piece, used for one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        """Where it is."""
+        self._held = torch.empty(0, device=device)
+
+    def rows(self, count: int, length: int) -> torch.Tensor:
+        """float32 ``[count, length]``, contiguous; what it held before may be gone."""
+        size = count * length
+        if size > _HELD_MOST:
+            return torch.empty(count, length, device=self.device)
+        if self._held.numel() < size:
+            self._held = self._taken(size)
+        return self._held[:size].view(count, length)
+
+    def _taken(self, size: int) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.empty(size, device=self.device)
+        # On pages that are worth their entry in the processor's tables.
+        return torch.frombuffer(aligned_buffer(4 * size), dtype=torch.float32)
 
 
 class PartComputation:
     """The statistics and the application of one expression on one logical tensor."""
 
     def __init__(
-        self, expression: Expression, part: JobPart, *, num_elements: int, seed: int, device: torch.device
+        self, expression: Expression, part: JobPart, *, num_elements: int, seed: int, scratch: Scratch
     ) -> None:
         method = find_method(expression.method)
         if method is None:
@@ -31,63 +71,174 @@ class PartComputation:
         self._method: Method = method
         self._has_base = expression.has_base
         self._part = part
-        self._device = device
-        self._assemblers = [_assembler(each, device) for each in part.inputs]
+        self._scratch = scratch
+        self._num_elements = num_elements
+        self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
-        self.passes = method.kernel.passes(self._settings)
-        self._state: Any = method.kernel.begin(self._settings, num_elements, device) if self.passes else None
+        self._state: object = None
 
     def load(self, raw: Raw) -> None:
         """Take up what the first tile of a row brings for all of them."""
         for assembler, rows in self._assembled(raw):
             assembler.load(rows)
 
-    def pad(self, raw: Raw, *, ends_pass: bool) -> None:
+    def pad(self, raw: Raw) -> None:
         """Take one tile into the mean rows of padded inputs."""
         for assembler, rows in self._assembled(raw):
             if rows.num_rows:
                 assembler.observe(rows)
-            if ends_pass:
-                assembler.conclude()
 
-    def observe(self, raw: Raw, start: int, pass_index: int) -> None:
-        """Take one tile into the statistics of a pass."""
-        tile = self._tile(raw, start)
-        with self._threads():
-            self._method.kernel.observe(self._state, tile, self._settings, pass_index)
+    def end_padding(self) -> None:
+        """All tiles were taken into those means."""
+        for assembler in filter(None, self._assemblers):
+            assembler.conclude()
 
-    def conclude(self, pass_index: int) -> None:
-        """End a pass."""
-        self._method.kernel.conclude(self._state, self._settings, pass_index)
+    def gather(
+        self, tiles: Callable[[], Iterable[Tile | StoredTile]], sample: Callable[[], Tile] | None
+    ) -> None:
+        """Take the statistics, from as many passes over the tiles as the method asks for."""
+        self._state = gather(
+            self._method,
+            self._settings,
+            self._num_elements,
+            self._scratch.device,
+            tiles=tiles,
+            sample=sample,
+        )
 
-    def apply(self, raw: Raw, start: int) -> torch.Tensor:
-        """The result of one tile: float32 ``[n]`` on the device."""
-        tile = self._tile(raw, start)
-        with self._threads():
-            return self._method.kernel.apply(tile, self._settings, self._state)
+    def apply(self, tile: Tile) -> torch.Tensor:
+        """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
+        return self._method.kernel.apply(tile, self._settings, self._state)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        """One thread for the decompositions of matrices; what is cut into tiles may have any number."""
-        is_matrix = self._method.access_with(self._settings) is Access.MATRIX
-        return one_thread() if is_matrix else nullcontext()
+    def tiles(self, raw: Raw, start: int, length: int) -> Iterator[Tile | StoredTile]:
+        """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""
+        stored = self.stored(raw, start)
+        if stored is None:
+            yield from self.pieces(raw, start, length)
+        else:
+            yield StoredTile(stored, lambda: self.pieces(raw, start, length))
+
+    def stored(self, raw: Raw, start: int) -> Stored | None:
+        """A tile as it is stored; None where the inputs are not all bfloat16 in one load on the processor."""
+        kernel = self._method.kernel
+        if not isinstance(kernel, StoredKernel) or self._scratch.device.type != "cpu":
+            return None
+        found = [each for each in raw if isinstance(each, torch.Tensor)]
+        plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
+        if not len(found) == len(plain) == len(raw) or any(each.dtype is not DType.BF16 for each in plain):
+            return None
+        memory, count = found[0].untyped_storage(), found[0].numel() // 2
+        offsets = [each.storage_offset() for each in found]
+        is_together = all(each.untyped_storage().data_ptr() == memory.data_ptr() for each in found)
+        if not is_together or any(offset % 2 for offset in offsets) or memory.nbytes() % 2:
+            return None
+        words = torch.as_strided(found[0], (memory.nbytes(),), (1,), 0).numpy().view(np.uint16)
+        return Stored(words, np.array(offsets, dtype=np.int64) // 2, count, start)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of bfloat16 results that must be made at once: a row's where the method goes by rows."""
+        by_row = self._method.access_with(self._settings) is Access.ROW
+        return 2 * (self._settings.row_length if by_row else 1)
+
+    def apply_stored(self, stored: Stored, target: torch.Tensor) -> bool:
+        """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``; False where it takes pieces."""
+        kernel = self._method.kernel
+        return isinstance(kernel, StoredKernel) and kernel.apply_stored(
+            stored, self._settings, self._state, target.numpy().view(np.uint16)
+        )
+
+    def pieces(self, raw: Raw, start: int, length: int) -> Iterator[Tile]:
+        """The pieces of a tile, each in the memory of the one before.
+
+        Args:
+            raw: stored bytes of every input, read as they are stored.
+            start: index of the tile's first element within the logical tensor.
+            length: most elements of a piece.
+        """
+        for first, aligned in self._aligned(raw, length):
+            inputs = self._typed(aligned)
+            count = inputs[0].numel()
+            for begin in range(0, max(1, count), length):
+                end = min(begin + length, count)
+                rows = self._scratch.rows(len(inputs), end - begin)
+                for row, elements in zip(rows, inputs, strict=True):
+                    row.copy_(elements[begin:end])
+                yield self._tile(rows, start + first + begin)
+
+    def _aligned(self, raw: Raw, length: int) -> Iterator[tuple[int, Raw]]:
+        """A tile's bytes with the first element that they are of: all of them, or each piece's by itself.
+
+        By itself where elements do not begin at multiples of their size, as such bytes have to be moved: a
+        copy of a whole tile is no part of what a lane may use.
+        """
+        inputs = self._plain(raw)
+        if all(is_aligned(each, source.dtype) for each, source in inputs):
+            yield 0, raw
+            return
+        count = inputs[0][0].numel() * 8 // inputs[0][1].dtype.bits
+        for begin in range(0, max(1, count), length):
+            end = min(begin + length, count)
+            yield begin, [each[s.dtype.nbytes(begin) : s.dtype.nbytes(end)].clone() for each, s in inputs]
+
+    def whole(self, raw: Raw, start: int) -> Tile:
+        """A tile as one piece, whatever its inputs are; in memory of its own."""
+        rows = torch.empty(0)
+        inputs = zip(raw, self._part.inputs, self._assemblers, strict=True)
+        for number, (each, source, assembler) in enumerate(inputs):
+            values = self._values(each, source, assembler)
+            if not number:
+                rows = values.new_empty(len(raw), values.numel(), dtype=torch.float32)
+            rows[number].copy_(values)
+        return self._tile(rows, start)
+
+    def sample(self, raw: Sequence[torch.Tensor]) -> Tile:
+        """The sample of the tensor, from its stored bytes."""
+        inputs = self._typed(raw)
+        rows = torch.empty(len(inputs), inputs[0].numel(), device=self._scratch.device)
+        for row, elements in zip(rows, inputs, strict=True):
+            row.copy_(elements)
+        return self._tile(rows, 0)
+
+    def sample_within(self, raw: Raw) -> Tile:
+        """The sample of the tensor where all of it is there."""
+        runs = sample_runs(self._num_elements)
+        return self.sample(
+            [
+                torch.cat([each[s.dtype.nbytes(first) :][: s.dtype.nbytes(count)] for first, count in runs])
+                for each, s in self._plain(raw)
+            ]
+        )
+
+    def _typed(self, raw: Raw) -> list[torch.Tensor]:
+        """The elements of all inputs as they are stored, in logical order."""
+        return [typed(each, source, self._scratch.device) for each, source in self._plain(raw)]
+
+    def _plain(self, raw: Raw) -> list[tuple[torch.Tensor, Read]]:
+        """The inputs that are read as they are stored, with their bytes."""
+        return [
+            (each, source)
+            for each, source in zip(raw, self._part.inputs, strict=True)
+            if isinstance(each, torch.Tensor) and isinstance(source, Read)
+        ]
+
+    def _tile(self, rows: torch.Tensor, start: int) -> Tile:
+        if not self._has_base:
+            return Tile(None, rows, start)
+        base, sources = rows[0], rows[1:]
+        if self._method.takes is Takes.DELTAS:
+            sources.sub_(base)
+        return Tile(base, sources, start)
 
     def _assembled(self, raw: Raw) -> Iterator[tuple[Assembler, RawRows]]:
         for assembler, rows in zip(self._assemblers, raw, strict=True):
             if assembler is not None and isinstance(rows, RawRows):
                 yield assembler, rows
 
-    def _tile(self, raw: Raw, start: int) -> Tile:
-        values = [self._values(*each) for each in zip(raw, self._part.inputs, self._assemblers, strict=True)]
-        base = values.pop(0) if self._has_base else None
-        if base is not None and self._method.takes is Takes.DELTAS:
-            for value in values:
-                value.sub_(base)
-        return Tile(base, torch.stack(values), start)
-
     def _values(self, raw: RawInput, source: Input, assembler: Assembler | None) -> torch.Tensor:
-        """One input's elements of a tile: float32 ``[n]``, memory of its own."""
+        """One input's elements of a tile, flat, of any floating dtype."""
         if isinstance(raw, torch.Tensor) and isinstance(source, Read):
-            return decode(raw, source, self._device)
+            return typed(raw, source, self._scratch.device)
         if isinstance(raw, RawRows) and assembler is not None:
             return assembler.elements(raw)
         raise TypeError(f"an input of {self._part.logical} was read as another kind of input")

@@ -13,23 +13,48 @@ from raymerge.planner.elements import strided, torch_dtype
 from raymerge.planner.expressions import Read
 
 
-def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
-    """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order.
+def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
+    """Stored bytes as the elements that they are: ``[n]`` on the device, in logical order.
 
     Args:
-        raw: uint8 bytes of the input, on the host.
+        raw: uint8 bytes of the input; the result shares their memory where it can.
         source: their dtype and view.
         device: where the arithmetic runs.
     """
+    if not is_aligned(raw, source.dtype):
+        raw = raw.clone()
     stored = raw.view(torch_dtype(source.dtype)).to(device)
-    if source.view is not None:
-        stored = strided(stored, source.view).contiguous().flatten()
-    return stored.to(torch.float32, copy=True)
+    return stored if source.view is None else strided(stored, source.view).contiguous().flatten()
 
 
-def encode(result: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """float32 results rounded once to the output's dtype, as bytes on the host: uint8 ``[nbytes]``."""
-    return result.to(torch_dtype(dtype)).contiguous().cpu().view(torch.uint8)
+def is_aligned(raw: torch.Tensor, dtype: DType) -> bool:
+    """Whether uint8 bytes can be taken for elements of a dtype where they are."""
+    size = torch_dtype(dtype).itemsize
+    return not raw.storage_offset() % size and not raw.data_ptr() % size
+
+
+def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
+    """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order; see ``typed``."""
+    return typed(raw, source, device).to(torch.float32, copy=True)
+
+
+def rounded(result: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """float32 results rounded once to the output's dtype, as bytes where they are: uint8 ``[nbytes]``."""
+    return result.to(torch_dtype(dtype)).contiguous().view(torch.uint8)
+
+
+def encode(result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
+    """Round float32 results once to the output's dtype, in place.
+
+    Args:
+        result: float32 ``[n]``.
+        dtype: the output's.
+        target: uint8 ``[nbytes]`` on the same device, which they are written to.
+    """
+    if is_aligned(target, dtype):
+        target.view(torch_dtype(dtype)).copy_(result)
+    else:
+        target.copy_(rounded(result, dtype))
 
 
 def scatter(results: Sequence[torch.Tensor], row: RowJob) -> torch.Tensor:

@@ -14,7 +14,7 @@ _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {
     DType.F32: (np.uint32, 0x7F800000),
     DType.F64: (np.uint64, 0x7FF0000000000000),
 }
-_CHUNK = 1 << 15
+_CHUNK = 1 << 16
 """Elements looked at together, so that looking takes no memory worth counting."""
 
 

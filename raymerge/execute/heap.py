@@ -33,17 +33,27 @@ class HeapWatch:
         self._limit = limit
         self._measure = measure or _resident_bytes(psutil.Process())
         self._release = release or return_free_memory
-        self._idle = self._measure()
+        self._idle = self._base = self._measure()
+        self.peak_bytes = 0
+        """Most bytes that the process was found to have grown by."""
 
     def check(self) -> None:
-        """Look, and give free memory back if it is time; cheap enough for every tile."""
-        if self._measure() - self._idle <= self._limit:
+        """Look, and give free memory back if it is time; cheap enough for every load."""
+        found = self._measure()
+        self.peak_bytes = max(self.peak_bytes, found - self._idle)
+        if found - self._base <= self._limit:
             return
         self._release()
-        # What stays is in use, and more than tiles are: something else grew. Without this every tile would
+        # What stays is in use, and more than loads are: something else grew. Without this every load would
         # ask again, in vain.
-        self._idle = max(self._idle, self._measure() - self._limit // 2)
+        self._base = max(self._base, self._measure() - self._limit // 2)
 
 
 def _resident_bytes(process: psutil.Process) -> Callable[[], int]:
-    return lambda: int(process.memory_info().rss)
+    """Memory that is the process's own: what it has of files (libraries, say) is not."""
+
+    def measure() -> int:
+        found = process.memory_info()
+        return int(found.rss) - int(getattr(found, "shared", 0))
+
+    return measure

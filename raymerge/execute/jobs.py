@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.assembled import AssembledInput, Input
 from raymerge.planner.assemblies import read_term, read_view
 from raymerge.planner.assembly_memory import assembly_need
-from raymerge.planner.columns import ints
+from raymerge.planner.columns import RunReader, ints
 from raymerge.planner.expressions import Expression, Read
 from raymerge.planner.memory import InputNeed, Need, RowSize, row_need
 from raymerge.planner.tables import Plan
@@ -82,66 +83,103 @@ def _input_need(source: Input) -> InputNeed:
     return InputNeed(read.dtype, read.nbytes, source.need)
 
 
+class _Row(NamedTuple):
+    """The columns of a plan's row that its job is made of."""
+
+    tensor: int
+    shard: int
+    offset: int
+    first_element: int
+    num_elements: int
+    expression: int
+    is_flat: bool
+    copy_of: int
+    also: list[int]
+    first_part: int
+    num_parts: int
+    first_input: int
+    num_inputs: int
+
+
+class _Input(NamedTuple):
+    """The columns of a plan's input that are read."""
+
+    part: int
+    source: int
+    key: str
+    offset: int
+    nbytes: int
+    dtype: str
+    view_offset: int
+    view_shape: list[int]
+    view_strides: list[int]
+    assembly: int
+
+
 class Jobs:
-    """Reads jobs out of a plan; expressions are decoded once."""
+    """Reads jobs out of a plan; expressions and columns are made ready once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._expressions: Sequence[Expression] = plan.expressions
         self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
+        self._dtypes: Mapping[str, DType] = {dtype.value: dtype for dtype in DType}
+        self._segments = RunReader(plan["segments"], "first_row", "num_rows")
+        self._tensors = RunReader(plan["tensors"], "name", "check_finite")
+        self._rows = RunReader(plan["rows"], *_Row._fields)
+        self._places = RunReader(plan["rows"], "shard", "offset")
+        self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
+        self._inputs = RunReader(plan["inputs"], *_Input._fields)
 
     def rows(self, segment: int) -> tuple[RowJob, ...]:
         """The rows that a segment makes, in order; those that another row writes are left out."""
-        bounds = self._plan["segments"].slice(segment, 1).to_pylist()[0]
-        rows = self._plan["rows"].slice(bounds["first_row"], bounds["num_rows"]).to_pylist()
+        first, count = self._segments.row(segment)
+        rows = [_Row(*values) for values in self._rows.read(first, count)]
+        # Parts and inputs of consecutive rows stand together, so that each table is read once.
+        parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
+        inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
+        made = [
+            (row, list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))) for row in rows
+        ]
         return tuple(
-            self._row(bounds["first_row"] + position, row)
-            for position, row in enumerate(rows)
-            if row["copy_of"] < 0
+            self._row(first + position, row, self._job_parts(own, reads))
+            for position, (row, own, reads) in enumerate(made)
+            if row.copy_of < 0
         )
 
-    def _row(self, index: int, row: dict[str, int]) -> RowJob:
-        tensor = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()[0]
+    def _row(self, index: int, row: _Row, parts: tuple[JobPart, ...]) -> RowJob:
+        name, check_finite = self._tensors.row(row.tensor)
+        places = [(row.shard, row.offset), *map(self._places.row, row.also)]
         return RowJob(
             index=index,
-            tensor=tensor["name"],
-            check_finite=tensor["check_finite"],
-            expression=self._expressions[row["expression"]],
-            first_element=row["first_element"],
-            num_elements=row["num_elements"],
-            is_flat=bool(row["is_flat"]),
-            parts=self._parts(row),
-            places=((self._shards[row["shard"]], row["offset"]), *self._also(row["also"])),
+            tensor=name,
+            check_finite=check_finite,
+            expression=self._expressions[row.expression],
+            first_element=row.first_element,
+            num_elements=row.num_elements,
+            is_flat=row.is_flat,
+            parts=parts,
+            places=tuple((self._shards[shard], offset) for shard, offset in places),
         )
 
-    def _also(self, rows: object) -> tuple[tuple[str, int], ...]:
-        table = self._plan["rows"]
-        others = rows if isinstance(rows, list) else []
+    def _job_parts(
+        self, parts: Sequence[tuple[Any, ...]], rows: Sequence[tuple[Any, ...]]
+    ) -> tuple[JobPart, ...]:
+        inputs: list[list[Input]] = [[] for _ in parts]
+        for values in rows:
+            row = _Input(*values)
+            inputs[row.part].append(self._input(row))
         return tuple(
-            (self._shards[table.column("shard")[other].as_py()], table.column("offset")[other].as_py())
-            for other in others
+            JobPart(logical, tuple(shape), read_view(offset, shape, strides), tuple(own))
+            for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
         )
 
-    def _parts(self, row: dict[str, int]) -> tuple[JobPart, ...]:
-        parts = self._plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist()
-        rows = self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist()
-        inputs = [(each["part"], self._input(each)) for each in rows]
-        return tuple(
-            JobPart(
-                part["logical"],
-                tuple(part["shape"]),
-                read_view(part["view_offset"], part["shape"], part["view_strides"]),
-                tuple(each for owner, each in inputs if owner == position),
-            )
-            for position, part in enumerate(parts)
-        )
-
-    def _input(self, row: Mapping[str, Any]) -> Input:
-        if row["assembly"] >= 0:
-            return self._assembled(row["assembly"])
-        view = read_view(row["view_offset"], row["view_shape"], row["view_strides"])
-        place = (row["source"], row["key"], row["offset"], row["nbytes"])
-        return Read(row["part"], *place, DType(row["dtype"]), view)
+    def _input(self, row: _Input) -> Input:
+        if row.assembly >= 0:
+            return self._assembled(row.assembly)
+        view = read_view(row.view_offset, row.view_shape, row.view_strides)
+        dtype = self._dtypes[row.dtype]
+        return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view)
 
     def _assembled(self, number: int) -> AssembledInput:
         (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()

@@ -1,21 +1,69 @@
-"""Reads the bytes of tiles from sources; runs on the reading thread of a segment."""
+"""Reads loads from sources; runs on the reading thread of a lane."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows, Taken
-from raymerge.execute.steps import PADDING, WRITING, Step
+from raymerge.execute.assembled import AssembledInput, Raw, RawInput, RawRows, Taken
+from raymerge.execute.tiles import Load, TileJob
+from raymerge.methods import sample_runs
 from raymerge.planner.assembly_memory import HOLE_MOST, REQUEST_MOST
 from raymerge.planner.expressions import Read, Term
+from raymerge.planner.memory import LOAD_MOST, READ_ROOM
+from raymerge.storage.buffers import room_for
 from raymerge.storage.ranges import Extent, Range, coalesce
 from raymerge.storage.store import ReadStore
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_ELEMENT = 64
+"""Bytes that begin at a multiple of this are aligned for elements of any dtype."""
 
-class TileReader:
-    """Reads one segment's tiles in order, and keeps what later passes or tiles want again."""
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Bytes of a file that a tile takes of one of its inputs."""
+
+    tile: int
+    """Position of the tile in its load."""
+    number: int
+    """Position of the input in its row."""
+    source: int
+    """Index of the source."""
+    key: str
+    """The file."""
+    range: Range
+    """The bytes."""
+
+    @property
+    def file(self) -> tuple[int, str]:
+        """Source and file."""
+        return self.source, self.key
+
+
+class _Rest:
+    """What a load leaves of its buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 ``[nbytes]``, aligned for every dtype; where the rest is too short, memory of its own.
+
+        That is where the rows at the ends of a row's last tile are longer than the tile.
+        """
+        if nbytes > self._buffer.numel():
+            return torch.empty(nbytes, dtype=torch.uint8)
+        found, self._buffer = self._buffer[:nbytes], self._buffer[-(-nbytes // _ELEMENT) * _ELEMENT :]
+        return found
+
+
+class LoadReader:
+    """Reads one segment's loads."""
 
     def __init__(self, sources: Sequence[ReadStore]) -> None:
         """
@@ -23,57 +71,94 @@ class TileReader:
             sources: one store for each source, in the plan's order.
         """
         self.read_bytes = 0
+        """Bytes wanted and read so far; holes between them are not counted."""
+        self._counting = threading.Lock()
         self._sources = sources
-        self._kept: dict[tuple[int, int], Raw] = {}
+        self._row = -1
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
 
-    def read(self, step: Step) -> Raw:
-        """The bytes of every input of a tile; of resident rows from memory after the first pass."""
-        if step.begins_row:
-            self._factors = {
-                number: tuple(self._factor_bytes(term) for term in each.terms)
-                for number, each in enumerate(step.row.inputs)
-                if isinstance(each, AssembledInput)
-            }
-        key = (step.row.index, step.start)
-        keeps = step.resident and step.pass_index != PADDING
-        if keeps and key in self._kept:
-            return self._kept.pop(key) if step.pass_index == WRITING else self._kept[key]
-        found = [self._input(step, number, each) for number, each in enumerate(step.row.inputs)]
-        if keeps:
-            self._kept[key] = found
-        return found
+    def read(self, load: Load, buffer: torch.Tensor) -> tuple[Raw, ...]:
+        """The bytes of every input of every tile; those that lie side by side in a file by one request.
 
-    def _input(self, step: Step, number: int, source: Input) -> RawInput:
-        if isinstance(source, AssembledInput):
-            return self._rows(step, number, source)
-        if step.pass_index == PADDING:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._bytes(source, *step.span(source))
+        Args:
+            load: what to read.
+            buffer: uint8, page-aligned, of at least ``load.nbytes``; the results lie in it, but for factors.
+        """
+        found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
+        wanted = sorted(_wanted(load), key=lambda each: each.file)
+        place = 0
+        for (source, key), group in groupby(wanted, key=lambda each: each.file):
+            mine = list(group)
+            ranges = [each.range for each in mine]
+            for extent in coalesce(ranges, gap=READ_ROOM, limit=LOAD_MOST):
+                room = room_for(extent.nbytes)
+                region = buffer[place : place + room]
+                begin = self._sources[source].read_extent(
+                    key, extent.offset, extent.nbytes, region.numpy().data, again=load.is_read_again
+                )
+                for each in (mine[member] for member in extent.members):
+                    first = begin + each.range.offset - extent.offset
+                    found[each.tile][each.number] = region[first : first + each.range.nbytes]
+                place += room
+        self._count(sum(each.range.nbytes for each in wanted))
+        rest = _Rest(buffer[place:])
+        for tile, inputs in zip(load.tiles, found, strict=True):
+            self._assemble(tile, inputs, rest)
+        return tuple(found)
 
-    def _rows(self, step: Step, number: int, source: AssembledInput) -> RawRows:
-        is_wanted = source.is_padded or step.pass_index != PADDING
-        first, stop = step.window(source) if is_wanted else (0, 0)
-        begin, count = step.place(source)
-        taken = source.taken(first, stop)
-        stored = tuple(
-            self._taken(term, each, source.num_columns)
-            for term, each in zip(source.terms, taken, strict=True)
-        )
-        return RawRows(stop - first, first, begin, count, taken, stored, self._factors[number])
+    def store(self, read: Read) -> ReadStore:
+        """The store that an input is read from."""
+        return self._sources[read.source]
+
+    def sample(self, tile: TileJob) -> list[torch.Tensor]:
+        """The bytes of a row's sample, for each input; all of them are read as they are stored."""
+        return [torch.cat(list(self._runs(tile, each))) for each in tile.row.inputs if isinstance(each, Read)]
+
+    def _runs(self, tile: TileJob, read: Read) -> Iterator[torch.Tensor]:
+        for first, count in sample_runs(tile.row.num_elements):
+            yield self._bytes(read, read.offset + read.dtype.nbytes(first), read.dtype.nbytes(count))
+
+    def _assemble(self, tile: TileJob, inputs: list[RawInput], rest: _Rest) -> None:
+        """Read what a tile takes of its assembled inputs."""
+        self._take_up_factors(tile)
+        for number, each in enumerate(tile.row.inputs):
+            if isinstance(each, AssembledInput):
+                inputs[number] = self._rows(tile, number, each, rest)
+
+    def _take_up_factors(self, tile: TileJob) -> None:
+        """Read what the products of a row's inputs are made of, once for all of its tiles."""
+        if tile.row.index == self._row:
+            return
+        self._row = tile.row.index
+        self._factors = {
+            number: tuple(self._factor_bytes(term) for term in each.terms)
+            for number, each in enumerate(tile.row.inputs)
+            if isinstance(each, AssembledInput)
+        }
 
     def _factor_bytes(self, term: Term) -> tuple[torch.Tensor, ...]:
         factors = term.product.factors if term.product is not None else ()
         return tuple(self._bytes(each, each.offset, each.nbytes) for each in factors)
 
-    def _taken(self, term: Term, taken: Taken, num_columns: int) -> torch.Tensor:
+    def _rows(self, tile: TileJob, number: int, source: AssembledInput, rest: _Rest) -> RawRows:
+        is_wanted = source.is_padded or not tile.is_padding
+        first, stop = tile.window(source) if is_wanted else (0, 0)
+        begin, count = tile.place(source)
+        taken = source.taken(first, stop)
+        stored = tuple(
+            self._taken(term, each, source.num_columns, rest)
+            for term, each in zip(source.terms, taken, strict=True)
+        )
+        return RawRows(stop - first, first, begin, count, taken, stored, self._factors[number])
+
+    def _taken(self, term: Term, taken: Taken, num_columns: int, rest: _Rest) -> torch.Tensor:
         """The stored rows that a window takes of a term, close together; all bytes of a viewed one."""
         read = term.read
         if read.view is not None:
-            return self._bytes(read, read.offset, read.nbytes if len(taken.moves) else 0)
+            return self._fill(read, read.offset, rest.take(read.nbytes if len(taken.moves) else 0))
         width = read.dtype.nbytes(num_columns)
         ranges = [Range(read.offset + a * width, (b - a) * width) for a, b in taken.ranges.tolist()]
-        found = torch.empty(sum(each.nbytes for each in ranges), dtype=torch.uint8)
+        found = rest.take(sum(each.nbytes for each in ranges))
         filled = 0
         for extent in coalesce(ranges, gap=HOLE_MOST, limit=REQUEST_MOST):
             members = [ranges[member] for member in extent.members]
@@ -99,5 +184,20 @@ class TileReader:
 
     def _fill(self, read: Read, offset: int, target: torch.Tensor) -> torch.Tensor:
         self._sources[read.source].read_into(read.key, offset, target.numpy().data)
-        self.read_bytes += target.numel()
+        self._count(target.numel())
         return target
+
+    def _count(self, nbytes: int) -> None:
+        """A sample is taken on the computing thread, while the reading thread may read ahead."""
+        with self._counting:
+            self.read_bytes += nbytes
+
+
+def _wanted(load: Load) -> Iterator[_Wanted]:
+    """The stored bytes that a load's tiles take; a padding tile takes none."""
+    for position, tile in enumerate(load.tiles):
+        for number, each in enumerate(tile.row.inputs):
+            if isinstance(each, Read) and not tile.is_padding:
+                offset, nbytes = tile.span(each)
+                if nbytes:
+                    yield _Wanted(position, number, each.source, each.key, Range(offset, nbytes))

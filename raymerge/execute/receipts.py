@@ -23,6 +23,12 @@ class Receipt:
     """Name of the worker."""
     digests: Mapping[str, str]
     """xxh3_128 hex of each row's bytes, by row number."""
+    peak_rss: int = 0
+    """Most bytes that the worker had grown by since it was idle, when this segment was made."""
+    peak_device: int = 0
+    """Most bytes of a GPU's memory that torch had handed out by then."""
+    note: str = ""
+    """What went otherwise than planned; empty as a rule."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, a line of the ledger."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import torch
 
 from raymerge.errors import OptionError, Problem
 from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
 from raymerge.planner.tables import Plan
-from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.sizing import local_layouts, most_lanes
 from raymerge.units import format_size
 
 _USUAL_BUDGET = 2 << 30
@@ -26,7 +25,8 @@ def fit_budget(plan: Plan, options: RunOptions) -> Projection:
     Raises:
         OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
     """
-    projection = project(plan, options.memory or usual_budget(options, free_memory()))
+    budget = options.memory or usual_budget(options, free_memory())
+    projection = project(plan, budget, lanes=most_lanes(options))
     what = f"{projection.least_tensor} with {projection.least_method}"
     _check_enough(projection.budget, projection.least_budget, what)
     return projection
@@ -103,11 +103,8 @@ def usual_budget(options: RunOptions, free: int) -> int:
 
 
 def num_workers(options: RunOptions) -> int:
-    """Workers that a run on this machine has."""
-    if options.inline or options.workers is not None:
-        return options.workers or 1
-    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
-    return gpus or min(os.cpu_count() or 1, MOST_CPU_WORKERS)
+    """Workers that a run on this machine has at most."""
+    return max(layout.workers for layout in local_layouts(options))
 
 
 def free_memory(root: Path = Path("/")) -> int:

@@ -24,6 +24,7 @@ from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Stage
+from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
@@ -81,11 +82,13 @@ class Chain:
         self._runs = self._possible_runs()
 
     @property
-    def most_segments(self) -> int:
+    def most_segments(self) -> int | None:
         """Segments of the merge, or units of the stage, that has most: more workers would have nothing to do.
 
-        A stage over results of other merges is not counted, since its units are not known yet.
+        None where a stage is over results of other merges: its units are not known yet.
         """
+        if len(self._known) < len(self._stages):
+            return None
         segments = (len(merge.plan["segments"]) for merge in self._merges)
         return max(*segments, *(work.num_units for work in self._known.values()), 1)
 
@@ -108,6 +111,7 @@ class Chain:
         What was begun under other conditions is refused before anything is made again on the way to it.
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
+        settle_device(pool, self._merges, self._output, ledgers=tuple(self._ledgers()))
         *before, last = self._merges
         if not before and not last.stages:
             return _carried_out(self._runs[-1], pool)
@@ -134,6 +138,16 @@ class Chain:
                     self._stage_run(stage).check_conditions(pool)
         if errors:
             raise TargetError(_problems(errors))
+
+    def _ledgers(self) -> Iterator[Path]:
+        """Where ledgers of unfinished runs, and of results between, would be."""
+        for run in reversed(self._runs):
+            yield run.ledger_path
+        for stage in self._stages:
+            if not awaits_results(stage):
+                yield from self._stage_run(stage).ledger_paths
+        for merge in self._merges[:-1]:
+            yield self._place(merge) / RECORD / NAME
 
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
         """Have the result of a merge that others need: the one that is there, or a new one.

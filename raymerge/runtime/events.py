@@ -149,6 +149,10 @@ class Started(Event):
     """Segments already made by an earlier run of the same command."""
     done_bytes: int
     """Bytes of those segments."""
+    threads: int = 1
+    """Threads of each worker that compute at once."""
+    device_reason: str = ""
+    """Why that device, where it was chosen between two; otherwise ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ class SegmentDone(Event):
     """Its share of the plan's bytes; more is read when statistics take several passes."""
     seconds: float
     """Wall time of the segment."""
+    peak_bytes: int = 0
+    """Bytes of memory that its worker was seen to use at most, beyond an idle one; 0 where nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,18 @@ class WorkerLost(Event):
     """What is known of the cause."""
     segments: tuple[int, ...]
     """Segments, or units of a stage, that it had in hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed(Event):
+    """A worker's GPU failed in a segment, which was then made on the worker's processor."""
+
+    worker: str
+    """Its name."""
+    segment: int
+    """Number of the segment."""
+    reason: str
+    """What failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 
 import torch
 
 from raymerge.execute.receipts import Receipt
+from raymerge.runtime.device_choice import Choice
+from raymerge.runtime.device_probe import Sample, measure
 from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
-from raymerge.runtime.options import Device
-from raymerge.runtime.pool import TICK_SECONDS, Runner, Stop, Work
+from raymerge.runtime.options import Device, RunOptions
+from raymerge.runtime.pool import TICK_SECONDS, Measure, Measured, Runner, Stop, Work
+from raymerge.runtime.sizing import cores_here, layout_of
 
 _NAME = "inline"
 
@@ -19,9 +22,15 @@ _NAME = "inline"
 class InlinePool:
     """One worker in this process, with as many parts in flight as any worker."""
 
-    def __init__(self, device: Device) -> None:
-        self._wanted = device
+    def __init__(self, device: Device, threads: int | None = None) -> None:
+        """
+        Args:
+            device: where arithmetic runs.
+            threads: that compute at once; None for as many as suit the device.
+        """
+        self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
+        self._choice: Choice | None = None
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -34,6 +43,16 @@ class InlinePool:
         return self._device.type
 
     @property
+    def threads(self) -> int:
+        """Threads that compute at once."""
+        return self._threads(gpus=int(self._device.type == "cuda"))
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the device was chosen."""
+        return self._choice
+
+    @property
     def numerics(self) -> dict[str, str]:
         """What bytes may depend on."""
         return numerics_of(self._device)
@@ -44,8 +63,14 @@ class InlinePool:
         return {**self.numerics, **kernels_of(self._device)}
 
     def start(self) -> None:
-        """Choose the device."""
-        self._device = choose_device(self._wanted)
+        """Find the device."""
+        self._device = choose_device(self._options.device)
+
+    def settle(self, choose: Callable[[Measure], Choice]) -> None:
+        """Choose between the GPU and the processors; see ``Pool.settle``."""
+        if self._options.device == "auto" and self._device.type == "cuda":
+            self._choice = choose(self._measured)
+            self._device = torch.device(self._choice.device)
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
         """Do the parts in threads; see ``Pool.run``."""
@@ -57,6 +82,12 @@ class InlinePool:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _measured(self, sample: Sample) -> Measured:
+        return Measured(measure(self._device, sample, threads=self._threads(gpus=0)), 1, 1)
+
+    def _threads(self, *, gpus: int) -> int:
+        return layout_of(self._options, (cores_here(),), gpus).threads
 
 
 def _feed(

@@ -9,21 +9,18 @@ from raymerge.errors import OptionError, Problem
 
 Device = Literal["auto", "cpu", "cuda"]
 
-MOST_CPU_WORKERS = 8
-"""CPU workers that are started unless more are asked for: beyond that the storage is the limit."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Run options of one submission."""
 
     workers: int | None = None
-    """Number of workers; None: one per GPU, or where there is none one per CPU core and at most 8."""
+    """Number of workers; None: one per GPU, or where there is none one for each 4 CPU cores."""
     memory: int | None = None
     """Bytes that a worker may use beyond an idle one; None: a share of what is free here, or 1 GiB where
     ``address`` is given."""
     device: Device = "auto"
-    """Where arithmetic runs; ``auto`` takes a GPU where the worker has one."""
+    """Where arithmetic runs; ``auto`` takes a GPU where there is one that makes the run faster."""
     address: str | None = None
     """Address of a running Ray cluster; None starts an embedded one."""
     inline: bool = False
@@ -32,12 +29,18 @@ class RunOptions:
     """Replace what is at the output place, and discard unfinished runs of other plans there."""
     keep_intermediates: bool = False
     """Keep what stages made, and merges that others of the recipe use, beside the output."""
+    threads: int | None = None
+    """Threads of a worker that compute at once; None: as many as it has cores, and at most 4."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.workers is not None and self.workers < 1:
             problems.append(
                 Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
+            )
+        if self.threads is not None and self.threads < 1:
+            problems.append(
+                Problem("--threads", f"{self.threads} threads compute nothing.", "Give 1 or more.")
             )
         if self.memory is not None and self.memory < 1:
             problems.append(

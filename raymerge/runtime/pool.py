@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 
 from raymerge.execute.receipts import Receipt
+from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.device_probe import Sample
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -62,6 +65,22 @@ class Stop:
         self._event.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a pool may be chosen for."""
+
+    probe: Probe
+    """Measured in one of its workers."""
+    cpu_workers: int
+    """Workers that it would have on processors."""
+    gpus: int
+    """GPUs that it has."""
+
+
+Measure: TypeAlias = Callable[[Sample], Measured]
+"""Measures a pool and the storage of a sample."""
+
+
 class Pool(Protocol):
     """Workers that do the parts of one piece of work after the other."""
 
@@ -72,6 +91,14 @@ class Pool(Protocol):
     @property
     def device(self) -> str:
         """Kind of device that they compute on: ``cpu`` or ``cuda``."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of each worker that compute at once."""
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the device was chosen; None where there was nothing to choose between."""
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -86,6 +113,14 @@ class Pool(Protocol):
 
         Raises:
             OptionError: the workers asked for cannot be had.
+        """
+
+    def settle(self, choose: Callable[[Measure], Choice]) -> None:
+        """Have the device chosen where that is left open, so that all workers have the same.
+
+        Args:
+            choose: called only if there are GPUs that need not be used. What it is given measures this pool,
+                in about a second.
         """
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -89,6 +90,8 @@ class RayConnection:
     def close(self) -> None:
         """Disconnect, and end the cluster if it is ours."""
         if self._owner:
+            if self._address is None:
+                _end_autoscaler(self.ray)
             self.ray.shutdown()
             self._owner = False
         if self._temporary:
@@ -135,6 +138,15 @@ def _no_ray(address: str | None, error: Exception) -> OptionError:
             "Give HOST:PORT of a running head node (usually port 6379), or none for an embedded Ray.",
         )
     )
+
+
+def _end_autoscaler(ray: Any) -> None:
+    """End the process that would add machines to a cluster of ours, and that does not listen.
+
+    Ray asks it to end and waits a second in vain. It keeps nothing that could be lost.
+    """
+    with suppress(AttributeError):
+        ray._private.worker._global_node.kill_monitor(check_alive=False)
 
 
 def _silence_notices(ray: Any) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.memory import SLOTS
+from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.events import OnEvent, WorkerLost
-from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
-from raymerge.runtime.pool import TICK_SECONDS, UNIT, Stop, Work
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.pool import TICK_SECONDS, UNIT, Measure, Measured, Stop, Work
 from raymerge.runtime.ray_environment import RayConnection
+from raymerge.runtime.sizing import Layout, embedded_slots, layout_of, most_lanes
 from raymerge.runtime.worker import MergeWorker
 
 _READY_SECONDS = 120.0
@@ -36,23 +37,36 @@ class _Actor:
 class RayPool:
     """Workers on an embedded Ray, or on a running cluster."""
 
-    def __init__(self, options: RunOptions, on_event: OnEvent, *, worker: type[Any] = MergeWorker) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        on_event: OnEvent,
+        *,
+        worker: type[Any] = MergeWorker,
+        parts: int | None = None,
+    ) -> None:
         """
         Args:
             options: how many workers, on what, and where.
             on_event: told of lost workers.
             worker: class of the actors.
+            parts: of the work; no more workers are started. None while nobody knows how many there will be.
         """
+        if parts is not None and options.workers is not None:
+            options = replace(options, workers=max(1, min(options.workers, parts)))
         self._options = options
         self._on_event = on_event
         self._worker = worker
+        self._parts = parts
         self._actors: list[_Actor] = []
         self._spawned = 0
         self._numerics: dict[str, str] = {}
         self._kernels: dict[str, str] = {}
-        self._use_gpu = False
-        slots = max(options.workers or 0, os.cpu_count() or 1)
-        self._connection = RayConnection(options.address, num_cpus=slots if options.address is None else None)
+        self._gpus = 0
+        self._layout = Layout(1, 1)
+        self._choice: Choice | None = None
+        slots = embedded_slots(options) if options.address is None else None
+        self._connection = RayConnection(options.address, num_cpus=slots)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -63,6 +77,16 @@ class RayPool:
     def device(self) -> str:
         """Kind of device."""
         return self._numerics.get("device", "cpu")
+
+    @property
+    def threads(self) -> int:
+        """Threads of each worker that compute at once."""
+        return self._layout.threads
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the device was chosen."""
+        return self._choice
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -77,11 +101,24 @@ class RayPool:
     def start(self) -> None:
         """Connect and start the workers; see ``Pool.start``."""
         self._connection.open()
-        self._actors = [self._spawn() for _ in range(self._count())]
-        answers = self._answers([actor.handle.ready.remote() for actor in self._actors])
-        self._numerics, self._kernels = dict(answers[0]["numerics"]), dict(answers[0]["kernels"])
-        for answer in answers:
-            self._check_numerics(answer)
+        self._gpus = self._usable_gpus()
+        self._layout = self._fitting(self._gpus)
+        # Where processors may turn out to do as well, one GPU is enough to find out.
+        self._take_on(1 if self._is_open else self._layout.workers)
+        if self._parts is None:
+            for actor in self._actors:
+                actor.handle.warm.remote()
+
+    def settle(self, choose: Callable[[Measure], Choice]) -> None:
+        """Choose between GPUs and processors; see ``Pool.settle``."""
+        if not self._is_open:
+            return
+        self._choice = choose(self._measured)
+        if self._choice.device == "cpu":
+            self._dismiss()
+            self._gpus = 0
+            self._layout = self._fitting(0)
+        self._take_on(self._layout.workers - len(self._actors))
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
         """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
@@ -92,37 +129,71 @@ class RayPool:
 
     def close(self) -> None:
         """End the workers, and the cluster if it is ours."""
-        for actor in self._actors:
-            self._connection.ray.kill(actor.handle)
-        self._actors = []
+        self._dismiss()
         self._connection.close()
 
-    def _count(self) -> int:
-        """Workers to start."""
-        resources = self._connection.ray.cluster_resources()
-        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-        self._use_gpu = gpus > 0 and self._options.device != "cpu"
+    @property
+    def _is_open(self) -> bool:
+        """Whether there are GPUs that need not be used."""
+        return self._gpus > 0 and self._options.device == "auto" and self._choice is None
+
+    def _machines(self, resource: str) -> list[int]:
+        """What each machine of the cluster has of a resource."""
+        nodes = self._connection.ray.nodes()
+        return [int(node["Resources"].get(resource, 0)) for node in nodes if node["Alive"]]
+
+    def _usable_gpus(self) -> int:
+        gpus = sum(self._machines("GPU"))
         if self._options.device == "cuda" and not gpus:
             what = "cuda was asked for, but the cluster has no GPU."
             raise OptionError(Problem("--device", what, "Use --device auto or cpu."))
-        room, kind = (gpus, "GPUs") if self._use_gpu else (cpus, "CPU slots")
-        wanted = self._options.workers or max(1, room if self._use_gpu else min(room, MOST_CPU_WORKERS))
-        if wanted > room:
-            what = f"{wanted} workers were asked for, but the cluster has {room} {kind}."
-            raise OptionError(Problem("--workers", what, f"Give at most {room}, or add machines."))
-        return wanted
+        return 0 if self._options.device == "cpu" else gpus
+
+    def _fitting(self, gpus: int) -> Layout:
+        """The layout on the machines of the cluster, of as many workers as have something to do."""
+        machines = self._machines("CPU")
+        layout = layout_of(self._options, machines, gpus)
+        room = gpus or sum(cores // layout.threads for cores in machines)
+        if self._parts is not None:
+            layout = replace(layout, workers=min(layout.workers, max(1, self._parts)))
+        if layout.workers > room:
+            raise OptionError(_no_room(self._options, layout, room, is_gpu=gpus > 0))
+        return layout
+
+    def _measured(self, sample: Sample) -> Measured:
+        """What one worker measures, for the workers that there would be."""
+        ray, cpu = self._connection.ray, self._fitting(0)
+        answer = ray.get(self._actors[0].handle.probe.remote(sample, cpu.threads))
+        return Measured(Probe.from_json(answer), cpu.workers, self._layout.workers)
+
+    def _take_on(self, count: int) -> None:
+        """Start workers, and see that they are equal to those that are there."""
+        fresh = [self._spawn() for _ in range(count)]
+        is_first = not self._actors
+        self._actors += fresh
+        answers = self._answers([actor.handle.ready.remote() for actor in fresh])
+        if is_first:
+            self._numerics, self._kernels = dict(answers[0]["numerics"]), dict(answers[0]["kernels"])
+        for answer in answers:
+            self._check_numerics(answer)
+
+    def _dismiss(self) -> None:
+        for actor in self._actors:
+            self._connection.ray.kill(actor.handle)
+        self._actors = []
 
     def _spawn(self) -> _Actor:
         name = f"worker-{self._spawned}"
         self._spawned += 1
         options = {
-            "num_cpus": 1,
-            "num_gpus": 1 if self._use_gpu else 0,
+            "num_cpus": self._layout.threads,
+            "num_gpus": 1 if self._gpus else 0,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "max_concurrency": SLOTS + 1,
+            # All lanes, and a call beside them.
+            "max_concurrency": most_lanes(self._options) + 1,
         }
-        device = self._options.device if self._use_gpu else "cpu"
+        device = self._options.device if self._gpus else "cpu"
         return _Actor(name, self._connection.ray.remote(self._worker).options(**options).remote(name, device))
 
     def _answers(self, references: Sequence[Any]) -> list[dict[str, Any]]:
@@ -285,6 +356,17 @@ class _Shift:
                 f"no worker has been up for {_READY_SECONDS:.0f} s. What is done is kept: the same command "
                 "goes on once the cluster has room."
             )
+
+
+def _no_room(options: RunOptions, layout: Layout, room: int, *, is_gpu: bool) -> Problem:
+    """More was asked for than the cluster has."""
+    wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
+    if is_gpu or layout.threads == 1:
+        what = f"{wanted} were asked for, but the cluster has {room} {'GPUs' if is_gpu else 'CPU slots'}."
+        return Problem("--workers", what, f"Give at most {room}, or add machines.")
+    where = "--threads" if options.workers is None else "--workers"
+    what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
+    return Problem(where, what, "Give fewer --threads, or add machines.")
 
 
 def _first_line(error: Exception) -> str:

@@ -26,6 +26,7 @@ from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
 from raymerge.runtime.events import (
+    DeviceFailed,
     DuplicatesFound,
     OnEvent,
     Planned,
@@ -110,6 +111,11 @@ class Run:
         check_free(options)
         _check_apart(self._staging.output, sources)
 
+    @property
+    def ledger_path(self) -> Path:
+        """Where the ledger of an unfinished run of this plan would be."""
+        return self._staging.ledger_path
+
     def check(self) -> None:
         """Find what is wrong with the output place before any worker is started.
 
@@ -156,6 +162,8 @@ class Run:
 
     def _carry_out(self, pool: Pool) -> RunResult:
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
+        if pool.choice is not None:
+            self._staging.record_device(pool.choice.to_json())
         with LocalStore(self._staging.root) as store:
             receipts, shared_bytes = self._work(pool, ledger, store)
             duplicates = self._duplicates(receipts, shared_bytes)
@@ -182,7 +190,9 @@ class Run:
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
         todo = sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
-        self._on_event(Started(pool.workers, pool.device, len(receipts), sum(costs[s] for s in receipts)))
+        reason = "" if pool.choice is None else pool.choice.reason
+        done = sum(costs[segment] for segment in receipts)
+        self._on_event(Started(pool.workers, pool.device, len(receipts), done, pool.threads, reason))
         try:
             self._make(pool, todo, ledger, receipts)
         except NonFiniteError:
@@ -222,22 +232,29 @@ class Run:
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
         roots = tuple(each.root for each in holdings(self._sources))
-        work = SegmentWork(self._plan, roots, self._staging.root, self.projection)
+        work = SegmentWork(self._plan, roots, self._staging.root, self.projection, pool.threads)
         costs = self._plan["segments"].column("cost").to_pylist()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for receipt in filter(None, made):
                 ledger.record(receipt)
                 receipts[receipt.segment] = receipt
-                self._on_event(
-                    SegmentDone(
-                        receipt.segment,
-                        receipt.worker,
-                        receipt.read_bytes,
-                        receipt.written_bytes,
-                        costs[receipt.segment],
-                        receipt.seconds,
-                    )
-                )
+                self._tell(receipt, costs[receipt.segment])
+
+    def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
+        """Emit what a receipt says."""
+        if receipt.note:
+            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+        self._on_event(
+            SegmentDone(
+                receipt.segment,
+                receipt.worker,
+                receipt.read_bytes,
+                receipt.written_bytes,
+                planned_bytes,
+                receipt.seconds,
+                max(receipt.peak_rss, receipt.peak_device),
+            )
+        )
 
     def _finish(self, store: LocalStore) -> None:
         donor = self._sources[int(self._plan.manifest["donor"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
-from raymerge.planner.memory import SLOTS, Projection
+from raymerge.planner.memory import Projection
 from raymerge.planner.tables import Plan
 from raymerge.runtime.pool import Runner
 from raymerge.storage.open import open_store
@@ -29,11 +30,13 @@ class SegmentWork:
     """The staging directory, reachable from every worker."""
     projection: Projection
     """Memory that a worker may use."""
+    threads: int
+    """Segments that a worker computes at the same time."""
 
     @property
     def slots(self) -> int:
         """As many as the projection counts with."""
-        return SLOTS
+        return self.projection.lanes
 
     @property
     def part(self) -> str:
@@ -45,7 +48,13 @@ class SegmentWork:
         sources = [open_store(root) for root in self.roots]
         staging = open_store(str(self.staging))
         runner = SegmentRunner(
-            self.plan, sources, staging, device=device, projection=self.projection, name=name
+            self.plan,
+            sources,
+            staging,
+            device=device,
+            projection=self.projection,
+            threads=self.threads,
+            name=name,
         )
         return SegmentsRunner(runner, (*sources, staging))
 
@@ -56,6 +65,11 @@ class SegmentsRunner:
     def __init__(self, segments: SegmentRunner, stores: Sequence[ReadStore]) -> None:
         self.segments = segments
         self._stores = stores
+        # Each lane computes on its own thread; torch's own threads would wait for each other at every step.
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # Modules and the plan stay: the collector need not look through them again and again.
+        gc.freeze()
 
     def run(self, number: int) -> Receipt:
         """Make one segment."""
@@ -67,5 +81,7 @@ class SegmentsRunner:
 
     def close(self) -> None:
         """Close the files."""
+        gc.unfreeze()
+        torch.set_num_threads(self._torch_threads)
         for store in self._stores:
             store.close()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
-from raymerge.execute.segment import UNFINISHED
+from raymerge.planner.columns import RunReader
 from raymerge.planner.tables import Plan
 from raymerge.runtime.events import OnEvent, ShardDone
 from raymerge.runtime.ledger import Ledger
@@ -112,18 +113,16 @@ class Shards:
 
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
         """By shard, the bytes of every row that the receipts speak of, in each place that it was written."""
-        rows = self._plan["rows"].select(["shard", "offset", "nbytes", "copy_of", "also"])
-        segments = self._plan["segments"]
+        rows = RunReader(self._plan["rows"], "shard", "offset", "nbytes", "copy_of", "also")
+        segments = RunReader(self._plan["segments"], "first_row", "num_rows")
         found: dict[int, list[_Span]] = {}
         for number, receipt in receipts.items():
-            bounds = segments.slice(number, 1).to_pylist()[0]
-            first = bounds["first_row"]
-            for index, row in enumerate(rows.slice(first, bounds["num_rows"]).to_pylist(), start=first):
+            first, count = segments.row(number)
+            for index, (shard, offset, nbytes, copy_of, also) in enumerate(rows.read(first, count), first):
                 digest = receipt.digests.get(str(index))
-                copies = [rows.slice(other, 1).to_pylist()[0] for other in row["also"]]
-                for place in (row, *copies) if row["copy_of"] < 0 else ():
-                    span = _Span(place["offset"], row["nbytes"], digest, number)
-                    found.setdefault(place["shard"], []).append(span)
+                places = [(shard, offset), *(rows.row(other)[:2] for other in also)]
+                for each, begin in places if copy_of < 0 else ():
+                    found.setdefault(each, []).append(_Span(begin, nbytes, digest, number))
         return found
 
     def _changed(self, key: str | None, spans: Iterable[_Span]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raymerge.execute.segment import UNFINISHED
+from raymerge.execute.output import UNFINISHED
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import WriteStore
 

@@ -74,6 +74,11 @@ class StageRun:
         self._position = position
         self._told_bytes = 0
 
+    @property
+    def ledger_paths(self) -> tuple[Path, ...]:
+        """Where the ledgers of the result, and of what was begun of it, would be."""
+        return tuple(place / RECORD / NAME for place in (self._place, self._staging))
+
     def check(self) -> None:
         """Find what stands in the way before any worker is started.
 
@@ -91,11 +96,11 @@ class StageRun:
             TargetError: it was made under other conditions, and is not to be replaced.
         """
         wanted = _conditions(self._stage, pool.stage_numerics)
-        for place in () if self._options.replace else (self._place, self._staging):
-            before = Ledger.conditions(place / RECORD / NAME)
+        for path in () if self._options.replace else self.ledger_paths:
+            before = Ledger.conditions(path)
             # What was made for another recipe is of no use to anybody.
             if before is not None and before.get("stage") == self._stage.digest:
-                check_agreement(before, wanted, where=str(place), what=self._stage.title)
+                check_agreement(before, wanted, where=str(path.parent.parent), what=self._stage.title)
 
     def check_memory(self) -> None:
         """Find out whether the memory limit is enough; raises OptionError where it is not."""

@@ -25,10 +25,11 @@ from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
 
 RECORD = "raymerge"
-"""Directory of the run record within a checkpoint: plan, ledger, recipe and numerics."""
+"""Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
 _PLAN = "plan"
 _RECIPE = "recipe.yml"
 _NUMERICS = "numerics.json"
+_DEVICE = "device.json"
 _ELSEWHERE = "Choose another -o."
 
 
@@ -94,6 +95,12 @@ class Staging:
                 )
             )
 
+    def record_device(self, choice: Mapping[str, Any]) -> None:
+        """Keep why the device was chosen and what was measured for it, unless that was kept before."""
+        with LocalStore(self.root / RECORD) as store:
+            if store.info(_DEVICE) is None:
+                store.write_atomic(_DEVICE, (json.dumps(choice, indent=2, sort_keys=True) + "\n").encode())
+
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
         """Find out whether an unfinished run of this plan may go on, changing nothing.
 
@@ -105,7 +112,7 @@ class Staging:
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete what an earlier attempt left: every file but the run record and ``files``."""
-        record = {NAME, _RECIPE, _NUMERICS, f"{_PLAN}/manifest.json"}
+        record = {NAME, _RECIPE, _NUMERICS, _DEVICE, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
         wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from raymerge.runtime.device_probe import Sample, measure
 from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.options import Device
 from raymerge.runtime.pool import Runner, Work
@@ -26,6 +27,15 @@ class MergeWorker:
         """Its process and what it computes on, once it can work."""
         device = choose_device(self._wanted)
         return {"pid": os.getpid(), "numerics": numerics_of(device), "kernels": kernels_of(device)}
+
+    def warm(self) -> None:
+        """Import what work needs, while there is none yet."""
+        import raymerge.compiled.jit
+        import raymerge.runtime.segment_work  # noqa: F401
+
+    def probe(self, sample: Sample, threads: int) -> dict[str, Any]:
+        """What speaks for the GPU of this worker, and what against it, as JSON values."""
+        return measure(choose_device("cuda"), sample, threads=threads).to_json()
 
     def open(self, work: Work) -> dict[str, Any]:
         """Take up the work, in place of an earlier one; the answer is that of ``ready``."""

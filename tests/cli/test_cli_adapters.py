@@ -100,10 +100,18 @@ def test_options_that_mean_nothing_else_are_taken(folder: Path) -> None:
 
 
 def test_options_that_cannot_be_honoured_are_refused_at_once(folder: Path) -> None:
-    args = ("--workers", "2", "--memory", "1GiB", "--device", "cuda", "--address", "auto")
+    args = ("--workers", "2", "--threads", "2", "--memory", "1GiB", "--device", "cuda", "--address", "auto")
     outcome = _submit(folder, "-o", "out", *args, "--keep-intermediates", "--replace")
     assert outcome.code == 2
-    options = ("--workers", "--memory", "--device", "--address", "--keep-intermediates", "--replace")
+    options = (
+        "--workers",
+        "--threads",
+        "--memory",
+        "--device",
+        "--address",
+        "--keep-intermediates",
+        "--replace",
+    )
     assert all(f"{option}: a merge of adapters " in outcome.text for option in options)
     assert not (folder / "out").exists()
 

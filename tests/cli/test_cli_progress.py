@@ -13,6 +13,7 @@ from rich.console import Console
 from raymerge.cli.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
 from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
+    DeviceFailed,
     Event,
     Planned,
     Published,
@@ -230,3 +231,48 @@ def test_the_stream_decides_how_to_show(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(make_progress(pipe, as_json=False, output="out"), LiveProgress)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(make_progress(pipe, as_json=False, output="out"), PlainProgress)
+
+
+def test_why_a_device_was_chosen_is_said() -> None:
+    progress, stream = _plain(Clock())
+    reason = "reading takes 0:30, and the GPU would not help"
+    progress(PLANNED)
+    progress(Started(("worker-0", "worker-1"), "cpu", 0, 0, 4, reason))
+    assert f"merging with 2 workers of 4 threads on cpu: {reason}\n" in stream.getvalue()
+    for event in ENDING:
+        progress(event)
+    assert "in 1:01 with 2 workers of 4 threads on cpu\n" in stream.getvalue()
+
+
+def test_a_gpu_that_fails_is_told_once_a_worker() -> None:
+    progress, stream = _plain(Clock())
+    for event in (PLANNED, STARTED):
+        progress(event)
+    for segment, worker in enumerate(("worker-0", "worker-1", "worker-0", "worker-1")):
+        progress(DeviceFailed(worker, segment, "an illegal\x1b[2J access"))
+        progress(_done(segment, worker))
+    told = [line for line in stream.getvalue().splitlines() if "failed" in line]
+    said = "failed (an illegal\\x1b[2J access)"
+    instead = "was made on the CPU, and so is any other that it fails in"
+    assert told == [
+        f"warning: the GPU of worker-{each} {said}; segment {each} {instead}" for each in range(2)
+    ]
+
+
+def test_the_largest_peak_stands_beside_the_projection() -> None:
+    clock = Clock()
+    progress, stream = _plain(clock)
+    for event in (PLANNED, STARTED):
+        progress(event)
+    for segment, peak in enumerate((10, 2_000_000, 4_000_000, *[0] * 7)):
+        clock.now += 1
+        progress(SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak))
+    assert "\n  peak: 4.00 MB of 5.00 MB a worker\n" in stream.getvalue()
+
+
+def test_a_peak_that_nobody_measured_is_not_shown() -> None:
+    progress, stream = _plain(Clock())
+    for event in (PLANNED, STARTED, *(_done(segment) for segment in range(10))):
+        progress(event)
+    assert "merged:" in stream.getvalue()
+    assert "peak" not in stream.getvalue()

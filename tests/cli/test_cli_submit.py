@@ -71,7 +71,9 @@ def test_two_output_places_are_refused(folder: Path) -> None:
 
 
 def test_a_pipe_gets_beginning_verdict_and_end(folder: Path) -> None:
-    lines = _submit(folder, "-o", "out").text.splitlines()
+    shown = _submit(folder, "-o", "out", "--threads", "1").text.splitlines()
+    # Whether a peak can be seen in so small a merge is chance.
+    lines = [line for line in shown if not line.startswith("  peak: ")]
     assert lines[0].startswith("planned: 30 tensors, ")
     assert lines[1] == "merging with 1 worker on cpu"
     assert lines[2].startswith("merged: ")
@@ -118,8 +120,8 @@ def test_options_reach_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(raymerge.api, "submit", record)
     args = ("--workers", "3", "--memory", "2GiB", "--device", "cuda", "--address", "auto", "--replace")
-    assert run_command("submit", "recipe.yml", "out", *args, cwd=folder).code == 0
-    wanted = RunOptions(3, 2 << 30, "cuda", "auto", inline=False, replace=True)
+    assert run_command("submit", "recipe.yml", "out", *args, "--threads", "2", cwd=folder).code == 0
+    wanted = RunOptions(3, 2 << 30, "cuda", "auto", inline=False, replace=True, threads=2)
     assert seen == [("recipe.yml", "out", wanted)]
 
 
@@ -127,6 +129,7 @@ def test_options_reach_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("args", "said"),
     [
         (("--workers", "0"), "--workers"),
+        (("--threads", "0"), "--threads"),
         (("--workers", "2"), "--inline"),
         (("--address", "auto"), "--inline"),
         (("--memory", "much"), "--memory"),

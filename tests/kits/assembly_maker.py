@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from kits.segment_bench import Bench
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.segment import UNFINISHED, SegmentRunner
+from raymerge.execute.assembled import Input
+from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.execute.output import UNFINISHED
+from raymerge.execute.segment import SegmentRunner
 from raymerge.methods import Method, Settings, find_method
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
@@ -79,6 +83,23 @@ def expression(
     return make_expression(found, Settings(shared, (own,) * sources), has_base=has_base, cast=cast)
 
 
+def row_of(
+    made_of: Expression,
+    inputs: Sequence[Input],
+    shape: tuple[int, ...],
+    *,
+    index: int = 0,
+    is_flat: bool = True,
+    check_finite: bool = False,
+    places: tuple[tuple[str, int], ...] = (("out", 0),),
+) -> RowJob:
+    """A row that is the whole of one part, as it would come from a plan."""
+    part = JobPart("out", shape, None, tuple(inputs))
+    return RowJob(
+        index, "out", check_finite, made_of, 0, math.prod(shape), is_flat, parts=(part,), places=places
+    )
+
+
 def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
     """The plan that makes these outputs; every tensor of the sources is dropped from the account."""
     shards = place_shards(outputs, 0)
@@ -107,24 +128,34 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
     return make_plan(manifest, tables, ())
 
 
-def bench_of(stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20) -> Bench:
-    """What makes the plan's segments, with shards below ``root``."""
+def bench_of(
+    stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, lanes: int = 1, device: str = "cpu"
+) -> Bench:
+    """What makes the plan's segments, with shards below ``root``; one lane less computes than there are."""
     root.mkdir(parents=True, exist_ok=True)
     staging = LocalStore(root)
     for shard in plan["shards"].to_pylist():
         staging.create(shard["name"] + UNFINISHED, shard["nbytes"])
         staging.write_at(shard["name"] + UNFINISHED, 0, shard["header"])
     stores = [LocalStore(Path(each.root)) for each in stock.sources]
-    projection = project(plan, budget)
+    projection = project(plan, budget, lanes=lanes)
     runner = SegmentRunner(
-        plan, stores, staging, device=torch.device("cpu"), projection=projection, name="bench"
+        plan,
+        stores,
+        staging,
+        device=torch.device(device),
+        projection=projection,
+        threads=max(1, lanes - 1),
+        name="bench",
     )
     return Bench(plan, projection, staging, runner)
 
 
-def made(stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20) -> dict[str, bytes]:
+def made(
+    stock: Stock, plan: Plan, root: Path, *, budget: int = 16 << 20, device: str = "cpu"
+) -> dict[str, bytes]:
     """The bytes of every output."""
-    bench = bench_of(stock, plan, root, budget=budget)
+    bench = bench_of(stock, plan, root, budget=budget, device=device)
     for segment in bench.segments:
         bench.runner.run(segment)
     return dict(bench.written())

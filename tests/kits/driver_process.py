@@ -42,7 +42,7 @@ class Slow(MergeWorker):
 PAUSE = job["pause"]
 if job["workers"]:
     ray_pool.RayPool = functools.partial(ray_pool.RayPool, worker=Slow)
-    options = RunOptions(workers=job["workers"], memory=16 << 20)
+    options = RunOptions(workers=job["workers"], memory=64 << 20)
 else:
     run = SegmentRunner.run
     SegmentRunner.run = lambda self, segment: (time.sleep(PAUSE), run(self, segment))[1]

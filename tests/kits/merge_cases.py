@@ -17,8 +17,8 @@ from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import RunResult
 
-NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl"})
-"""The one file of an output that names workers and tells times and file versions."""
+NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl", "raymerge/device.json"})
+"""The files of an output that name workers and tell times, file versions and what was measured."""
 
 INLINE = RunOptions(inline=True)
 LEAST_MEMORY = 16 << 20

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from raymerge.api import plan, read_recipe
-from raymerge.execute.segment import UNFINISHED, SegmentRunner
-from raymerge.planner.memory import Projection, project
+from raymerge.execute.jobs import RowJob
+from raymerge.execute.output import UNFINISHED
+from raymerge.execute.segment import SegmentRunner
+from raymerge.execute.tiles import TileJob, stretches
+from raymerge.execute.transfers import HostTransfers
+from raymerge.planner.memory import Lane, Projection, project
 from raymerge.planner.sources import open_sources
 from raymerge.planner.tables import Plan
+from raymerge.storage.buffers import aligned_buffer
 from raymerge.storage.local import LocalStore
 
 
@@ -46,6 +55,7 @@ def make_bench(
     *,
     budget: int = 16 << 20,
     wrap: Callable[[LocalStore], Any] = lambda store: store,
+    device: str = "cpu",
 ) -> Bench:
     """A bench whose staging directory is ``root``, with the shards' headers written.
 
@@ -54,6 +64,7 @@ def make_bench(
         root: where shards grow; made if absent.
         budget: bytes that the worker may use.
         wrap: what the runner writes through, made of the store of ``root``.
+        device: where the arithmetic runs.
     """
     root.mkdir(parents=True, exist_ok=True)
     staging = LocalStore(root)
@@ -64,9 +75,50 @@ def make_bench(
     sources = [LocalStore(Path(each.checkpoint.root)) for each in open_sources(read_recipe(recipe))]
     projection = project(made, budget)
     runner = SegmentRunner(
-        made, sources, wrap(staging), device=torch.device("cpu"), projection=projection, name="bench"
+        made,
+        sources,
+        wrap(staging),
+        device=torch.device(device),
+        projection=projection,
+        threads=1,
+        name="bench",
     )
     return Bench(made, projection, staging, runner)
+
+
+def tiles_of(rows: Sequence[RowJob], budget: int) -> list[TileJob]:
+    """The tiles of some rows in a worker of one lane, each once; those for padding first in their row."""
+    cut = stretches(rows, Lane(budget), torch.device("cpu"))
+    return [tile for each in cut for load in (*each.padding, *each.loads) for tile in load.tiles]
+
+
+class Buffers:
+    """Page-aligned memory that is in use."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        """Most bytes of it that there were at once."""
+        self._live = 0
+
+    def made(self, nbytes: int) -> torch.Tensor:
+        """A new buffer, as the executor asks for one."""
+        memory = np.frombuffer(aligned_buffer(nbytes), dtype=np.uint8)
+        self._live += memory.nbytes
+        self.most = max(self.most, self._live)
+        weakref.finalize(memory, self._gone, memory.nbytes)
+        return torch.from_numpy(memory)
+
+    def _gone(self, nbytes: int) -> None:
+        self._live -= nbytes
+
+
+@contextmanager
+def counted_buffers() -> Iterator[Buffers]:
+    """Counts the buffers of lanes on the processor: no tensor's memory, so that torch does not know of it."""
+    buffers = Buffers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTransfers, "buffer", lambda _, nbytes: buffers.made(nbytes))
+        yield buffers
 
 
 class PromptExecutor:

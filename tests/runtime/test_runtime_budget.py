@@ -11,8 +11,10 @@ import torch
 from raymerge.errors import OptionError
 from raymerge.planner.memory import SMALLEST_BUDGET
 from raymerge.runtime import budget as budget_module
+from raymerge.runtime import sizing
 from raymerge.runtime.budget import check_free, fit_units, free_memory, num_workers, usual_budget
-from raymerge.runtime.options import MOST_CPU_WORKERS, RunOptions
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.sizing import MOST_CPU_WORKERS
 
 GIB = 1 << 30
 
@@ -22,7 +24,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 64 cores and 100 GiB of free memory, without a GPU."""
     memory = psutil.virtual_memory()._replace(available=100 * GIB, total=128 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(budget_module.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(sizing, "cores_here", lambda: 64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
@@ -89,10 +91,13 @@ def test_workers_are_counted_as_they_will_be(options: RunOptions, count: int) ->
     assert num_workers(options) == count
 
 
-def test_there_is_one_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_one_worker_a_gpu_and_memory_for_either_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert num_workers(RunOptions()) == 4
+    assert num_workers(RunOptions(device="cuda")) == 4
     assert num_workers(RunOptions(device="cpu")) == MOST_CPU_WORKERS
+    assert num_workers(RunOptions()) == MOST_CPU_WORKERS
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
+    assert num_workers(RunOptions()) == 16
 
 
 def test_the_default_is_half_of_what_is_free_shared_out() -> None:

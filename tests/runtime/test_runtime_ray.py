@@ -24,7 +24,6 @@ from raymerge.runtime import ray_pool
 from raymerge.runtime.events import Event, SegmentDone, Started, WorkerLost
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.segment_work import SegmentsRunner
 from raymerge.runtime.worker import MergeWorker
 
 pytestmark = pytest.mark.ray
@@ -238,25 +237,6 @@ def test_failed_starts_count_in_a_row_only(
     submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1), on_event=events.append)
     losses = [event for event in events if isinstance(event, WorkerLost)]
     assert sum(not event.segments for event in losses) >= 3
-
-
-def test_a_gpu_without_room_names_the_option_through_ray(
-    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(MergeWorker):
-        def open(self, work: Any) -> dict[str, Any]:
-            answer = super().open(work)
-            assert isinstance(self._runner, SegmentsRunner)
-
-            def out_of_memory(*_: object) -> None:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-            vars(self._runner.segments)["_pipeline"] = out_of_memory
-            return answer
-
-    _use_worker(monkeypatch, Full)
-    with pytest.raises(IncompleteError, match=r"too little memory: CUDA out of memory\..*--memory"):
-        submit(recipes(small)["linear"], tmp_path / "out", TWO)
 
 
 def test_workers_that_take_for_ever_are_given_up(

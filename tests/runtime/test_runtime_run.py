@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
-from kits.merge_cases import INLINE, Family, digests, merge, recipes
+from kits.merge_cases import INLINE, Family, digests, least_memory, merge, recipes
 from safetensors.torch import save_file
 
 from raymerge.api import submit
@@ -424,10 +425,12 @@ def test_too_little_memory_is_refused_with_the_least_that_works(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     options = RunOptions(inline=True, memory=1_000_000)
-    with pytest.raises(
-        OptionError, match=r"--memory: 1\.00 MB a worker are too little for .* 16777216 bytes"
-    ):
+    said = r"--memory: 1\.00 MB a worker are too little for .* with (\w+)\. .*works is (\d+) bytes"
+    with pytest.raises(OptionError, match=said) as refused:
         merge(recipe, tmp_path / "out", options)
+    found = re.search(said, str(refused.value))
+    assert found is not None
+    assert int(found[2]) == least_memory(recipe)
     assert list(tmp_path.iterdir()) == []
 
 

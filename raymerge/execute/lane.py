@@ -1,0 +1,275 @@
+"""One segment's pipeline: reads ahead on one thread, computes on its own, writes behind on another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from raymerge.dtypes import DType
+from raymerge.errors import IncompleteError
+from raymerge.execute.assembled import Raw
+from raymerge.execute.compute import PartComputation, Scratch
+from raymerge.execute.decoding import scatter
+from raymerge.execute.jobs import RowJob
+from raymerge.execute.loading import NOTHING, Loader
+from raymerge.execute.output import Fill, Output
+from raymerge.execute.reading import LoadReader
+from raymerge.execute.tiles import Load, Stretch, TileJob
+from raymerge.execute.transfers import Arrival, Transfers
+from raymerge.methods import StoredTile, Tile, sample_of
+from raymerge.planner.expressions import Read
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """What the lanes of a worker share."""
+
+    seed: int
+    """The recipe's seed."""
+    turns: threading.Semaphore
+    """Held while computing: as many may as the worker has threads for it."""
+    aborted: threading.Event
+    """Set when segments are to be given up."""
+    watch: Callable[[], None]
+    """Looks after the process's memory; called after every load."""
+
+
+class Lane:
+    """Makes the rows of one segment."""
+
+    def __init__(
+        self,
+        shop: Shop,
+        reader: LoadReader,
+        loader: Loader,
+        output: Output,
+        transfers: Transfers,
+        scratch: Scratch,
+    ) -> None:
+        """
+        Args:
+            shop: what it shares with others.
+            reader: reads samples; the loader has it, too.
+            loader: reads loads ahead.
+            output: takes the finished bytes.
+            transfers: the way to and from the device.
+            scratch: for float32 pieces.
+        """
+        self._shop = shop
+        self._reader = reader
+        self._loader = loader
+        self._output = output
+        self._transfers = transfers
+        self._scratch = scratch
+        self._has_turn = False
+
+    def run(self, stretches: Sequence[Stretch]) -> None:
+        """Make all rows and hand over their bytes; returns when they are written.
+
+        Raises:
+            IncompleteError: the segment is to be given up.
+        """
+        try:
+            with self._transfers.computing():
+                for stretch, following in pairwise((*stretches, None)):
+                    if stretch is not None:
+                        self._stretch(stretch, following.first if following is not None else None)
+        finally:
+            self._rest()
+        self._output.flush()
+
+    def _stretch(self, stretch: Stretch, after: Load | None) -> None:
+        if stretch.padding or len(stretch.loads) > 1:
+            self._long(stretch, after)
+            return
+        (load,) = stretch.loads
+        for tile, raw in zip(load.tiles, self._begin(load, after), strict=True):
+            self._make(tile, raw, self._computations(tile.row), is_begun=False)
+
+    def _begin(self, load: Load, after: Load | None) -> tuple[Raw, ...]:
+        """Wait for a load's bytes, and for leave to compute."""
+        self._rest()
+        if self._shop.aborted.is_set():
+            raise IncompleteError("the segment was given up, since the run ends.")
+        raws = self._loader.take(load, after)
+        self._shop.turns.acquire()
+        self._has_turn = True
+        return raws
+
+    def _rest(self) -> None:
+        """Let others compute."""
+        if self._has_turn:
+            self._shop.watch()
+            self._has_turn = False
+            self._shop.turns.release()
+
+    def _computations(self, row: RowJob) -> list[PartComputation]:
+        """One for each part of a row; none of a copy."""
+        if row.expression.is_copy:
+            return []
+        return [
+            PartComputation(
+                row.expression,
+                part,
+                num_elements=row.num_elements if row.is_flat else prod(part.shape),
+                seed=self._shop.seed,
+                scratch=self._scratch,
+            )
+            for part in row.parts
+        ]
+
+    def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation], *, is_begun: bool) -> None:
+        """A row that is one tile."""
+        row, shares = tile.row, _by_part(tile.row, raw)
+        if not parts:
+            self._copy(tile, raw)
+            return
+        if not is_begun:
+            for part, share in zip(parts, shares, strict=True):
+                part.load(share)
+        if tile.piece:
+            (part,) = parts
+            start, length = row.first_element, tile.piece
+            part.gather(lambda: part.tiles(raw, start, length), lambda: part.sample_within(raw))
+            self._apply(tile, raw, part)
+            return
+        results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
+        self._emit(row, [results[0] if row.is_flat else scatter(results, row)], 0)
+
+    def _long(self, stretch: Stretch, after: Load | None) -> None:
+        """A row of several tiles, or one with padding."""
+        row = stretch.loads[0].tiles[0].row
+        parts = self._computations(row)
+        self._pad(stretch, parts)
+        if len(stretch.loads) == 1:
+            (raw,) = self._begin(stretch.loads[0], after)
+            self._make(stretch.loads[0].tiles[0], raw, parts, is_begun=True)
+            return
+        if not parts:
+            for tile, raw in self._cycle(stretch, after):
+                self._copy(tile, raw)
+            return
+        (part,) = parts
+        begun = _Begun(part, is_begun=bool(stretch.padding))
+        sample = self._sampler(stretch, part) if stretch.loads[0].tiles[0].piece else None
+        part.gather(lambda: _tiles(part, begun.of(self._cycle(stretch, stretch.loads[0]))), sample)
+        for tile, raw in begun.of(self._cycle(stretch, after)):
+            self._apply(tile, raw, part)
+
+    def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
+        tile = stretch.loads[0].tiles[0]
+        return lambda: part.sample(self._reader.sample(tile))
+
+    def _pad(self, stretch: Stretch, parts: Sequence[PartComputation]) -> None:
+        """The mean rows of padded inputs."""
+        for load, following in pairwise((*stretch.padding, stretch.loads[0])):
+            (raw,) = self._begin(load, following)
+            for part, share in zip(parts, _by_part(load.tiles[0].row, raw), strict=True):
+                if load is stretch.padding[0]:
+                    part.load(share)
+                part.pad(share)
+        for part in parts if stretch.padding else ():
+            part.end_padding()
+
+    def _cycle(self, stretch: Stretch, after: Load | None) -> Iterator[tuple[TileJob, Raw]]:
+        """All tiles of a row, once."""
+        for load, following in pairwise((*stretch.loads, after)):
+            if load is not None:
+                (raw,) = self._begin(load, following)
+                yield load.tiles[0], raw
+
+    def _copy(self, tile: TileJob, raw: Raw) -> None:
+        """Hand over bytes as they are."""
+        (data,) = raw
+        if not isinstance(data, torch.Tensor):
+            raise TypeError("a copy of bytes is made of rows")
+
+        def fill(done: int, target: torch.Tensor) -> None:
+            target.copy_(data[done : done + target.numel()])
+
+        row, (read,) = tile.row, tile.row.inputs
+        skipped = row.expression.cast.nbytes(tile.start)
+        is_there = isinstance(read, Read) and self._output.copy_from(
+            self._reader.store(read), read, row, tile.span(read)
+        )
+        self._output.take(row, skipped, data.numel(), fill, is_there=is_there)
+
+    def _apply(self, tile: TileJob, raw: Raw, part: PartComputation) -> None:
+        """Make one tile of a row that is made of one part and in order."""
+        row, skipped = tile.row, tile.row.expression.cast.nbytes(tile.start)
+        if not tile.piece:
+            self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped)
+            return
+        is_plain = row.expression.cast is DType.BF16 and row.places[0][1] % 2 == 0
+        is_plain = is_plain and part.unit_bytes <= self._output.most_together
+        stored = part.stored(raw, tile.first_element) if is_plain else None
+        if stored is None or not part.apply_stored(stored.part(0, 0), NOTHING):
+            pieces = part.pieces(raw, tile.first_element, tile.piece)
+            self._emit(row, map(part.apply, pieces), skipped)
+            return
+
+        def fill(done: int, target: torch.Tensor) -> None:
+            part.apply_stored(stored.part(done // 2, target.numel() // 2), target)
+
+        self._output.take(row, skipped, 2 * stored.count, fill, unit=part.unit_bytes)
+
+    def _emit(self, row: RowJob, results: Iterable[torch.Tensor], skipped: int) -> None:
+        """Round results to the output's dtype, one after the other, and hand them over."""
+        cast = row.expression.cast
+        for result in results:
+            nbytes = cast.nbytes(result.numel())
+            self._output.take(row, skipped, nbytes, self._encoder(result, cast))
+            skipped += nbytes
+
+    def _encoder(self, result: torch.Tensor, cast: DType) -> Fill:
+        def fill(done: int, target: torch.Tensor) -> Arrival | None:
+            first, count = done * 8 // cast.bits, target.numel() * 8 // cast.bits
+            return self._transfers.download(result[first : first + count], cast, target)
+
+        return fill
+
+
+class _Begun:
+    """Has a part take up what the first of its tiles brings."""
+
+    def __init__(self, part: PartComputation, *, is_begun: bool) -> None:
+        self._part = part
+        self._is_begun = is_begun
+
+    def of(self, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[tuple[TileJob, Raw]]:
+        """The tiles, unchanged."""
+        for tile, raw in tiles:
+            if not self._is_begun:
+                self._part.load(raw)
+                self._is_begun = True
+            yield tile, raw
+
+
+def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Iterator[Tile | StoredTile]:
+    """A row's tiles for the statistics."""
+    for tile, raw in tiles:
+        if tile.piece:
+            yield from part.tiles(raw, tile.first_element, tile.piece)
+        else:
+            yield part.whole(raw, tile.first_element)
+
+
+def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
+    """The result of a part that is one piece."""
+    whole = part.whole(share, row.first_element)
+    part.gather(lambda: (whole,), lambda: sample_of(whole))
+    return part.apply(whole)
+
+
+def _by_part(row: RowJob, raw: Raw) -> list[Raw]:
+    shares: list[Raw] = []
+    first = 0
+    for part in row.parts:
+        shares.append(raw[first : first + len(part.inputs)])
+        first += len(part.inputs)
+    return shares

@@ -1,0 +1,162 @@
+"""How bytes come to the device that computes and go back.
+
+On a processor they are where they are wanted. On a GPU every lane has three streams: one copies loads there
+from page-locked memory, one computes, one copies results back, so that all three go on at once and several
+tiles are under way. Events keep the order: nothing is read before it has arrived, and no memory is used again
+before what was in it has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from raymerge.dtypes import DType
+from raymerge.execute.assembled import Raw, RawInput
+from raymerge.execute.decoding import encode, rounded
+from raymerge.execute.tiles import Load
+from raymerge.storage.buffers import aligned_buffer
+
+
+class Arrival(Protocol):
+    """A point in the work of a device."""
+
+    def synchronize(self) -> None:
+        """Return when it is reached."""
+
+
+class Transfers(Protocol):
+    """One lane's ways to and from its device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arithmetic runs."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """uint8 on the host of at least so many bytes, page-aligned, fit for copies to and fro."""
+
+    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival | None]:
+        """Begin to copy the inputs of a load's tiles to the device, but for those that are only copied.
+
+        Returns:
+            The inputs there, not to be touched before ``arrive``, and when the host's memory is free again.
+        """
+
+    def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
+        """Have the computing wait for inputs."""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """What computing goes on in."""
+
+    def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> Arrival | None:
+        """Round float32 results to a dtype and copy them to the host.
+
+        Returns:
+            When they are there; None: they are.
+        """
+
+
+class HostTransfers:
+    """The processor is the device."""
+
+    @property
+    def device(self) -> torch.device:
+        """The processor."""
+        return torch.device("cpu")
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory of pages."""
+        return torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
+
+    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], None]:  # noqa: ARG002
+        """They are there."""
+        return tuple(raws), None
+
+    def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
+        """They are there."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Nothing particular."""
+        return nullcontext()
+
+    def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
+        """Round them into place."""
+        encode(result, dtype, target)
+
+
+class CudaTransfers:
+    """A GPU is the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: the GPU.
+        """
+        self._device = device
+        self._up, self._compute, self._down = (_stream(device) for _ in range(3))
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._device
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory; the driver gives whole pages."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival]:
+        """Copy stored bytes on the stream for that; rows of assembled inputs go when they are used."""
+        with torch.cuda.stream(self._up):
+            moved = tuple(
+                raw if tile.row.expression.is_copy else [self._moved(each) for each in raw]
+                for tile, raw in zip(load.tiles, raws, strict=True)
+            )
+            arrival = _event()
+            arrival.record(self._up)
+        return moved, arrival
+
+    def _moved(self, raw: RawInput) -> RawInput:
+        return raw.to(self._device, non_blocking=True) if isinstance(raw, torch.Tensor) else raw
+
+    def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
+        """Order the computing behind the copies, and the memory's reuse behind the computing."""
+        if isinstance(arrival, torch.cuda.Event):
+            self._compute.wait_event(arrival)
+        for raw in raws:
+            for each in raw:
+                if isinstance(each, torch.Tensor) and each.is_cuda:
+                    each.record_stream(self._compute)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The stream for it."""
+        return torch.cuda.stream(self._compute)
+
+    def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> Arrival:
+        """Round on the GPU, and copy on the stream for that."""
+        data = rounded(result, dtype)
+        if dtype is DType.F32:
+            # The result itself, which may lie where the next piece is put while this one is still on its way.
+            data = data.clone()
+        self._down.wait_stream(self._compute)
+        with torch.cuda.stream(self._down):
+            target.copy_(data, non_blocking=True)
+            data.record_stream(self._down)
+            arrival = _event()
+            arrival.record(self._down)
+        return arrival
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """The ways of a new lane."""
+    return CudaTransfers(device) if device.type == "cuda" else HostTransfers()

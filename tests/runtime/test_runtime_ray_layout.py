@@ -1,0 +1,245 @@
+"""How the Ray pool lays out workers, on clusters of paper: what it asks for, and when it changes its mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from raymerge.errors import OptionError
+from raymerge.runtime import ray_pool
+from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.device_probe import Sample
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.pool import Measure
+from raymerge.runtime.ray_pool import RayPool
+from raymerge.runtime.sizing import most_lanes
+
+PROBE = Probe(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "Paper 1")
+SAMPLE = Sample("/models", "model.safetensors", 1, "/out")
+
+
+@dataclass
+class PaperActor:
+    """A worker of paper; what Ray was asked for it is kept."""
+
+    ray: PaperRay
+    options: dict[str, Any]
+    device: str = ""
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(lambda *args: self._answer(name, *args))
+
+    def _answer(self, name: str, *args: object) -> object:
+        self.calls.append(name)
+        if name == "probe":
+            assert args[0] == SAMPLE
+            self.ray.probed_threads.append(args[1])
+            return PROBE.to_json()
+        kind = "cuda" if self.options["num_gpus"] else "cpu"
+        return {"pid": 1, "numerics": {"device": kind, "torch": "2"}, "kernels": {"processor": kind}}
+
+
+@dataclass
+class _Method:
+    call: Callable[..., object]
+
+    def remote(self, *args: object) -> object:
+        return self.call(*args)
+
+
+class PaperRay:
+    """As much of ray as a pool needs to start and to settle."""
+
+    class exceptions:  # noqa: N801 - as in ray
+        """Errors that it never raises."""
+
+        RayTaskError = GetTimeoutError = RayActorError = ZeroDivisionError
+
+    def __init__(self, *machines: tuple[int, int]) -> None:
+        self.machines = machines
+        self.actors: list[PaperActor] = []
+        self.probed_threads: list[object] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """CPU slots and GPUs of each machine, and one that is gone."""
+        alive = [{"Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}} for c, g in self.machines]
+        return [*alive, {"Alive": False, "Resources": {"CPU": 1000.0, "GPU": 1000.0}}]
+
+    def remote(self, worker: type[Any]) -> PaperRay:
+        """The class as actors."""
+        return self
+
+    def options(self, **options: Any) -> _Method:
+        """What an actor is to have."""
+
+        def make(name: str, device: str) -> PaperActor:
+            self.actors.append(PaperActor(self, options, device))
+            return self.actors[-1]
+
+        return _Method(make)
+
+    def get(self, answers: Any, timeout: float | None = None) -> Any:
+        """Answers are there at once."""
+        return answers
+
+    def kill(self, actor: PaperActor) -> None:
+        """End an actor."""
+        self.actors.remove(actor)
+
+
+class PaperConnection:
+    """A connection to it."""
+
+    ray: PaperRay
+    asked: list[int | None]
+
+    def __init__(self, address: str | None, *, num_cpus: int | None = None) -> None:
+        self.asked.append(num_cpus)
+
+    def open(self) -> None:
+        """It is open."""
+
+    def close(self) -> None:
+        """It stays open."""
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PaperRay]:
+    """Makes the cluster that pools find: CPU slots and GPUs of each machine."""
+
+    def make(*machines: tuple[int, int]) -> PaperRay:
+        PaperConnection.ray, PaperConnection.asked = PaperRay(*machines), []
+        monkeypatch.setattr(ray_pool, "RayConnection", PaperConnection)
+        return PaperConnection.ray
+
+    return make
+
+
+def _started(options: RunOptions, *, parts: int | None = 1000) -> RayPool:
+    pool = RayPool(options, lambda _: None, parts=parts)
+    pool.start()
+    return pool
+
+
+def _asked(ray: PaperRay) -> list[tuple[int, int, str]]:
+    return [(each.options["num_cpus"], each.options["num_gpus"], each.device) for each in ray.actors]
+
+
+def test_workers_reserve_their_threads(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((0, 0), (8, 0), (6, 0))
+    pool = _started(RunOptions())
+    assert _asked(ray) == [(4, 0, "cpu")] * 3
+    assert (pool.threads, pool.device, pool.workers) == (4, "cpu", ("worker-0", "worker-1", "worker-2"))
+    assert {each.options["max_concurrency"] for each in ray.actors} == {most_lanes(RunOptions()) + 1}
+    pool.close()
+    assert ray.actors == []
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (RunOptions(workers=2), [(4, 0, "cpu")] * 2),
+        (RunOptions(workers=14), [(1, 0, "cpu")] * 14),
+        (RunOptions(threads=7), [(7, 0, "cpu")]),
+        (RunOptions(workers=2, threads=3), [(3, 0, "cpu")] * 2),
+    ],
+)
+def test_workers_and_threads_as_asked(
+    options: RunOptions, asked: list[tuple[int, int, str]], cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((8, 0), (6, 0))
+    _started(options)
+    assert _asked(ray) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "parts", "workers"),
+    [
+        (RunOptions(), 2, 2),
+        (RunOptions(), 0, 1),
+        (RunOptions(workers=3), 2, 2),
+        (RunOptions(workers=50), 3, 3),
+        (RunOptions(), None, 3),
+    ],
+)
+def test_no_more_workers_than_parts(
+    options: RunOptions, parts: int | None, workers: int, cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((12, 0))
+    pool = _started(options, parts=parts)
+    assert len(pool.workers) == workers
+    # While nobody knows what is to be done, workers use the time for their imports.
+    assert all(("warm" in each.calls) == (parts is None) for each in ray.actors)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (RunOptions(workers=15), "--workers: 15 workers were asked for, but the cluster has 14 CPU slots"),
+        (RunOptions(threads=9), "--threads: 1 worker of 9 threads were asked for, but .* room for 0"),
+        (RunOptions(workers=4, threads=4), "--workers: 4 workers of 4 threads .* has room for 3"),
+        (RunOptions(device="cuda"), "--device: cuda was asked for, but the cluster has no GPU"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    options: RunOptions, said: str, cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((8, 0), (6, 0))
+    with pytest.raises(OptionError, match=said):
+        _started(options)
+    assert ray.actors == []
+
+
+def test_more_workers_than_gpus_are_refused(cluster: Callable[..., PaperRay]) -> None:
+    cluster((8, 2))
+    with pytest.raises(OptionError, match="3 workers were asked for, but the cluster has 2 GPUs"):
+        _started(RunOptions(workers=3, device="cuda"))
+
+
+def test_a_gpu_that_was_named_is_taken_by_all(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((8, 2), (8, 2))
+    pool = _started(RunOptions(device="cuda"))
+    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    assert _asked(ray) == [(1, 1, "cuda")] * 4
+    assert (pool.device, pool.choice) == ("cuda", None)
+
+
+def _chooses(device: Any, seen: list[Any]) -> Callable[[Measure], Choice]:
+    def choose(measure: Measure) -> Choice:
+        seen.append(measure(SAMPLE))
+        return Choice(device, "because", PROBE)
+
+    return choose
+
+
+def test_one_gpu_finds_out_and_the_others_follow(cluster: Callable[..., PaperRay]) -> None:
+    ray, seen = cluster((16, 2), (16, 2)), list[Any]()
+    pool = _started(RunOptions())
+    assert _asked(ray) == [(1, 1, "auto")]
+    pool.settle(_chooses("cuda", seen))
+    assert (seen[0].probe, seen[0].cpu_workers, seen[0].gpus) == (PROBE, 8, 4)
+    assert ray.probed_threads == [4]
+    assert _asked(ray) == [(1, 1, "auto")] * 4
+    assert (pool.device, pool.threads, pool.choice) == ("cuda", 1, Choice("cuda", "because", PROBE))
+    pool.settle(lambda _: pytest.fail("it is chosen"))
+
+
+def test_processors_take_the_place_of_the_gpu_that_found_out(cluster: Callable[..., PaperRay]) -> None:
+    ray, seen = cluster((16, 2)), list[Any]()
+    pool = _started(RunOptions())
+    pool.settle(_chooses("cpu", seen))
+    assert _asked(ray) == [(4, 0, "cpu")] * 4
+    assert (pool.device, pool.threads) == ("cpu", 4)
+    assert pool.numerics["device"] == "cpu"
+    assert pool.stage_numerics["processor"] == "cpu"
+
+
+def test_an_embedded_cluster_has_room_for_what_is_asked(cluster: Callable[..., PaperRay]) -> None:
+    cluster((64, 0))
+    RayPool(RunOptions(workers=100, threads=5), lambda _: None)
+    RayPool(RunOptions(address="far:6379", workers=100), lambda _: None)
+    assert PaperConnection.asked == [500, None]
