@@ -11,13 +11,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACK ?= ../shared/conformance
 BEHAVIOUR ?= ../shared/behaviour
+BENCH ?=
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test check format conformance gates
+.PHONY: help quickstart test check format conformance gates bench
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -26,6 +27,7 @@ help:
 	@echo "make format       rewrite the files as make check wants them"
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
+	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
@@ -49,6 +51,9 @@ conformance: $(VENV)/.installed-dev
 
 gates: $(VENV)/.installed-dev
 	@$(BIN)/python tests/gate_table.py $(BEHAVIOUR)
+
+bench: $(VENV)/.installed-dev
+	@$(BIN)/python tests/benchmarks $(BENCH)
 
 # torch comes first and alone, so that the pinned build is what everything after it finds installed.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,173 @@
+"""The limit: the fastest program that reads every input byte once and writes the output's bytes durably.
+
+``python limit.py OUT FIRST [MORE ...]`` copies FIRST to OUT and reads MORE, all at the same time. A merge
+whose output is as large as its first input can be no faster than that. It prints when it began and when the
+output had its name, as ``raymerge submit --json`` does, so that the start of Python does not count.
+
+What makes it fast: large reads into few buffers that are used again, large direct writes from page-aligned
+buffers into a file whose blocks are allocated beforehand, more of them in flight than one, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+BLOCK_NBYTES = 4 << 20
+"""Bytes of one request."""
+COPIERS = 3
+"""Threads that copy the first input; while one reads, others write."""
+READERS = 1
+"""Threads that read the other inputs; those that have copied all join them."""
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of bytes of one file."""
+
+    fd: int
+    """The open file."""
+    offset: int
+    """First byte, a multiple of ``BLOCK_NBYTES``."""
+    nbytes: int
+    """How many; ``BLOCK_NBYTES`` but for the end of the file."""
+
+
+class Blocks:
+    """Hands out blocks one by one, to any thread."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self._blocks = blocks
+        # The interpreter takes the next number of a count in one step: no lock is needed.
+        self._numbers = count()
+
+    def __iter__(self) -> Iterator[Block]:
+        while (number := next(self._numbers)) < len(self._blocks):
+            yield self._blocks[number]
+
+
+def run_limit(inputs: list[Path], output: Path, *, direct: bool = False) -> None:
+    """Copy the first input to ``output`` and read the others; when it returns the copy is durable.
+
+    Args:
+        inputs: at least one file.
+        output: the copy; its directory must exist.
+        direct: whether to read past the page cache, which is quicker for files that are not in it.
+    """
+    part = output.with_name(f"{output.name}.part")
+    nbytes = inputs[0].stat().st_size
+    with opened_inputs(inputs, direct=direct) as sources, opened_output(part, nbytes) as target:
+        first, *more = [_blocks(fd) for fd in sources]
+        copied, read = Blocks(first), Blocks([block for blocks in more for block in blocks])
+        with ThreadPoolExecutor(COPIERS + READERS) as threads:
+            copiers = [threads.submit(_copy, copied, target, read) for _ in range(COPIERS)]
+            readers = [threads.submit(_read, read) for _ in range(READERS)]
+            for each in (*copiers, *readers):
+                each.result()
+        os.ftruncate(target, nbytes)
+        os.fdatasync(target)
+    part.replace(output)
+    _sync_directory(output.parent)
+
+
+@contextmanager
+def opened_inputs(paths: list[Path], *, direct: bool) -> Iterator[list[int]]:
+    """The files open for reading."""
+    fds = [_open(path, os.O_RDONLY, direct=direct) for path in paths]
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@contextmanager
+def opened_output(path: Path, nbytes: int) -> Iterator[int]:
+    """A new file open for direct writes, with room for ``nbytes`` and for the padding of the last one."""
+    fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, direct=True)
+    try:
+        os.posix_fallocate(fd, 0, max(1, _padded(nbytes)))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int, *, direct: bool) -> int:
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError:
+            # A file system that knows no direct requests, as those in memory; buffered ones are its best.
+            pass
+    return os.open(path, flags, 0o644)
+
+
+def _blocks(fd: int) -> list[Block]:
+    end = os.fstat(fd).st_size
+    return [Block(fd, start, min(BLOCK_NBYTES, end - start)) for start in range(0, end, BLOCK_NBYTES)]
+
+
+def _copy(blocks: Blocks, target: int, then: Blocks) -> None:
+    with closing(mmap.mmap(-1, BLOCK_NBYTES)) as buffer, memoryview(buffer) as view:
+        for block in blocks:
+            _fill(view, block)
+            with view[: _padded(block.nbytes)] as data:
+                written = os.pwrite(target, data, block.offset)
+                assert written == len(data)
+    _read(then)
+
+
+def _read(blocks: Blocks) -> None:
+    with closing(mmap.mmap(-1, BLOCK_NBYTES)) as buffer, memoryview(buffer) as view:
+        for block in blocks:
+            _fill(view, block)
+
+
+def _fill(view: memoryview, block: Block) -> None:
+    with view[: _padded(block.nbytes)] as data:
+        if (found := os.preadv(block.fd, [data], block.offset)) != block.nbytes:
+            raise OSError(f"{found} bytes were read where {block.nbytes} were expected")
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGNMENT
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def tell(event: str) -> None:
+    """One line of JSON, at once."""
+    sys.stdout.write(json.dumps({"event": event}) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run it once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="the copy of the first input")
+    parser.add_argument("inputs", type=Path, nargs="+", help="what is read; the first is copied")
+    parser.add_argument("--direct", action="store_true", help="read past the page cache")
+    asked = parser.parse_args()
+    tell("started")
+    run_limit(asked.inputs, asked.output, direct=asked.direct)
+    tell("published")
+
+
+if __name__ == "__main__":
+    main()

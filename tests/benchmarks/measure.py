@@ -1,0 +1,235 @@
+"""One run of one program: its wall time, its processor time, and the memory of all its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_SAMPLE_SECONDS = 0.03
+_LINGER_SECONDS = 15.0
+_PARTS = ("unit_done", "segment_done")
+_ENDS = "published"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ProgramError(Exception):
+    """A program ended badly; with the end of what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one run took."""
+
+    wall: float
+    """Seconds from the start of the process to its end."""
+    run: float
+    """Seconds from the first byte read to the output's being in place; ``wall`` where it tells no events."""
+    cpu: float
+    """Processor seconds of all its processes."""
+    peak: int
+    """Most bytes of memory of each of its processes, added up; pages of mapped files count."""
+    anonymous: int
+    """Most bytes of memory without pages of files, of all processes at one time."""
+    projected: int | None = None
+    """Bytes above an idle worker that it said beforehand it would use at most; None if it said nothing."""
+
+
+def measure(command: Sequence[str], *, environment: Mapping[str, str], patience: float = 1800) -> Sample:
+    """Run a program to its end and measure it.
+
+    Args:
+        command: program and arguments. Lines of its standard output that are JSON objects with a key
+            ``event`` are taken as events, at the moment when they arrive.
+        environment: all of its environment.
+        patience: seconds after which it is ended.
+
+    Raises:
+        ProgramError: it did not end with exit code 0, or not in time.
+    """
+    with tempfile.TemporaryFile() as complaints:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, stdin=subprocess.DEVNULL, env=environment
+        )
+        assert process.stdout is not None
+        events = _Events(process.stdout)
+        ending = _Ending(process.pid)
+        watch = Watch(process.pid)
+        while not ending.wait(_SAMPLE_SECONDS):
+            watch.look()
+            if time.monotonic() > began + patience:
+                process.kill()
+        # Popen must not wait for what is reaped already.
+        process.returncode = os.waitstatus_to_exitcode(ending.status)
+        _linger(watch)
+        found = events.finished()
+        if process.returncode:
+            raise ProgramError(_complaint(command, process.returncode, events.last, complaints))
+    wall = ending.time - began
+    return Sample(
+        wall=wall,
+        run=run_seconds(found, wall),
+        cpu=max(ending.cpu, watch.cpu),
+        peak=watch.peak,
+        anonymous=watch.anonymous,
+        projected=max(
+            (event["projected_peak"] for _, event in found if "projected_peak" in event), default=None
+        ),
+    )
+
+
+def run_seconds(events: Sequence[tuple[float, Mapping[str, Any]]], wall: float) -> float:
+    """Seconds from when the first unit or segment was begun to the last publishing; ``wall`` without them.
+
+    What is done before, such as opening the plan in a worker, is start-up.
+    """
+    begins = [at - event["seconds"] for at, event in events if event["event"] in _PARTS]
+    ends = [at for at, event in events if event["event"] == _ENDS]
+    return ends[-1] - min(begins) if begins and ends else wall
+
+
+class _Events:
+    """Reads a program's standard output as it comes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.last = b""
+        """The last line so far."""
+        self._stream = stream
+        self._found: list[tuple[float, dict[str, Any]]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def finished(self) -> list[tuple[float, dict[str, Any]]]:
+        """Every event with the time when it arrived."""
+        # A process that outlives the program may hold the pipe open: what it says is not waited for.
+        self._thread.join(timeout=1)
+        return list(self._found)
+
+    def _read(self) -> None:
+        with self._stream:
+            for line in self._stream:
+                at = time.monotonic()
+                self.last = line
+                if (event := _event(line)) is not None:
+                    self._found.append((at, event))
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    if not line.startswith(b"{"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "event" in found else None
+
+
+class _Ending:
+    """Waits for a child in a thread of its own, so that its end is noticed at once."""
+
+    def __init__(self, pid: int) -> None:
+        self.status = 0
+        self.time = 0.0
+        self.cpu = 0.0
+        self._over = threading.Event()
+        threading.Thread(target=self._await, args=(pid,), daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the child has ended, after so many seconds at most."""
+        return self._over.wait(seconds)
+
+    def _await(self, pid: int) -> None:
+        _, self.status, usage = os.wait4(pid, 0)
+        self.time = time.monotonic()
+        self.cpu = usage.ru_utime + usage.ru_stime
+        self._over.set()
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks now and then at a process and its descendants."""
+
+    root: int
+    """The process."""
+    anonymous: int = 0
+    """Most bytes without pages of files, at one time."""
+    _peaks: dict[int, int] = field(default_factory=dict)
+    _cpu: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of each process, added up."""
+        return sum(self._peaks.values())
+
+    @property
+    def cpu(self) -> float:
+        """Processor seconds of all processes, as far as they were seen."""
+        return sum(self._cpu.values())
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Every process that was seen."""
+        return tuple(self._peaks)
+
+    def look(self) -> None:
+        """Look once."""
+        anonymous = 0
+        for pid in tree(self.root):
+            status = _status(pid)
+            if "VmHWM" in status:
+                # The last one counts and not the highest: just after a fork it is the parent's.
+                self._peaks[pid] = status["VmHWM"]
+                self._cpu[pid] = _cpu_seconds(pid)
+                anonymous += status.get("RssAnon", 0)
+        self.anonymous = max(self.anonymous, anonymous)
+
+
+def tree(root: int) -> list[int]:
+    """A process and its descendants that are alive."""
+    found, waiting = [], [root]
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            waiting += map(int, _text(children).split())
+    return found
+
+
+def _status(pid: int) -> dict[str, int]:
+    """The sizes in a process's status, in bytes; none for one that is gone or a zombie."""
+    lines = (line.split() for line in _text(Path(f"/proc/{pid}/status")).splitlines())
+    return {line[0][:-1]: 1024 * int(line[1]) for line in lines if len(line) == 3 and line[2] == "kB"}
+
+
+def _cpu_seconds(pid: int) -> float:
+    # The name, in parentheses, may hold spaces.
+    fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _linger(watch: Watch) -> None:
+    """Wait for processes that outlive the program, or they would disturb the next one."""
+    end = time.monotonic() + _LINGER_SECONDS
+    while any(_status(pid) for pid in watch.seen) and time.monotonic() < end:
+        time.sleep(_SAMPLE_SECONDS)
+
+
+def _complaint(command: Sequence[str], code: int, last: bytes, stream: IO[bytes]) -> str:
+    stream.seek(0)
+    said = (stream.read() + last).decode(errors="replace").strip().splitlines()[-8:]
+    return "\n".join([f"{' '.join(command)} ended with {code}", *said])

@@ -1,0 +1,154 @@
+"""The checkpoints that are merged: a Llama and fine-tunes of it, made of seeds and streamed to disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from kits.checkpoint_maker import sparse_checkpoint, write_json
+
+from raymerge.checkpoints.layout import FileLayout, PlacedTensor, TensorSpec, lay_out, split_into_shards
+from raymerge.dtypes import DType
+
+NUM_PARENTS = 4
+"""Models of one size: the base, and three fine-tunes."""
+_FILE = "model.safetensors"
+_PIECE = 1 << 22
+_SPREAD, _CHANGE = 0.02, 0.001
+_HEAD_SIZE = 64
+_SHARD_NBYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The dimensions of a Llama."""
+
+    hidden: int
+    """Width of the residual stream."""
+    width: int
+    """Neurons of a feed-forward block."""
+    layers: int
+    """Number of layers."""
+    vocab: int
+    """Rows of the embedding."""
+
+
+SIZES = {
+    "tiny": Size(hidden=64, width=128, layers=2, vocab=2048),
+    "10MB": Size(hidden=256, width=704, layers=4, vocab=4096),
+    "0.25GB": Size(hidden=1024, width=2816, layers=8, vocab=16000),
+    "1GB": Size(hidden=2048, width=5632, layers=8, vocab=32000),
+    "7B": Size(hidden=4096, width=11008, layers=32, vocab=32000),
+}
+"""Sizes by what they are called; one parent of "1GB" has 1,084,297,216 bytes of data."""
+
+
+def make_parents(root: Path, size: Size, tokenizer: Path) -> list[Path]:
+    """The base and its fine-tunes, in ``root``; those that are there already are kept.
+
+    Args:
+        root: directory of the directories.
+        size: of each.
+        tokenizer: directory of a checkpoint whose tokenizer they get; its vocabulary must be smaller.
+    """
+    places = [root / f"p{number}" for number in range(NUM_PARENTS)]
+    absent = [number for number, place in enumerate(places) if not (place / "config.json").is_file()]
+    if 0 in absent:
+        _make(places[0], size, 0, tokenizer)
+    with ThreadPoolExecutor(2) as threads:
+        tunes = [number for number in absent if number]
+        list(threads.map(lambda number: _make(places[number], size, number, tokenizer, places[0]), tunes))
+    return places
+
+
+def make_sparse(root: Path, size: Size) -> Path:
+    """A checkpoint of that size whose headers are real and whose data is one hole."""
+    return sparse_checkpoint(root, split_into_shards(specs_of(size), _SHARD_NBYTES), config_of(size))
+
+
+def weights_of(parent: Path) -> Path:
+    """The one file of weights of a parent."""
+    return parent / _FILE
+
+
+def config_of(size: Size) -> dict[str, Any]:
+    """``config.json`` of a Llama of that size."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.hidden // _HEAD_SIZE,
+        "num_key_value_heads": size.hidden // _HEAD_SIZE,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": size.vocab,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def specs_of(size: Size) -> list[TensorSpec]:
+    """Every tensor of a Llama of that size."""
+    row, square, wide = (size.hidden,), (size.hidden, size.hidden), (size.width, size.hidden)
+    shapes = {
+        "model.embed_tokens.weight": (size.vocab, size.hidden),
+        "lm_head.weight": (size.vocab, size.hidden),
+        "model.norm.weight": row,
+    }
+    for layer in range(size.layers):
+        block = f"model.layers.{layer}"
+        shapes |= {f"{block}.self_attn.{letter}_proj.weight": square for letter in "qkvo"}
+        shapes |= {f"{block}.mlp.{word}_proj.weight": wide for word in ("gate", "up")}
+        shapes[f"{block}.mlp.down_proj.weight"] = (size.hidden, size.width)
+        shapes |= {f"{block}.{word}_layernorm.weight": row for word in ("input", "post_attention")}
+    return [TensorSpec(name, DType.BF16, shape) for name, shape in shapes.items()]
+
+
+def _make(place: Path, size: Size, seed: int, tokenizer: Path, base: Path | None = None) -> None:
+    """One parent: noise, or with a base that base and a little noise. The config comes last, as a mark."""
+    place.mkdir(parents=True, exist_ok=True)
+    layout = lay_out(specs_of(size))
+    with open(place / _FILE, "wb") as stream:
+        stream.write(layout.header)
+        for piece in _pieces(layout, seed, None if base is None else base / _FILE):
+            stream.write(piece.to(torch.bfloat16).view(torch.uint8).numpy().data)
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(tokenizer / file, place / file)
+    write_json(place / "config.json", config_of(size))
+
+
+def _pieces(layout: FileLayout, seed: int, base: Path | None) -> Iterator[torch.Tensor]:
+    """The elements of a file in order, in float32, a few million at a time."""
+    numbers = count()
+    with open(base or "/dev/null", "rb") as stream:
+        stream.seek(layout.data_start if base is not None else 0)
+        for tensor in layout.tensors:
+            for length in _lengths(tensor):
+                # The generator looks at 32 bits of its seed.
+                generator = torch.Generator().manual_seed((seed << 24) + next(numbers))
+                noise = torch.randn(length, generator=generator)
+                if base is None:
+                    yield noise.mul_(_SPREAD).add_(float(len(tensor.shape) == 1))
+                else:
+                    yield noise.mul_(_CHANGE).add_(_read(stream, length))
+
+
+def _lengths(tensor: PlacedTensor) -> Iterator[int]:
+    elements = tensor.nbytes // 2
+    for begin in range(0, elements, _PIECE):
+        yield min(_PIECE, elements - begin)
+
+
+def _read(stream: IO[bytes], elements: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(stream.read(2 * elements)), dtype=torch.bfloat16)

@@ -1,0 +1,170 @@
+"""Which programs are run on which files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from benchmarks import ours, peer
+from benchmarks.groups import Group, Program
+from benchmarks.parents import SIZES, make_parents, make_sparse, weights_of
+from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
+
+LIMIT, COPY, PEER = "the limit", "cp + sync", f"mergekit {peer.VERSION}"
+DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
+INLINE, RAY = "raymerge --inline", "raymerge"
+TIGHT = "raymerge --inline --memory 256MiB"
+ONE, TWO = "raymerge --workers 1", "raymerge --workers 2"
+PLAN, SUBMIT, IDLE, SMALL = "plan of a 7B pair", "submit of a tiny model", "idle", "linear, small models"
+
+ON_RAY = ("linear", "ties")
+"""Merges that are also run with an embedded Ray."""
+COLD = ("linear", "task_arithmetic", "slerp", "dare_linear")
+"""Merges that are also run from a cold cache."""
+_LIMIT_SCRIPT = Path(__file__).with_name("limit.py")
+_TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "models" / "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Yard:
+    """The directory that everything is made in."""
+
+    root: Path
+    """The directory."""
+    size: str
+    """Name of the size that is merged."""
+    peer: Path | None
+    """Interpreter with mergekit; None leaves it out."""
+    options: tuple[str, ...] = ()
+    """Options of every raymerge that has no other memory limit."""
+    is_quick: bool = False
+    """Whether what mergekit is slow at is left out."""
+
+    def parents(self, size: str | None = None) -> list[Path]:
+        """The parents of a size, made when they are first asked for."""
+        name = size or self.size
+        return make_parents(self.root / "parents" / name, SIZES[name], _TOKENIZER)
+
+    def reference(self, method: str) -> Path:
+        """Directory of the output that ``cp`` copies."""
+        return self.root / "reference" / method
+
+    def recipe(self, method: str, size: str | None = None) -> Path:
+        """The file of a merge's recipe."""
+        name = size or self.size
+        return self.written(f"{method}-{name}", recipe(method, self.parents(name), SIZES[name].layers))
+
+    def written(self, name: str, content: dict[str, Any]) -> Path:
+        """A recipe as a file."""
+        path = self.root / "recipes" / f"{name}.yml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        return path
+
+
+def idle_group(yard: Yard, methods: Sequence[str]) -> Group:
+    """Every merge of hardly anything: what a process takes that has loaded all it needs.
+
+    The first of the two rounds also compiles loops, and finds the files of Python in no cache.
+    """
+    programs = [
+        Program(method, ours.submit(yard.recipe(method, "tiny"), "--inline", *yard.options))
+        for method in methods
+    ]
+    return Group(IDLE, tuple(programs), rounds=2)
+
+
+def warm_group(yard: Yard, method: str) -> Group:
+    """A merge of cached files."""
+    path = yard.recipe(method)
+    programs = [_floor(yard, method), Program(INLINE, ours.submit(path, "--inline", *yard.options))]
+    if method in ON_RAY:
+        programs.append(Program(RAY, ours.submit(path, *yard.options)))
+    if method == "linear":
+        programs.append(Program(TIGHT, ours.submit(path, "--inline", "--memory", "256MiB")))
+    if method == "ties":
+        programs.append(Program(ONE, ours.submit(path, "--workers", "1", *yard.options)))
+        programs.append(Program(TWO, ours.submit(path, "--workers", "2", *yard.options)))
+    programs += _peer(yard, method, path)
+    reference = yard.reference(method).glob("*.safetensors") if method in VERBATIM else ()
+    return Group(method, tuple(programs), (*_inputs(yard, method), *sorted(reference)))
+
+
+def cold_group(yard: Yard, method: str) -> Group:
+    """A merge of files that are in no cache of this machine."""
+    inputs = _inputs(yard, method)
+    path = yard.recipe(method)
+    programs = [
+        Program(DIRECT, _limit(inputs, "--direct")),
+        Program(BUFFERED, _limit(inputs)),
+        Program(INLINE, ours.submit(path, "--inline", *yard.options)),
+    ]
+    if method == "linear":
+        programs += _peer(yard, method, path, rounds=1)
+    return Group(cold_name(method), tuple(programs), tuple(inputs), is_cold=True)
+
+
+def cold_name(method: str) -> str:
+    """What a merge from a cold cache is called."""
+    return f"{method}, cold cache"
+
+
+def small_groups(yard: Yard) -> Iterator[Group]:
+    """What counts where there is little to merge: start-up."""
+    path = yard.recipe("linear", "10MB")
+    programs = [
+        Program(INLINE, ours.submit(path, "--inline", *yard.options)),
+        Program(RAY, ours.submit(path, *yard.options)),
+        *_peer(yard, "linear", path),
+    ]
+    yield Group(SMALL, tuple(programs), tuple(map(weights_of, yard.parents("10MB"))))
+    yield Group(SUBMIT, (Program(RAY, ours.submit(yard.recipe("linear", "tiny"), *yard.options)),))
+    yield Group(PLAN, (Program("raymerge plan", ours.plan(_pair(yard))),))
+
+
+def _pair(yard: Yard) -> Path:
+    places = [make_sparse(yard.root / "sparse" / name, SIZES["7B"]) for name in ("a", "b")]
+    models = [{"model": str(place), "parameters": {"weight": 0.5}} for place in places]
+    return yard.written("pair", {"merge_method": "linear", "models": models, "dtype": "bfloat16"})
+
+
+def _inputs(yard: Yard, method: str) -> list[Path]:
+    parents = yard.parents()
+    return [weights_of(parents[number]) for number in numbers_of(method)]
+
+
+def _floor(yard: Yard, method: str) -> Program:
+    """What the storage takes for the same bytes."""
+    if method in VERBATIM:
+        script = 'mkdir "$1" && cp "$0"/*.safetensors "$1" && sync "$1"/* "$1"'
+        source = str(yard.reference(method))
+        return Program(COPY, lambda output: ["sh", "-c", script, source, str(output)])
+    return Program(LIMIT, _limit(_inputs(yard, method)))
+
+
+def _limit(inputs: Sequence[Path], *options: str) -> Any:
+    files = [str(path) for path in inputs]
+    return lambda output: [sys.executable, str(_LIMIT_SCRIPT), *options, str(output), *files]
+
+
+def _peer(yard: Yard, method: str, path: Path, *, rounds: int | None = None) -> list[Program]:
+    is_slow = method in peer.SLOW
+    if yard.peer is None or method not in peer.METHODS or (is_slow and yard.is_quick):
+        return []
+    most = 1 if is_slow else rounds
+    return [Program(PEER, peer.command(yard.peer, method, path), rounds=most)]
+
+
+def check_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """The merges of those names; all of them where none is named.
+
+    Raises:
+        ValueError: there is no such merge.
+    """
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ValueError(f"no merge is called {', '.join(unknown)}; there are {', '.join(METHODS)}")
+    return tuple(names) or METHODS

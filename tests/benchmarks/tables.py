@@ -1,0 +1,99 @@
+"""The results as Markdown, which is also what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks import programme as run
+from benchmarks.groups import Results
+from benchmarks.ratios import in_run, middle, ratio, whole
+from benchmarks.targets import Target
+
+BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
+"""What stands around the results in a document."""
+
+_TITLES = (
+    "merge", "program", "whole, s", "in the run, s", "times the floor", "processor, s", "memory, MB",
+    "of it own, MB", "runs",
+)  # fmt: skip
+_WORDS = {True: "yes", False: "**no**", None: "not measured"}
+
+
+def section(place: str, command: str, results: Results, found: Sequence[Target]) -> str:
+    """All results of one size.
+
+    Args:
+        place: what they were measured on.
+        command: what repeats them.
+        results: the samples.
+        found: the targets.
+    """
+    head = f"`{command}`; {place}."
+    failures = [f"Failed and left out: {program}, {group}." for group, program in results.failures]
+    return "\n\n".join([head, *failures, targets_table(found), results_table(results)]) + "\n"
+
+
+def results_table(results: Results) -> str:
+    """A line for every program of every group; medians, but the most of memory."""
+    rows = [_row(results, group, program) for group, program in results.samples if group != run.IDLE]
+    return markdown(_TITLES, rows, numbers=range(2, len(_TITLES)))
+
+
+def targets_table(found: Iterable[Target]) -> str:
+    """A line for every target."""
+    rows = [
+        (each.text, f"{'at most' if each.is_most else 'at least'} {each.bound:g}", _number(each.measured, 2),
+         _WORDS[each.is_met])
+        for each in found
+    ]  # fmt: skip
+    return markdown(("target", "bound", "measured", "reached"), rows, numbers=(1, 2))
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> str:
+    """A Markdown table with columns that line up; those of ``numbers`` on the right."""
+    right = frozenset(numbers)
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    rule = ["-" * (width - (at in right)) + ":" * (at in right) for at, width in enumerate(widths)]
+    lines = [_line(titles, widths, right), f"| {' | '.join(rule)} |"]
+    return "\n".join([*lines, *(_line(row, widths, right) for row in rows)])
+
+
+def replaced(document: str, text: str) -> str:
+    """A document with the text between its two marks.
+
+    Raises:
+        ValueError: it does not hold each mark once, in order.
+    """
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end) or BEGIN in tail or END in tail:
+        raise ValueError(f"the document must hold {BEGIN!r} and behind it {END!r}, each once")
+    return f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}"
+
+
+def _row(results: Results, group: str, program: str) -> tuple[str, ...]:
+    samples = results.of(group, program)
+    floor = run.COPY if (group, run.COPY) in results.samples else run.LIMIT
+    return (
+        group,
+        program,
+        _number(middle(results, group, program, whole), 2),
+        _number(middle(results, group, program, in_run), 2),
+        _number(ratio(results, group, program, floor, in_run), 2),
+        _number(middle(results, group, program, lambda sample: sample.cpu), 1),
+        _number(max(sample.peak for sample in samples) / 1e6, 0),
+        _number(max(sample.anonymous for sample in samples) / 1e6, 0),
+        str(len(samples)),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: frozenset[int]) -> str:
+    aligned = (
+        cell.rjust(width) if at in right else cell.ljust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return f"| {' | '.join(aligned)} |"

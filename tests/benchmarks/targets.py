@@ -1,0 +1,109 @@
+"""What the merges must reach, and what they were measured to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks import programme as run
+from benchmarks.groups import Results
+from benchmarks.ratios import Quantity, in_run, memory, middle, ratio, whole
+from benchmarks.recipes import METHODS, VERBATIM
+
+ELEMENTWISE = ("linear", "task_arithmetic", "slerp", "dare_linear", "dare_ties")
+STATISTICAL = ("ties", "breadcrumbs", "della", "sce", "model_stock", "karcher")
+TIGHT_NBYTES = 256 << 20
+"""What the tight memory limit allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One line of what must be reached."""
+
+    text: str
+    """What is measured, in what."""
+    bound: float
+    """The number that it must reach."""
+    is_most: bool
+    """Whether the number must not be above the bound; else it must not be below."""
+    measured: float | None
+    """The number; None if it was not measured."""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether it is reached; None if it was not measured."""
+        if self.measured is None:
+            return None
+        return self.measured <= self.bound if self.is_most else self.measured >= self.bound
+
+
+def targets(results: Results) -> Iterator[Target]:
+    """Every target, as far as these results tell."""
+    yield from _against_the_limit(results)
+    yield from _against_the_peer(results)
+    yield from _of_memory(results)
+    yield _least(results, "ties: 2 workers against 1, in the run", 1.7, ("ties", run.ONE, run.TWO), in_run)
+    plan = middle(results, run.PLAN, "raymerge plan", whole)
+    yield Target("raymerge plan of a 7B pair, whole process, seconds", 3.0, True, plan)
+    submit = middle(results, run.SUBMIT, run.RAY, whole)
+    yield Target("raymerge submit of a tiny model, whole process, seconds", 12.0, True, submit)
+
+
+def _against_the_limit(results: Results) -> Iterator[Target]:
+    for methods, bound in ((ELEMENTWISE, 1.3), (STATISTICAL, 3.0)):
+        for method in methods:
+            found = ratio(results, method, run.INLINE, run.LIMIT, in_run)
+            yield Target(f"{method}: in the run, times the limit", bound, True, found)
+    for method in run.COLD:
+        found = ratio(results, run.cold_name(method), run.INLINE, run.LIMIT, in_run)
+        yield Target(f"{run.cold_name(method)}: in the run, times the limit", 1.1, True, found)
+    for method in VERBATIM:
+        found = ratio(results, method, run.INLINE, run.COPY, in_run)
+        yield Target(f"{method}: in the run, times cp + sync", 0.75, True, found)
+
+
+def _against_the_peer(results: Results) -> Iterator[Target]:
+    for method, bound in (("linear", 6), ("ties", 20)):
+        text = f"{method}: mergekit's time over --inline's, start-up apart"
+        yield _least(results, text, bound, (method, run.PEER, run.INLINE), in_run)
+    for method, ray, inline in (("linear", 1.5, 4), ("ties", 8, 15)):
+        text = f"{method}: mergekit's whole process over raymerge's with embedded Ray"
+        yield _least(results, text, ray, (method, run.PEER, run.RAY), whole)
+        text = f"{method}: mergekit's whole process over --inline's"
+        yield _least(results, text, inline, (method, run.PEER, run.INLINE), whole)
+    for method in ("linear", "ties"):
+        for program in (run.INLINE, run.RAY):
+            text = f"{method}: mergekit's memory over that of {program}"
+            yield _least(results, text, 10, (method, run.PEER, program), memory)
+
+
+def _of_memory(results: Results) -> Iterator[Target]:
+    found = [used for method in METHODS if (used := _use(results, method)) is not None]
+    text = f"memory above idle over what the plan states, the worst of {len(found)} merges"
+    yield Target(text, 1.0, True, max(found, default=None))
+    above = above_idle(results, "linear", run.TIGHT)
+    tight = None if above is None else above / TIGHT_NBYTES
+    yield Target("linear with 256 MiB: memory above idle over 256 MiB", 1.0, True, tight)
+    times = ratio(results, "linear", run.TIGHT, run.INLINE, in_run)
+    yield Target("linear with 256 MiB: in the run, times that with ample memory", 1.15, True, times)
+
+
+def _use(results: Results, method: str) -> float | None:
+    """A merge's memory above idle, as a part of what its plan states."""
+    above = above_idle(results, method, run.INLINE)
+    stated = [sample.projected for sample in results.of(method, run.INLINE)]
+    return above / stated[0] if above is not None and stated and stated[0] else None
+
+
+def above_idle(results: Results, method: str, program: str) -> float | None:
+    """Most bytes that a run took beyond the same merge of hardly anything."""
+    idle = results.of(run.IDLE, method)
+    found = results.of(method, program)
+    return max(sample.peak for sample in found) - idle[-1].peak if idle and found else None
+
+
+def _least(
+    results: Results, text: str, bound: float, compared: tuple[str, str, str], quantity: Quantity
+) -> Target:
+    group, over, under = compared
+    return Target(text, bound, False, ratio(results, group, over, under, quantity))

@@ -1,0 +1,82 @@
+"""The limit program copies the right bytes and reads all others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import limit
+from benchmarks.cache import evict, resident, warm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+def _file(path: Path, nbytes: int) -> Path:
+    path.write_bytes(os.urandom(nbytes))
+    return path
+
+
+@given(
+    nbytes=st.lists(st.integers(0, 40_000), min_size=1, max_size=4),
+    block=st.sampled_from([4096, 8192, 32768]),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_first_input_is_copied(
+    direct: bool, nbytes: list[int], block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [_file(tmp_path / f"in{number}", size) for number, size in enumerate(nbytes)]
+    with monkeypatch.context() as patched:
+        patched.setattr(limit, "BLOCK_NBYTES", block)
+        limit.run_limit(inputs, tmp_path / "out", direct=direct)
+    assert (tmp_path / "out").read_bytes() == inputs[0].read_bytes()
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_every_byte_of_every_input_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [_file(tmp_path / f"in{number}", 10_000 * number + 1) for number in range(4)]
+    requests: list[tuple[str, int, int]] = []
+    preadv = os.preadv
+
+    def noting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        found = preadv(fd, buffers, offset)
+        requests.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, offset, found))
+        return found
+
+    monkeypatch.setattr(limit, "BLOCK_NBYTES", 4096)
+    monkeypatch.setattr(os, "preadv", noting)
+    limit.run_limit(inputs, tmp_path / "out")
+    for path in inputs:
+        runs = sorted((offset, found) for name, offset, found in requests if name == path.name)
+        assert sum(found for _, found in runs) == path.stat().st_size
+        assert [offset for offset, _ in runs] == list(range(0, path.stat().st_size, 4096))
+
+
+def test_a_file_that_is_cut_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda *_: 5)
+    with pytest.raises(OSError, match="5 bytes were read where 100 were expected"):
+        limit.run_limit([_file(tmp_path / "in", 100)], tmp_path / "out")
+
+
+def test_the_program_tells_when_it_begins_and_ends(tmp_path: Path) -> None:
+    inputs = [_file(tmp_path / name, 5000) for name in ("a", "b")]
+    command = [sys.executable, limit.__file__, "--direct", str(tmp_path / "out"), *map(str, inputs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()] == ["started", "published"]
+    assert (tmp_path / "out").read_bytes() == inputs[0].read_bytes()
+
+
+def test_files_are_brought_into_the_cache_and_thrown_out(tmp_path: Path) -> None:
+    path = _file(tmp_path / "file", 1 << 20)
+    warm([path])
+    assert resident(path) == 1.0
+    evict([path])
+    if os.statvfs(path).f_bsize and resident(path) == 1.0:
+        pytest.skip("this file system keeps its files in memory")
+    assert resident(path) == 0.0
+    warm([path])
+    assert resident(path) == 1.0

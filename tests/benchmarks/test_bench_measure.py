@@ -1,0 +1,227 @@
+"""How one run is measured, and how programs take turns."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from benchmarks import groups, measure, peer
+from benchmarks.groups import Group, Program, Results, run_group, turned
+from benchmarks.measure import ProgramError, Sample, run_seconds, tree
+from benchmarks.measure import measure as measured
+from benchmarks.programme import PEER, Yard, check_methods, warm_group
+from benchmarks.recipes import METHODS
+
+SAMPLE = Sample(wall=2.0, run=1.0, cpu=1.0, peak=1, anonymous=1)
+SAYS = """
+import json, sys, time
+def say(**event): print(json.dumps(event), flush=True)
+print("{no event")
+say(event="planned", projected_peak=1000)
+held = bytearray(64 << 20)
+held[::4096] = b"x" * len(held[::4096])
+time.sleep(0.2)
+say(event="segment_done", seconds=0.15)
+say(event="segment_done", seconds=0.01)
+say(event="published")
+time.sleep(0.2)
+"""
+SPAWNS = """
+import subprocess, sys
+hold = "import time; held = bytearray(32 << 20); held[::4096] = b'x' * len(held[::4096]); time.sleep(0.3)"
+held = bytearray(32 << 20)
+held[::4096] = b"x" * len(held[::4096])
+subprocess.run([sys.executable, "-S", "-c", hold], check=True)
+"""
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+def test_the_work_is_timed_apart_from_the_process() -> None:
+    sample = measured(_python(SAYS), environment=os.environ)
+    assert 0.15 <= sample.run < sample.wall - 0.15
+    assert sample.projected == 1000
+    assert 64 << 20 <= sample.anonymous <= sample.peak < 200 << 20
+    assert 0 < sample.cpu < 2
+
+
+def test_a_program_without_events_is_timed_whole() -> None:
+    sample = measured(_python("print('[]'); print('{}'); print('{\"a\": 1}')"), environment={})
+    assert sample.run == sample.wall
+    assert sample.projected is None
+
+
+def test_descendants_count() -> None:
+    sample = measured(_python(SPAWNS), environment=os.environ)
+    assert sample.anonymous >= 64 << 20
+    assert sample.peak >= 64 << 20
+
+
+def test_a_process_and_its_children_are_found() -> None:
+    with subprocess.Popen(["sleep", "30"]) as child:
+        assert child.pid in tree(os.getpid())
+        child.kill()
+    assert child.pid not in tree(os.getpid())
+
+
+def test_a_failure_tells_what_was_said() -> None:
+    code = "import sys; print('last line'); sys.exit('what is wrong')"
+    with pytest.raises(ProgramError, match=r"ended with 1\nwhat is wrong\nlast line"):
+        measured(_python(code), environment=os.environ)
+
+
+def test_a_program_that_does_not_end_is_ended() -> None:
+    with pytest.raises(ProgramError, match="ended with -9"):
+        measured(["sleep", "30"], environment=os.environ, patience=0.1)
+
+
+def test_stages_before_the_merge_are_work() -> None:
+    events = [
+        (1.0, "planned", 0.0),
+        (3.0, "unit_done", 0.5),
+        (4.0, "segment_done", 2.0),
+        (5.0, "published", 1.0),
+        (9.0, "published", 1.0),
+    ]
+    told = [(at, {"event": name, "seconds": seconds}) for at, name, seconds in events]
+    assert run_seconds(told, 20.0) == 7.0
+    assert run_seconds(told[:3], 20.0) == 20.0
+    assert run_seconds([], 20.0) == 20.0
+
+
+def _named(name: str, output: Path) -> Sequence[str]:
+    return [name, str(output)]
+
+
+def _group(*names: str, **fields: object) -> Group:
+    programs = [Program(name, partial(_named, name)) for name in names]
+    return Group("group", tuple(programs), **fields)  # type: ignore[arg-type]
+
+
+def _run(
+    group: Group,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Sequence[str]], object] = list[str],
+) -> tuple[Results, list[str]]:
+    """The results of two rounds, and the programs in the order in which they were run."""
+    order: list[str] = []
+
+    def stand_in(command: Sequence[str], *, environment: object) -> Sample:
+        order.append(command[0])
+        act(command)
+        return SAMPLE
+
+    monkeypatch.setattr(groups, "measure", stand_in)
+    results = Results()
+    said: list[str] = []
+    run_group(group, results, place, rounds=2, environment={}, say=said.append)
+    assert len(said) == len(order)
+    return results, order
+
+
+def test_programs_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, order = _run(_group("a", "b", "c"), tmp_path, monkeypatch)
+    assert order == ["a", "b", "c", "b", "c", "a"]
+    assert len(results.of("group", "c")) == 2
+    assert turned((), 3) == ()
+
+
+def test_every_run_finds_an_empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(command: Sequence[str]) -> None:
+        place = Path(command[1])
+        assert not place.exists()
+        if command[0] == "a":
+            place.mkdir()
+            place = place / "file"
+        place.write_text("written")
+
+    _run(_group("a", "b"), tmp_path, monkeypatch, write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_program_runs_once_and_a_broken_one_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(command: Sequence[str]) -> None:
+        if command[0] == "broken":
+            raise ProgramError("it broke")
+
+    programs = (
+        Program("slow", lambda _: ["slow"], rounds=1),
+        Program("broken", lambda _: ["broken"]),
+        Program("ours", lambda _: ["ours"]),
+    )
+    results, order = _run(Group("group", programs), tmp_path, monkeypatch, act)
+    assert order == ["slow", "broken", "ours", "ours"]
+    assert results.of("group", "broken") == ()
+    assert results.failures == {("group", "broken"): "it broke"}
+
+
+def test_a_cache_that_stays_warm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "input"
+    file.write_bytes(b"x" * 4096)
+    monkeypatch.setattr(groups, "resident", lambda _: 0.5)
+    results = Results()
+    group = _group("a", inputs=(file,), is_cold=True)
+    run_group(group, results, tmp_path, rounds=1, environment={}, say=print)
+    assert re.search("50% of .*input stay in the page cache", results.failures["group", "a"])
+
+
+def test_the_peer_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    place = tmp_path / "peer"
+    place.mkdir()
+    for _ in range(2):
+        assert peer.install(place, tmp_path / "pins.txt") == place / "bin" / "python"
+    venv, torch, mergekit = commands
+    assert venv == [sys.executable, "-m", "venv", str(place)]
+    assert torch[0] == mergekit[0] == str(place / "bin" / "python")
+    assert (torch[-1], mergekit[-1]) == ("torch", "mergekit==0.1.5")
+    assert all(str(tmp_path / "pins.txt") in command for command in (torch, mergekit))
+
+
+def test_the_peer_is_asked_for_what_it_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Yard, "parents", lambda *_: [tmp_path / f"p{n}" for n in range(4)])
+    for is_quick in (False, True):
+        yard = Yard(tmp_path, "10MB", tmp_path / "python", is_quick=is_quick)
+        rounds = {
+            method: program.rounds
+            for method in METHODS
+            for program in warm_group(yard, method).programs
+            if program.name == PEER
+        }
+        slow = {} if is_quick else {"ties": 1, "dare_ties": 1}
+        assert rounds == dict.fromkeys(("linear", "slerp", "passthrough", "moe")) | slow
+    yard = Yard(tmp_path, "10MB", None)
+    assert all(program.name != PEER for program in warm_group(yard, "linear").programs)
+
+
+def test_the_peer_s_driver_tells_when_its_imports_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "mergekit" / "scripts"
+    package.mkdir(parents=True)
+    (package / "moe.py").write_text("def main(arguments, standalone_mode): print(arguments, standalone_mode)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["peer_run.py", "moe", "recipe.yml", "out"])
+    runpy.run_path(str(Path(measure.__file__).with_name("peer_run.py")), run_name="__main__")
+    told = capsys.readouterr().out.splitlines()
+    assert told == ['{"event": "started"}', "['recipe.yml', 'out'] False", '{"event": "published"}']
+
+
+def test_merges_are_chosen_by_name() -> None:
+    assert check_methods(["ties", "linear"]) == ("ties", "linear")
+    assert check_methods([]) == METHODS
+    with pytest.raises(ValueError, match="no merge is called tiez"):
+        check_methods(["tiez", "linear"])

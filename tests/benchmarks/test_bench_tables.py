@@ -1,0 +1,153 @@
+"""The tables of the benchmark: what is computed, and how it is written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from benchmarks import programme as run
+from benchmarks.groups import Results
+from benchmarks.measure import Sample
+from benchmarks.ratios import add_fastest, in_run, memory, middle, ratio, whole
+from benchmarks.tables import BEGIN, END, markdown, replaced, results_table, section, targets_table
+from benchmarks.targets import Target, above_idle, targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MB = 10**6
+
+
+def _sample(seconds: float, peak: int = 0, **fields: float | int) -> Sample:
+    return replace(Sample(seconds + 1, seconds, seconds, peak, peak // 2), **fields)  # type: ignore[arg-type]
+
+
+def _results(**runs: list[float]) -> Results:
+    """Samples of one group, ``linear``, that took so many seconds in the run."""
+    results = Results()
+    for program, seconds in runs.items():
+        for number, each in enumerate(seconds):
+            results.add("linear", program, number, _sample(each))
+    return results
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    """The machine was three times slower in the second round: medians of each side would not show 2."""
+    results = _results(ours=[2.0, 6.0, 2.2], limit=[1.0, 3.0, 1.0])
+    assert ratio(results, "linear", "ours", "limit", in_run) == 2.0
+    assert middle(results, "linear", "ours", in_run) == 2.2
+    assert middle(results, "linear", "ours", whole) == pytest.approx(3.2)
+
+
+def test_a_program_of_one_round_is_compared_with_that_round() -> None:
+    results = _results(peer=[30.0], ours=[3.0, 1.0, 1.0])
+    assert ratio(results, "linear", "peer", "ours", in_run) == 10.0
+
+
+def test_what_was_not_run_has_no_number() -> None:
+    results = _results(ours=[1.0])
+    assert ratio(results, "linear", "ours", "limit", in_run) is None
+    assert ratio(results, "slerp", "ours", "limit", memory) is None
+    assert middle(results, "slerp", "ours", whole) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=30)
+def test_the_fastest_of_some_is_the_fastest_in_every_round(times: list[tuple[float, float]]) -> None:
+    results = _results(a=[one for one, _ in times], b=[two for _, two in times])
+    add_fastest(results, "linear", "limit", ("a", "b"))
+    assert [sample.run for sample in results.of("linear", "limit")] == [min(pair) for pair in times]
+
+
+def test_targets_are_met_from_either_side() -> None:
+    assert Target("", 1.3, True, 1.3).is_met is True
+    assert Target("", 1.3, True, 1.31).is_met is False
+    assert Target("", 20, False, 20.0).is_met is True
+    assert Target("", 20, False, 19.9).is_met is False
+    assert Target("", 20, False, None).is_met is None
+
+
+def test_a_run_is_judged_by_every_target_that_it_tells_of() -> None:
+    results = _results(
+        **{run.LIMIT: [1.0], run.INLINE: [1.25], run.RAY: [2.0], run.PEER: [9.0], run.TIGHT: [2.0]}
+    )
+    found = {each.text: each for each in targets(results) if each.measured is not None}
+    assert found["linear: in the run, times the limit"].measured == 1.25
+    assert found["linear: mergekit's time over --inline's, start-up apart"].measured == 7.2
+    assert found["linear: mergekit's whole process over --inline's"].measured == pytest.approx(10 / 2.25)
+    assert found["linear with 256 MiB: in the run, times that with ample memory"].is_met is False
+
+
+def test_memory_is_counted_above_the_same_merge_of_hardly_anything() -> None:
+    results = Results()
+    results.add(run.IDLE, "linear", 0, _sample(1, 900 * MB))
+    results.add(run.IDLE, "linear", 1, _sample(1, 300 * MB))
+    for number, peak in enumerate((350 * MB, 420 * MB)):
+        results.add("linear", run.INLINE, number, _sample(1, peak, projected=100 * MB))
+    assert above_idle(results, "linear", run.INLINE) == 120 * MB
+    assert above_idle(results, "linear", run.TIGHT) is None
+    (worst,) = [each for each in targets(results) if each.text.startswith("memory above idle")]
+    assert (worst.measured, worst.is_met) == (1.2, False)
+
+
+def test_nothing_measured_meets_nothing() -> None:
+    assert {each.is_met for each in targets(Results())} == {None}
+
+
+def test_markdown_lines_up() -> None:
+    table = markdown(("name", "s"), [("a", "1.5"), ("long name", "10")], numbers=[1])
+    assert table.splitlines() == [
+        "| name      |   s |",
+        "| --------- | --: |",
+        "| a         | 1.5 |",
+        "| long name |  10 |",
+    ]
+    assert markdown(("name",), []) == "| name |\n| ---- |"
+
+
+def test_the_table_tells_medians_the_most_memory_and_the_floor() -> None:
+    results = Results()
+    for number, (seconds, peak) in enumerate(((1.0, 5 * MB), (2.0, 9 * MB), (4.0, 7 * MB))):
+        results.add("linear", run.LIMIT, number, _sample(1.0))
+        results.add("linear", run.INLINE, number, _sample(seconds, peak))
+    results.add(run.IDLE, "linear", 0, _sample(1.0))
+    lines = results_table(results).splitlines()
+    assert len(lines) == 4
+    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert cells == ["linear", run.INLINE, "3.00", "2.00", "2.00", "2.0", "9", "4", "3"]
+
+
+def test_copies_are_compared_with_cp() -> None:
+    results = Results()
+    results.add("moe", run.COPY, 0, _sample(2.0))
+    results.add("moe", run.INLINE, 0, _sample(1.0))
+    assert "| 0.50 |" in " ".join(results_table(results).splitlines()[-1].split())
+
+
+def test_a_target_that_is_missed_shows() -> None:
+    table = targets_table([Target("one", 1.3, True, 2.0), Target("two", 20, False, 21.0)])
+    one, two = table.splitlines()[2:]
+    assert [cell.strip() for cell in one.strip("|").split("|")] == ["one", "at most 1.3", "2.00", "**no**"]
+    assert [cell.strip() for cell in two.strip("|").split("|")] == ["two", "at least 20", "21.00", "yes"]
+
+
+def test_a_section_is_replaced_and_nothing_else() -> None:
+    document = f"# Title\n\n{BEGIN}\nold\n{END}\n\nmore\n"
+    text = section("here", "make bench", _results(ours=[1.0]), [])
+    written = replaced(document, text)
+    assert written.startswith(f"# Title\n\n{BEGIN}\n\n`make bench`; here.\n\n|")
+    assert written.endswith(f"|\n\n{END}\n\nmore\n")
+    assert "old" not in written
+    assert "Failed" not in written
+    assert replaced(written, text) == written
+
+
+def test_a_failure_is_told() -> None:
+    results = _results(ours=[1.0])
+    results.failures["linear", "theirs"] = "a long complaint"
+    assert "\n\nFailed and left out: theirs, linear.\n\n" in section("here", "make bench", results, [])
+
+
+@pytest.mark.parametrize("document", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_a_document_without_the_marks_is_refused(document: str) -> None:
+    with pytest.raises(ValueError, match="each once"):
+        replaced(document, "new")
