@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from kits.assembly_maker import Stock, expression, made, make_stock, plan_of
 from kits.method_kit import threads
+from kits.segment_bench import tiles_of
 
 from raymerge.dtypes import DType
-from raymerge.execute import compute
 from raymerge.execute.jobs import Jobs
-from raymerge.execute.steps import Step, steps
 from raymerge.execute.threads import one_thread
-from raymerge.methods import BLOCK, ROW_GROUP, Access, Method, Settings, Tile, find_method
+from raymerge.execute.tiles import TileJob
+from raymerge.methods import BLOCK, ROW_GROUP, find_method
 from raymerge.planner.check import check_plan
 from raymerge.planner.expressions import Output, Part, Row
+from raymerge.planner.memory import Lane, Need, Tiling
 from raymerge.planner.plan import Plan
 
 ROWS, COLUMNS = 150, 1000
@@ -46,20 +46,30 @@ def _plan(stock: Stock, method: str, **values: float) -> Plan:
     return plan
 
 
-def _steps(plan: Plan) -> list[Step]:
-    """Tiles under a generous budget and a cap that makes them as small as they may be."""
+def _smallest(patch: pytest.MonkeyPatch) -> None:
+    """Make tiles as small as they may be."""
+    patch.setattr("raymerge.planner.memory.LOAD_MOST", 1)
+    patch.setattr("raymerge.planner.memory.Tiling.is_whole", lambda *_: False)
+    patch.setattr("raymerge.execute.tiles.tiling", _least)
+
+
+def _least(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
+    del passes
+    return Tiling(need.least_elements, lane.peak(need, need.least_elements))
+
+
+def _tiles(plan: Plan) -> list[TileJob]:
+    """Tiles as small as they may be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.planner.memory.TILE_MOST", 1)
-        return list(steps(Jobs(plan).rows(0), 1 << 30))
+        _smallest(patch)
+        return tiles_of(Jobs(plan).rows(0), 1 << 30)
 
 
 def _bytes(stock: Stock, plan: Plan, root: Path) -> Iterator[dict[str, bytes]]:
-    """The output with one thread, with two, and in the smallest tiles."""
-    for count in (1, 2):
-        with threads(count):
-            yield made(stock, plan, root / str(count))
+    """The output in large tiles, and in the smallest."""
+    yield made(stock, plan, root / "large")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.planner.memory.TILE_MOST", 1)
+        _smallest(patch)
         yield made(stock, plan, root / "small")
 
 
@@ -77,59 +87,11 @@ def test_tiles_are_cut_as_access_says_and_change_no_byte(
     method: str, values: dict[str, float], unit: int, stock: Stock, tmp_path: Path
 ) -> None:
     plan = _plan(stock, method, **values)
-    found = _steps(plan)
-    assert all(step.start % unit == 0 for step in found)
-    assert {step.count for step in found if not step.ends_pass} <= {unit}
-    one, two, small = _bytes(stock, plan, tmp_path)
-    assert one == two == small
-
-
-class _Watching:
-    """A kernel that notes how many threads it may use."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-
-    def passes(self, settings: Settings) -> int:
-        return 1
-
-    def begin(self, settings: Settings, num_elements: int, device: torch.device) -> None:
-        return None
-
-    def observe(self, state: None, tile: Tile, settings: Settings, pass_index: int) -> None:
-        self.threads.append(torch.get_num_threads())
-
-    def conclude(self, state: None, settings: Settings, pass_index: int) -> None:
-        return None
-
-    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
-        self.threads.append(torch.get_num_threads())
-        return tile.sources[0]
-
-
-@pytest.mark.parametrize(("access", "expected"), [(Access.MATRIX, [1, 1]), (Access.TENSOR, [2, 2])])
-def test_a_matrix_is_computed_with_one_thread(
-    access: Access,
-    expected: list[int],
-    stock: Stock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = _plan(stock, "iso_c")
-    known = find_method("iso_c")
-    assert known is not None
-    kernel = _Watching()
-    toy = replace(known, access=access, kernel=kernel)
-
-    def find(name: str) -> Method:
-        return toy
-
-    monkeypatch.setattr(compute, "find_method", find)
-    monkeypatch.setattr("raymerge.planner.memory.find_method", find)
-    with threads(2):
-        made(stock, plan, tmp_path)
-        assert torch.get_num_threads() == 2
-    assert sorted(set(kernel.threads)) == sorted(set(expected))
+    found = _tiles(plan)
+    assert all(tile.start % unit == 0 for tile in found)
+    assert {tile.count for tile in found[:-1]} <= {unit}
+    large, small = _bytes(stock, plan, tmp_path)
+    assert large == small
 
 
 def test_the_number_of_threads_comes_back_after_a_failure() -> None:

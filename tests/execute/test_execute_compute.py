@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views
 from raymerge.dtypes import DType
-from raymerge.execute.compute import PartComputation
-from raymerge.execute.decoding import decode, encode, scatter, torch_dtype
+from raymerge.execute.compute import PartComputation, Scratch
+from raymerge.execute.decoding import decode, encode, rounded, scatter
 from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.planner.elements import torch_dtype
 from raymerge.planner.expressions import Expression, Read, conversion_expression, copy_expression
 
 CPU = torch.device("cpu")
@@ -52,17 +53,28 @@ def test_decoding_never_gives_the_raw_memory(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_encoding_rounds_once_and_reading_it_back_is_exact(dtype: DType) -> None:
     values = torch.randn(513, generator=torch.Generator().manual_seed(2))
-    data = encode(values, dtype)
+    data = rounded(values, dtype)
     assert data.dtype == torch.uint8
     assert data.numel() == dtype.nbytes(513)
     assert torch.equal(data.view(torch_dtype(dtype)).float(), values.to(torch_dtype(dtype)).float())
-    assert torch.equal(encode(decode(data, _input(dtype), CPU), dtype), data)
+    assert torch.equal(rounded(decode(data, _input(dtype), CPU), dtype), data)
+
+
+@pytest.mark.parametrize("shift", range(9))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_elements_may_begin_at_any_byte(dtype: DType, shift: int) -> None:
+    """Files may hold tensors at odd places, and outputs follow on others of odd length."""
+    values = torch.randn(99, generator=torch.Generator().manual_seed(3))
+    memory = torch.zeros(shift + dtype.nbytes(99), dtype=torch.uint8)
+    encode(values, dtype, memory[shift:])
+    assert torch.equal(memory[shift:], rounded(values, dtype))
+    assert torch.equal(decode(memory[shift:], _input(dtype), CPU), values.to(torch_dtype(dtype)).float())
 
 
 def test_nothing_and_one_element_pass() -> None:
     for size in (0, 1):
         raw = _raw(torch.ones(size, dtype=torch.bfloat16))
-        assert torch.equal(encode(decode(raw, _input(DType.BF16), CPU), DType.BF16), raw)
+        assert torch.equal(rounded(decode(raw, _input(DType.BF16), CPU), DType.BF16), raw)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.torch_name is None])
@@ -125,12 +137,16 @@ def test_interleaved_projections_take_turns() -> None:
 def test_an_unknown_method_is_refused_before_anything_is_computed() -> None:
     expression = Expression("telepathy", False, '{"sources":[{}],"values":{}}', DType.F32)
     with pytest.raises(ValueError, match="telepathy"):
-        PartComputation(expression, JobPart("t", (1,), None, ()), num_elements=1, seed=0, device=CPU)
+        PartComputation(
+            expression, JobPart("t", (1,), None, ()), num_elements=1, seed=0, scratch=Scratch(CPU)
+        )
 
 
 def test_a_conversion_computes_nothing() -> None:
     stored = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16)
     part = JobPart("t", (3,), None, (_input(DType.BF16),))
-    made = PartComputation(conversion_expression(DType.F32), part, num_elements=3, seed=0, device=CPU)
-    assert made.passes == 0
-    assert torch.equal(made.apply([_raw(stored)], 0), stored.float())
+    made = PartComputation(
+        conversion_expression(DType.F32), part, num_elements=3, seed=0, scratch=Scratch(CPU)
+    )
+    (piece,) = made.pieces([_raw(stored)], 0, 3)
+    assert torch.equal(made.apply(piece), stored.float())

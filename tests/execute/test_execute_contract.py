@@ -1,0 +1,311 @@
+"""The memory contract, measured: what a process really grows by, for every method and every kind of input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
+from kits.checkpoint_maker import sparse_checkpoint, write_checkpoint
+from kits.merge_cases import Family, recipes
+from kits.method_kit import MemoryMeter
+from kits.segment_bench import counted_buffers, make_bench
+
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, methods
+from raymerge.planner.expressions import Assembly, Expression, Output, Part, Row, assembled
+from raymerge.planner.memory import SMALLEST_BUDGET
+from raymerge.planner.tables import Plan
+from raymerge.storage.local import LocalStore
+
+MIB = 1 << 20
+BUDGET = 48 * MIB
+LANES = 3
+COLUMNS = 4096
+BIG, NUM_BIG = 15_360, 2
+"""Rows of a big tensor, and how many there are. Three inputs of it are 20 times the share of a lane, all
+inputs and the output 20 times the budget."""
+SLACK = 24 * MIB
+
+ROWS_KINDS = ("rows", "adapter", "views")
+"""Inputs that are not read as they are stored."""
+WISE = {
+    "nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True},
+    "model_stock": {"filter_wise": True},
+}
+"""What makes methods of whole tensors methods of rows."""
+CASES = (*methods(), *(f"{name} by row" for name in WISE), "copy", *ROWS_KINDS)
+
+
+def _weights(rows: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(max(1, rows // 16), COLUMNS, generator=generator).bfloat16().repeat(16, 1)[:rows]
+
+
+def _model(root: Path, rows: int, seed: int) -> Path:
+    tensors = {f"model.mlp{number}.weight": _weights(rows, seed + number) for number in range(NUM_BIG)}
+    tensors["model.norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+    return write_checkpoint(root, tensors, {"architectures": ["Odd"], "model_type": "odd"})
+
+
+def _matrices(root: Path, count: int, seed: int) -> Path:
+    """Matrices that are decomposed in no time, as they are narrow."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (8192, 16)
+    tensors = {
+        f"m{index}.weight": torch.randn(shape, generator=generator).bfloat16() for index in range(count)
+    }
+    return write_checkpoint(root, tensors, {"architectures": ["Odd"], "model_type": "odd"})
+
+
+def _of_two(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {**recipe, "models": recipe["models"][:2]}
+
+
+def _recipes(models: tuple[Path, Path, Path], matrices: tuple[Path, Path, Path]) -> dict[str, dict[str, Any]]:
+    """A recipe for each method, of a base and one or two others."""
+    base, one, two = models
+    found = recipes(Family(base, (one, two, two)))
+    alone = [{"model": str(one)}]
+    found["passthrough"] = {
+        "merge_method": "passthrough",
+        "models": [{**alone[0], "parameters": {"scale": 0.5}}],
+    }
+    found["copy"] = {"merge_method": "passthrough", "models": alone}
+    for name, values in WISE.items():
+        found[f"{name} by row"] = {**found[name], "parameters": values}
+        found[name] = {**found[name], "parameters": {}}
+    narrow = recipes(Family(matrices[0], (*matrices[1:], matrices[2])))
+    found |= {name: narrow[name] for name in ("iso_c", "tsv_m")}
+    return {name: _of_two(recipe) for name, recipe in found.items()}
+
+
+_MEASURED = """
+import json, shutil, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import test_execute_contract as contract
+import torch
+from kits.assembly_maker import bench_of
+from raymerge.allocator import return_free_memory
+from raymerge.api import plan, submit
+from raymerge.planner.memory import SMALLEST_BUDGET, expression_passes, project
+from raymerge.runtime.budget import fit_budget
+from raymerge.runtime.options import RunOptions
+
+job = json.load(sys.stdin)
+root = Path(job["root"])
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+def measured(run):
+    return_free_memory()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    started = time.monotonic()
+    receipts = run()
+    return {
+        "measured": status("VmHWM") - before,
+        "receipt": max(each["peak_rss"] for each in receipts),
+        "read": sum(each["read_bytes"] for each in receipts),
+        "seconds": time.monotonic() - started,
+    }
+
+def merged(recipe, memory):
+    options = RunOptions(inline=True, device="cpu", threads=contract.LANES - 1, memory=memory, replace=True)
+    receipts = submit(recipe, root / "out", options).receipts
+    shutil.rmtree(root / "out")
+    return [each.to_json() for each in receipts]
+
+def stored(made):
+    return sum(made["inputs"].column("nbytes").to_pylist())
+
+for name, recipe in job["big"].items():
+    small, small_plan = merged(job["small"][name], None), plan(job["small"][name])
+    made = plan(recipe)
+    least = project(made, SMALLEST_BUDGET).least_budget
+    budget = max(contract.BUDGET, -(-least // contract.MIB) * contract.MIB)
+    options = RunOptions(inline=True, device="cpu", threads=contract.LANES - 1, memory=budget)
+    projected = fit_budget(made, options)
+    found = measured(lambda: merged(recipe, budget))
+    shape = (contract.BIG, contract.COLUMNS)
+    found |= {
+        "small_read": sum(each["read_bytes"] for each in small),
+        "small_stored": stored(small_plan),
+        "stored": stored(made),
+        "inputs": len(made["inputs"]),
+        "passes": max(expression_passes(each, shape) for each in made.expressions),
+        "budget": budget,
+    }
+    print(json.dumps({"name": name, "projected": projected.peak, "lanes": projected.lanes, **found}))
+
+torch.set_num_threads(1)
+for name in contract.ROWS_KINDS:
+    for rows in (64, contract.BIG):
+        stock, made = contract.assembled_plan(name, root / f"{name}{rows}", rows)
+        bench = bench_of(stock, made, root / "out", budget=2 * contract.BUDGET, lanes=contract.LANES)
+        def run():
+            with ThreadPoolExecutor(bench.projection.lanes) as threads:
+                return [each.to_json() for each in threads.map(bench.runner.run, bench.segments)]
+        found = measured(run)
+        shutil.rmtree(root / "out")
+    found |= {"projected": bench.projection.peak, "lanes": bench.projection.lanes, "passes": 0}
+    print(json.dumps({"name": name, **found}))
+"""
+
+
+def assembled_plan(kind: str, root: Path, rows: int) -> tuple[Stock, Plan]:
+    """Checkpoints below ``root``, and a plan whose big tensors are made of them in one of ROWS_KINDS."""
+    tensors = {f"w{number}": _weights(rows, number) for number in range(NUM_BIG)}
+    tensors |= {"l.up": torch.randn(rows, 16), "l.down": torch.randn(16, COLUMNS)}
+    stock = make_stock(root, tensors, {name: tensors[name] for name in ("w0", "w1")})
+    return stock, plan_of(stock, [_output(stock, kind, number, rows) for number in range(NUM_BIG)])
+
+
+def _output(stock: Stock, kind: str, number: int, rows: int) -> Output:
+    shape, name = (rows, COLUMNS), f"w{number}"
+    made_of = expression("linear", sources=2, weight=0.5, cast=DType.BF16)
+    if kind == "views":
+        return Output(name, DType.BF16, shape, tuple(_fused(stock, name, made_of, rows)), True)
+    if kind == "adapter":
+        terms = [stock.term(name, source, product=stock.product("l", 16)) for source in (0, 1)]
+        inputs = [whole(term, COLUMNS) for term in terms]
+    else:
+        # As by token: runs of a few rows, in another order in each source.
+        runs = [_shuffled(rows, seed) for seed in (1, 2)]
+        terms = [stock.term(name, source) for source in (0, 1)]
+        inputs = [Assembly(rows, COLUMNS, (term,), run, rows) for term, run in zip(terms, runs, strict=True)]
+    reads = tuple(assembled(0, each) for each in inputs)
+    part = Part(name, shape, None)
+    return Output(name, DType.BF16, shape, (Row(rows * COLUMNS, made_of, (part,), reads),), True)
+
+
+def _shuffled(rows: int, seed: int) -> tuple[tuple[int, int, int, int], ...]:
+    order = torch.randperm(rows // 8, generator=torch.Generator().manual_seed(seed)).tolist()
+    return tuple((8 * to, 8 * start, 8, 0) for to, start in enumerate(order))
+
+
+def _fused(stock: Stock, name: str, made_of: Expression, rows: int) -> Iterator[Row]:
+    """Experts of which two projections take turns column by column, as in fused tensors of some families."""
+    experts = 60 if rows > 64 else 1
+    height, size = rows // experts, rows // experts * COLUMNS
+    views = [View(offset, (height, COLUMNS // 2), (COLUMNS, 2)) for offset in (0, 1)]
+    parts = tuple(Part(f"p{each.offset}", each.shape, each) for each in views)
+    for expert in range(experts):
+        reads = tuple(
+            replace(read, part=part, offset=read.offset + 2 * expert * size, nbytes=2 * size)
+            for part, view in enumerate(views)
+            for read in (stock.read(name, source, view=view) for source in (0, 1))
+        )
+        yield Row(size, made_of, parts, reads)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What one process measured of itself in every case."""
+    if sys.platform != "linux":
+        pytest.skip("the peak is asked of Linux")
+    root = tmp_path_factory.mktemp("contract")
+    job: dict[str, Any] = {"root": str(root)}
+    for name, rows, count in (("small", 64, 1), ("big", BIG, 100)):
+        models = [_model(root / f"{name}{seed}", rows, seed) for seed in (1, 2, 3)]
+        matrices = [_matrices(root / f"{name}-matrices{seed}", count, seed) for seed in (1, 2, 3)]
+        job[name] = _recipes((models[0], models[1], models[2]), (matrices[0], matrices[1], matrices[2]))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED],
+        input=json.dumps(job),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(root)
+    cases = {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+    _print_table(cases)
+    return cases
+
+
+def _print_table(cases: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{'':22}lanes  stated  measured  receipt  MiB; seconds")
+    for name, each in cases.items():
+        stated, measured, receipt = (each[key] / MIB for key in ("projected", "measured", "receipt"))
+        print(f"{name:22}{each['lanes']:5}{stated:8.0f}{measured:10.0f}{receipt:9.0f}{each['seconds']:14.1f}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_process_grows_by_no_more_than_was_stated(name: str, found: dict[str, dict[str, Any]]) -> None:
+    each = found[name]
+    assert each["projected"] > 0
+    assert each["measured"] <= 1.3 * each["projected"] + SLACK, each
+    assert each["receipt"] <= 1.3 * each["projected"] + SLACK, each
+    assert each["receipt"] <= each["measured"] + SLACK, each
+
+
+SAMPLE_BYTES = 2 * SAMPLE_RUNS * SAMPLE_LENGTH
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ROWS_KINDS])
+def test_no_more_is_read_than_every_pass_needs(name: str, found: dict[str, dict[str, Any]]) -> None:
+    """What no lane holds is read once for each pass, and its sample beforehand; what fits is read once."""
+    each = found[name]
+    assert each["small_read"] == each["small_stored"]
+    samples = each["inputs"] * SAMPLE_BYTES
+    assert each["stored"] <= each["read"] <= (1 + each["passes"]) * each["stored"] + samples
+
+
+def test_methods_with_a_pass_were_measured_with_tensors_that_no_lane_holds(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    streamed = [name for name, each in methods().items() if each.access is Access.TENSOR]
+    passing = [found[name] for name in streamed if found[name]["passes"]]
+    assert len(passing) >= 8
+    assert all(each["read"] > 1.9 * each["stored"] for each in passing)
+
+
+# A tensor larger than memory
+
+EXPERTS = (256, 4096, 10_240)
+"""Fused gate and up projections of 256 experts: 21.5 GB in bfloat16."""
+
+
+def _sparse(self: LocalStore, key: str, nbytes: int) -> None:
+    """Makes a file as ``LocalStore.create`` does, without any space for it."""
+    with open(Path(self.location(key)), "wb") as stream:
+        stream.truncate(nbytes)
+
+
+def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "create", _sparse)
+    spec = TensorSpec("model.experts.gate_up_proj", DType.BF16, EXPERTS)
+    config = {"architectures": ["Odd"], "model_type": "odd"}
+    models = [sparse_checkpoint(tmp_path / name, [[spec]], config) for name in ("one", "two")]
+    recipe = {
+        "merge_method": "linear",
+        "models": [{"model": str(each), "parameters": {"weight": 0.5}} for each in models],
+    }
+    bench = make_bench(recipe, tmp_path / "staging", budget=BUDGET)
+    assert sum(bench.plan["shards"].column("nbytes").to_pylist()) > 21 * 10**9
+    assert bench.projection.least_budget == SMALLEST_BUDGET
+    assert bench.projection.peak <= BUDGET
+    segment = bench.segments[len(bench.segments) // 2]
+    with counted_buffers() as buffers, MemoryMeter() as meter:
+        receipt = bench.runner.run(segment)
+    assert receipt.written_bytes > BUDGET
+    assert receipt.read_bytes == 2 * receipt.written_bytes
+    assert 0 < meter.peak_bytes + buffers.most <= bench.projection.peak

@@ -1,0 +1,176 @@
+"""When a GPU fails: the segment is made on the processor, with the same bytes, and the receipt says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from kits.checkpoint_maker import write_checkpoint
+from kits.merge_cases import Family, make_family, recipes
+from kits.segment_bench import Bench, make_bench
+
+from raymerge.dtypes import DType
+from raymerge.errors import NonFiniteError
+from raymerge.execute import segment as module
+from raymerge.execute.assembled import Raw
+from raymerge.execute.tiles import Load
+from raymerge.execute.transfers import Arrival, HostTransfers, Transfers
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.\nGPU 0 has ...")
+
+
+def _broken() -> Exception:
+    kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
+    error = kind.__new__(kind)
+    error.args = ("CUDA error: an illegal memory access was encountered\nCompile with ...",)
+    return error
+
+
+class _Gpu(HostTransfers):
+    """Stands in for a GPU: computes on the processor, and fails at one of the places where a GPU can."""
+
+    def __init__(self, place: str, error: Exception | None) -> None:
+        self._place, self._error = place, error
+
+    @property
+    def device(self) -> torch.device:
+        """The processor by another name, so that no lane of it takes this one's memory."""
+        return torch.device("cpu", 0)
+
+    def _reach(self, place: str) -> None:
+        if place == self._place and self._error is not None:
+            raise self._error
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        self._reach("buffer")
+        return super().buffer(nbytes)
+
+    def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], None]:
+        self._reach("upload")
+        return super().upload(load, raws)
+
+    def download(  # type: ignore[override]
+        self, result: torch.Tensor, dtype: DType, target: torch.Tensor
+    ) -> Arrival:
+        self._reach("download")
+        super().download(result, dtype, target)
+        return self
+
+    def synchronize(self) -> None:
+        """As the arrival of every result; on the writing thread."""
+        self._reach("synchronize")
+
+
+class _Machine:
+    """A machine with such a GPU; its failure can be mended."""
+
+    def __init__(self, place: str, error: Exception | None) -> None:
+        self.place, self.error = place, error
+        self.asked: list[str] = []
+
+    def transfers_for(self, device: torch.device) -> Transfers:
+        self.asked.append(device.type)
+        return _Gpu(self.place, self.error) if device.type == "cuda" else HostTransfers()
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("models"), hidden=256)
+
+
+def _bench(family: Family, root: Path, machine: _Machine, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(module, "transfers_for", machine.transfers_for)
+    monkeypatch.setattr(module, "warm_up", lambda *_: None)
+    return make_bench(recipes(family)["linear"], root, device="cuda")
+
+
+PLACES = ["buffer", "upload", "download", "synchronize"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", [FULL, _broken()], ids=["full", "broken"])
+def test_wherever_it_fails_the_processor_gives_the_bytes(
+    place: str, error: Exception, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make_bench(recipes(family)["linear"], tmp_path / "alone")
+    alone = [expected.runner.run(number) for number in expected.segments]
+    bench = _bench(family, tmp_path / "gpu", _Machine(place, error), monkeypatch)
+    receipts = [bench.runner.run(number) for number in bench.segments]
+    assert dict(bench.written()) == dict(expected.written())
+    assert [each.digests for each in receipts] == [each.digests for each in alone]
+    assert [each.read_bytes for each in receipts] == [each.read_bytes for each in alone]
+    assert all(each.note for each in receipts)
+    assert all(each.peak_device == 0 for each in receipts)
+
+
+def test_with_too_little_memory_the_gpu_is_tried_again(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _Machine("upload", FULL)
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    first = bench.runner.run(0)
+    machine.error = None
+    second = bench.runner.run(1)
+    expected = "the GPU has too little memory: CUDA out of memory. Tried to allocate 4.00 MiB."
+    assert (first.note, second.note) == (expected, "")
+    assert machine.asked == ["cuda", "cpu", "cuda"]
+
+
+def test_a_gpu_that_failed_is_not_tried_again(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _Machine("download", _broken())
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    first = bench.runner.run(0)
+    machine.error = None
+    second = bench.runner.run(1)
+    expected = "the GPU failed: CUDA error: an illegal memory access was encountered"
+    assert (first.note, second.note) == (expected, expected)
+    assert machine.asked == ["cuda", "cpu", "cpu"]
+
+
+def test_a_gpu_that_works_has_no_note(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _Machine("", None)
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    assert {bench.runner.run(number).note for number in bench.segments} == {""}
+    assert set(machine.asked) == {"cuda"}
+
+
+def test_what_is_not_the_gpu_s_fault_is_raised(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the disk would come again on the processor, and no note may hide it."""
+    machine = _Machine("upload", OSError("broken"))
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    with pytest.raises(OSError, match="broken"):
+        bench.runner.run(0)
+    assert machine.asked == ["cuda"]
+
+
+def test_a_bad_value_is_blamed_on_its_source_and_not_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+    for name, value in (("one", 1.0), ("two", float("nan"))):
+        tensors = {"a.weight": torch.full((100,), value)}
+        root = write_checkpoint(tmp_path / name, tensors, {"architectures": ["Odd"], "model_type": "odd"})
+        models.append({"model": str(root), "parameters": {"weight": 0.5}})
+    machine = _Machine("", None)
+    monkeypatch.setattr(module, "transfers_for", machine.transfers_for)
+    monkeypatch.setattr(module, "warm_up", lambda *_: None)
+    bench = make_bench({"merge_method": "linear", "models": models}, tmp_path / "out", device="cuda")
+    with pytest.raises(NonFiniteError, match=r"two: a\.weight"):
+        bench.runner.run(0)
+    assert machine.asked == ["cuda"]
+
+
+def test_receipts_say_by_how_much_the_worker_had_grown(family: Family, tmp_path: Path) -> None:
+    bench = make_bench(recipes(family)["ties"], tmp_path)
+    receipts = [bench.runner.run(number) for number in bench.segments]
+    peaks = [each.peak_rss for each in receipts]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] <= 1.3 * bench.projection.peak + (24 << 20)

@@ -1,0 +1,313 @@
+"""Finished bytes: gathered into blocks, digested, checked, and written to all of their places."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.assembly_maker import row_of
+
+from raymerge.dtypes import DType
+from raymerge.execute.jobs import RowJob
+from raymerge.execute.output import UNFINISHED, NotFinite, Output
+from raymerge.execute.transfers import Arrival
+from raymerge.planner.expressions import Read, copy_expression
+from raymerge.storage.buffers import ALIGNMENT, address_of, aligned_buffer
+from raymerge.storage.local import LocalStore
+
+Places = tuple[tuple[str, int], ...]
+
+
+class _Store:
+    """Files that grow as they are written to; notes where each write lies, in the file and in memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytearray] = {}
+        self.writes: list[tuple[str, int, int]] = []
+        self.shifts: list[tuple[int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: OSError | None = None
+        self.threads: set[int] = set()
+
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.threads.add(threading.get_ident())
+        self.writes.append((key, offset, buffer.nbytes))
+        self.shifts.append((offset % ALIGNMENT, address_of(buffer) % ALIGNMENT))
+        file = self.files.setdefault(key, bytearray())
+        file.extend(b"\x55" * (offset + buffer.nbytes - len(file)))
+        file[offset : offset + buffer.nbytes] = buffer
+
+    def copy_range(self, key: str, offset: int, **_: Any) -> int:
+        del key, offset
+        return 0
+
+
+def _row(
+    nbytes: int, places: Places, index: int = 0, *, dtype: DType = DType.U8, check_finite: bool = False
+) -> RowJob:
+    read = Read(0, 0, "f", 0, nbytes, dtype, None)
+    count = nbytes * 8 // dtype.bits
+    return row_of(
+        copy_expression(dtype), [read], (count,), index=index, places=places, check_finite=check_finite
+    )
+
+
+@contextmanager
+def _output(store: Any, *, block: int = 3 * ALIGNMENT) -> Iterator[Output]:
+    blocks = [torch.frombuffer(aligned_buffer(block), dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(1) as writing:
+        yield Output(store, writing, blocks)
+
+
+def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:
+    def fill(done: int, target: torch.Tensor) -> Arrival | None:
+        source = np.frombuffer(data[done : done + target.numel()], dtype=np.uint8)
+        target.numpy()[:] = source
+        return None
+
+    return fill
+
+
+def _bytes(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
+
+
+def _take(output: Output, row: RowJob, data: bytes, cuts: Sequence[int] = ()) -> None:
+    """Hand over a row's bytes in pieces."""
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    if not data:
+        output.take(row, 0, 0, _giving(b""))
+    for begin, end in pairwise(bounds):
+        output.take(row, begin, end - begin, _giving(data[begin:end]))
+
+
+@st.composite
+def _segments(draw: st.DrawFn) -> list[tuple[RowJob, bytes]]:
+    """Rows one behind the other, some with gaps before them or other places as well."""
+    found, ends = [], {"a": draw(st.integers(0, 9000)), "b": draw(st.integers(0, 9000))}
+    for index in range(draw(st.integers(1, 8))):
+        dtype = draw(st.sampled_from([DType.U8, DType.BF16, DType.F32, DType.F64]))
+        nbytes = draw(st.integers(0, 9000)) // 8 * 8
+        places = []
+        for name in ("a", "b", "a")[: draw(st.integers(1, 3))]:
+            begin = ends[name] + draw(st.sampled_from([0, 0, 1, 8, 4096, 5000]))
+            ends[name] = begin + nbytes
+            places.append((name, begin))
+        row = _row(nbytes, tuple(places), index, dtype=dtype)
+        found.append((row, _bytes(nbytes, index)))
+    return found
+
+
+@given(
+    segment=_segments(), cuts=st.lists(st.integers(1, 1000).map(lambda n: 8 * n)), blocks=st.integers(2, 5)
+)
+@settings(deadline=None, max_examples=200)
+def test_bytes_go_to_all_of_their_places_and_are_digested(
+    segment: list[tuple[RowJob, bytes]], cuts: list[int], blocks: int
+) -> None:
+    store = _Store()
+    with _output(store, block=blocks * ALIGNMENT) as output:
+        for row, data in segment:
+            _take(output, row, data, cuts)
+        output.flush()
+    for row, data in segment:
+        assert output.digests[str(row.index)] == xxhash.xxh3_128(data).hexdigest()
+        for shard, begin in row.places if data else ():
+            assert store.files[shard + UNFINISHED][begin : begin + len(data)] == data
+    assert len(output.digests) == len(segment)
+    written = sum(len(data) * len(row.places) for row, data in segment)
+    assert output.written_bytes == written == sum(nbytes for _, _, nbytes in store.writes)
+    assert output.shards == {shard for row, data in segment if data for shard, _ in row.places}
+    assert len(store.threads) <= 1
+
+
+@given(segment=_segments())
+@settings(deadline=None, max_examples=100)
+def test_bytes_lie_in_memory_as_they_do_in_their_first_place(segment: list[tuple[RowJob, bytes]]) -> None:
+    """What is written direct has to; only what goes to further places may lie otherwise."""
+    store = _Store()
+    with _output(store) as output:
+        for row, data in segment:
+            _take(output, _first_place_only(row), data)
+        output.flush()
+    assert all(in_file == in_memory for in_file, in_memory in store.shifts)
+
+
+def _first_place_only(row: RowJob) -> RowJob:
+    nbytes = row.expression.cast.nbytes(row.num_elements)
+    return _row(nbytes, row.places[:1], row.index, dtype=row.expression.cast)
+
+
+def test_neighbours_are_one_write() -> None:
+    store = _Store()
+    rows = [_row(60, (("a", 100 + 60 * index), ("b", 7 + 60 * index)), index) for index in range(100)]
+    with _output(store) as output:
+        for row in rows:
+            _take(output, row, _bytes(60))
+        output.flush()
+    assert store.writes == [("a.part", 100, 6000), ("b.part", 7, 6000)]
+
+
+def test_a_gap_between_rows_ends_a_write_and_leaves_the_gap_alone() -> None:
+    store = _Store()
+    with _output(store) as output:
+        _take(output, _row(50, (("a", 0),)), _bytes(50))
+        _take(output, _row(50, (("a", 60),), 1), _bytes(50))
+        output.flush()
+    assert store.writes == [("a.part", 0, 50), ("a.part", 60, 50)]
+    assert store.files["a.part"][50:60] == b"\x55" * 10
+
+
+def test_a_row_longer_than_a_block_takes_several_and_one_of_them_is_written_meanwhile() -> None:
+    store = _Store()
+    data = _bytes(10 * ALIGNMENT + 5)
+    filled: list[int] = []
+
+    def fill(done: int, target: torch.Tensor) -> None:
+        filled.append(target.numel())
+        _giving(data)(done, target)
+
+    store.gate.clear()
+    with _output(store, block=2 * ALIGNMENT) as output:
+        threading.Timer(0.05, store.gate.set).start()
+        output.take(_row(len(data), (("a", 1),)), 0, len(data), fill)
+        output.flush()
+    assert filled == [2 * ALIGNMENT - 1, *[2 * ALIGNMENT] * 4, 6]
+    assert store.files["a.part"][1:] == data
+
+
+def test_elements_are_never_cut_by_the_end_of_a_block() -> None:
+    """A float32 that begins two bytes before it goes to the next block."""
+    store = _Store()
+    data = _bytes(4 * ALIGNMENT)
+    filled: list[int] = []
+
+    def fill(done: int, target: torch.Tensor) -> None:
+        filled.append(target.numel())
+        _giving(data)(done, target)
+
+    with _output(store, block=2 * ALIGNMENT) as output:
+        output.take(_row(len(data), (("a", 2),), dtype=DType.F32), 0, len(data), fill)
+        output.flush()
+    assert all(count % 4 == 0 for count in filled)
+    assert store.files["a.part"][2:] == data
+
+
+def test_what_is_there_is_digested_and_checked_but_not_written() -> None:
+    store = _Store()
+    there, absent = _row(64, (("a", 0),)), _row(64, (("a", 64),), 1)
+    with _output(store) as output:
+        output.take(there, 0, 64, _giving(_bytes(64)), is_there=True)
+        _take(output, absent, _bytes(64, 1))
+        output.flush()
+    assert store.writes == [("a.part", 64, 64)]
+    assert output.digests["0"] == xxhash.xxh3_128(_bytes(64)).hexdigest()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_row_that_is_not_finite_is_named_and_its_block_not_written(bad: float, is_there: bool) -> None:
+    store = _Store()
+    values = np.ones(5000, dtype=np.float32)
+    values[4000] = bad
+    row = _row(20_000, (("a", 0),), 3, dtype=DType.F32, check_finite=True)
+    with _output(store, block=8 * ALIGNMENT) as output:
+        output.take(row, 0, 20_000, _giving(values.tobytes()), is_there=is_there)
+        with pytest.raises(NotFinite) as caught:
+            output.flush()
+    assert caught.value.row is row
+    assert store.writes == []
+    assert output.digests == {}
+
+
+def test_what_need_not_be_finite_may_be_anything() -> None:
+    store = _Store()
+    row = _row(8, (("a", 0),), dtype=DType.F32)
+    with _output(store) as output:
+        _take(output, row, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
+        output.flush()
+    assert store.writes == [("a.part", 0, 8)]
+
+
+def test_an_error_of_the_writing_thread_comes_out_soon_and_once() -> None:
+    store = _Store()
+    store.error = OSError("broken")
+    with _output(store) as output:
+        with pytest.raises(OSError, match="broken"):
+            _take(output, _row(10 * ALIGNMENT, (("a", 0),)), _bytes(10 * ALIGNMENT))
+        assert store.writes == []
+
+
+def test_a_block_is_written_only_when_what_comes_into_it_is_there() -> None:
+    store = _Store()
+    late: dict[str, Any] = {}
+
+    class Late:
+        def synchronize(self) -> None:
+            _giving(late["data"])(0, late["target"])
+
+    def fill(done: int, target: torch.Tensor) -> Arrival:
+        late.update(data=_bytes(target.numel()), target=target, done=done)
+        return Late()
+
+    with _output(store) as output:
+        output.take(_row(100, (("a", 0),)), 0, 100, fill)
+        output.flush()
+    assert store.files["a.part"] == late["data"]
+    assert output.digests["0"] == xxhash.xxh3_128(late["data"]).hexdigest()
+
+
+# Copies
+
+
+class _Copying(_Store):
+    """A store whose file system copies by itself, the first so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.copies: list[tuple[str, int, str, int, int]] = []
+
+    def copy_range(self, key: str, offset: int, **how: Any) -> int:
+        self.times -= 1
+        if self.times < 0:
+            return 0
+        self.copies.append((key, offset, how["source_key"], how["source_offset"], how["nbytes"]))
+        return int(how["nbytes"])
+
+
+def test_the_file_system_copies_to_every_place(tmp_path: Path) -> None:
+    store, source = _Copying(9), LocalStore(tmp_path)
+    row = _row(400, (("a", 1000), ("b", 50)))
+    with _output(store) as output:
+        (read,) = row.inputs
+        assert isinstance(read, Read)
+        assert output.copy_from(source, read, row, (100, 300))
+        output.flush()
+    assert store.copies == [("a.part", 1100, "f", 100, 300), ("b.part", 150, "f", 100, 300)]
+    assert (output.written_bytes, output.shards, store.writes) == (600, {"a", "b"}, [])
+
+
+def test_where_one_place_cannot_be_copied_to_nothing_counts_as_copied(tmp_path: Path) -> None:
+    store, source = _Copying(1), LocalStore(tmp_path)
+    row = _row(400, (("a", 1000), ("b", 50)))
+    with _output(store) as output:
+        (read,) = row.inputs
+        assert isinstance(read, Read)
+        assert not output.copy_from(source, read, row, (0, 400))
+    assert (output.written_bytes, output.shards) == (0, set())
