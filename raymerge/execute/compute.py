@@ -75,6 +75,8 @@ class PartComputation:
         self._num_elements = num_elements
         self._assemblers = [_assembler(each, scratch.device) for each in part.inputs]
         self._settings = _settings(expression, method, part, seed)
+        kernel = method.kernel if scratch.device.type == "cpu" else None
+        self._stored_kernel = kernel if isinstance(kernel, StoredKernel) else None
         self._state: object = None
 
     def load(self, raw: Raw) -> None:
@@ -120,8 +122,7 @@ class PartComputation:
 
     def stored(self, raw: Raw, start: int) -> Stored | None:
         """A tile as it is stored; None where the inputs are not all bfloat16 in one load on the processor."""
-        kernel = self._method.kernel
-        if not isinstance(kernel, StoredKernel) or self._scratch.device.type != "cpu":
+        if self._stored_kernel is None:
             return None
         found = [each for each in raw if isinstance(each, torch.Tensor)]
         plain = [each for each in self._part.inputs if isinstance(each, Read) and each.view is None]
@@ -143,8 +144,7 @@ class PartComputation:
 
     def apply_stored(self, stored: Stored, target: torch.Tensor) -> bool:
         """Write the results of a tile as bfloat16 into uint8 ``[nbytes]``; False where it takes pieces."""
-        kernel = self._method.kernel
-        return isinstance(kernel, StoredKernel) and kernel.apply_stored(
+        return self._stored_kernel is not None and self._stored_kernel.apply_stored(
             stored, self._settings, self._state, target.numpy().view(np.uint16)
         )
 

@@ -7,6 +7,7 @@ of what is in use at once.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import psutil
@@ -31,7 +32,7 @@ class HeapWatch:
             release: gives free memory back; None asks the C library, where it can do that (glibc).
         """
         self._limit = limit
-        self._measure = measure or _resident_bytes(psutil.Process())
+        self._measure = measure or _own_bytes
         self._release = release or return_free_memory
         self._idle = self._base = self._measure()
         self.peak_bytes = 0
@@ -49,11 +50,12 @@ class HeapWatch:
         self._base = max(self._base, self._measure() - self._limit // 2)
 
 
-def _resident_bytes(process: psutil.Process) -> Callable[[], int]:
-    """Memory that is the process's own: what it has of files (libraries, say) is not."""
-
-    def measure() -> int:
-        found = process.memory_info()
+def _own_bytes() -> int:
+    """Memory that is this process's own: what it has of files (libraries, say) is not."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            resident, shared = file.read(128).split()[1:3]
+    except OSError:  # not Linux
+        found = psutil.Process().memory_info()
         return int(found.rss) - int(getattr(found, "shared", 0))
-
-    return measure
+    return (int(resident) - int(shared)) * mmap.PAGESIZE

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Kernel, Method, Settings, Tile
+from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Tile
 from raymerge.methods.stored import Stored, StoredKernel
 
 
@@ -67,20 +67,15 @@ def gather(
     state = kernel.begin(settings, num_elements, device)
     if sample is not None and method.sampler is not None and sample_runs(num_elements):
         method.sampler(state, sample(), settings)
+    stored = kernel if isinstance(kernel, StoredKernel) else None
     index, wants_more = 0, False
     while index < usual or wants_more:
         for tile in tiles():
-            _observe(kernel, state, tile, settings, index)
+            if isinstance(tile, Tile):
+                kernel.observe(state, tile, settings, index)
+            elif stored is None or not stored.observe_stored(state, tile.stored, settings, index):
+                for piece in tile.pieces():
+                    kernel.observe(state, piece, settings, index)
         wants_more = kernel.conclude(state, settings, index)
         index += 1
     return state
-
-
-def _observe(kernel: Kernel, state: Any, tile: Tile | StoredTile, settings: Settings, index: int) -> None:
-    if isinstance(tile, Tile):
-        kernel.observe(state, tile, settings, index)
-    elif not (
-        isinstance(kernel, StoredKernel) and kernel.observe_stored(state, tile.stored, settings, index)
-    ):
-        for piece in tile.pieces():
-            kernel.observe(state, piece, settings, index)

@@ -18,7 +18,8 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+        # Keeping the interpreter's lock: the answer takes less time than getting the lock again.
+        self._mincore = getattr(ctypes.PyDLL(None), "mincore", None)
         if self._mincore is not None:
             self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
