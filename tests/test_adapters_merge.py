@@ -202,7 +202,7 @@ def test_memory_and_workers_change_no_byte(tmp_path: Path) -> None:
     )
     recipe = _linear(f"{base}+{one}", f"{base}+{two}", base_model=str(base)) | {"merge_method": "ties"}
     digests = set()
-    for number, options in enumerate(({}, {"memory": 17 << 20}, {"memory": 64 << 20})):
+    for number, options in enumerate(({}, {"memory": 26 << 20}, {"memory": 64 << 20})):
         _merge(recipe, tmp_path / f"out{number}", **options)
         path = tmp_path / f"out{number}" / "model.safetensors"
         digests.add(hashlib.sha256(path.read_bytes()).hexdigest())

@@ -24,13 +24,6 @@ def widen(words: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
 
 
 @compiled
-def subtract(values: NDArray[np.float32], origin: NDArray[np.float32]) -> None:
-    """``values - origin`` in place of ``values``, rounded; both ``[n]``."""
-    for i in range(values.size):
-        values[i] = values[i] - origin[i]
-
-
-@compiled
 def narrow(values: NDArray[np.float32], words: NDArray[np.uint16]) -> None:
     """float32 rounded to the nearest bfloat16, ties to even; both ``[n]``. Any NaN becomes a quiet one."""
     patterns = values.view(np.uint32)
@@ -42,14 +35,10 @@ def narrow(values: NDArray[np.float32], words: NDArray[np.uint16]) -> None:
 
 
 @compiled
-def load_chunk(
-    words: NDArray[np.uint16],
-    places: NDArray[np.int64],
-    begin: int,
-    size: int,
-    rows: NDArray[np.float32],
+def load_deltas(
+    words: NDArray[np.uint16], places: NDArray[np.int64], begin: int, size: int, rows: NDArray[np.float32]
 ) -> None:
-    """A chunk of every input as float32.
+    """A chunk of every input as float32, those after the first less the first, which is the base.
 
     Args:
         words: memory that holds all inputs.
@@ -58,20 +47,16 @@ def load_chunk(
         size: its elements, at most the length of a row.
         rows: ``[inputs, CHUNK]``, of which the first ``size`` elements of every row are written.
     """
-    for index in range(places.size):
+    first = places[0] + begin
+    base = rows[0, :size]
+    widen(words[first : first + size], base)
+    for index in range(1, places.size):
         first = places[index] + begin
-        widen(words[first : first + size], rows[index, :size])
+        _widen_less(words[first : first + size], base, rows[index, :size])
 
 
 @compiled
-def load_deltas(
-    words: NDArray[np.uint16],
-    places: NDArray[np.int64],
-    begin: int,
-    size: int,
-    rows: NDArray[np.float32],
-) -> None:
-    """As ``load_chunk``, and all rows less the first one, which is the base and stays."""
-    load_chunk(words, places, begin, size, rows)
-    for index in range(1, places.size):
-        subtract(rows[index, :size], rows[0, :size])
+def _widen_less(words: NDArray[np.uint16], base: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+    """Patterns as the float32 of the same value, less the base's, rounded; all ``[n]``."""
+    for i in range(values.size):
+        values[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32) - base[i]

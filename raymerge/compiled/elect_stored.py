@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.compiled.bf16 import CHUNK, narrow
+from raymerge.compiled.bf16 import CHUNK, load_deltas, narrow
 from raymerge.compiled.elect import (
     Cuts,
     Rows,
@@ -24,7 +24,6 @@ from raymerge.compiled.hashes import fill_numbers
 from raymerge.compiled.jit import compiled
 from raymerge.compiled.kept import Chances, merge_kept
 from raymerge.compiled.ranks import thin_rows
-from raymerge.compiled.selection_stored import load
 from raymerge.compiled.sums import add_squares
 
 
@@ -59,7 +58,7 @@ def merge_trimmed_stored(inputs: Inputs, cuts: Cuts, how: Sum, out: NDArray[np.u
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
         size = min(CHUNK, out.size - begin)
-        load(inputs.words, inputs.places, begin, size, rows)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
         merge_trimmed(rows[0, :size], deltas, cuts, inputs.start + begin, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
@@ -71,7 +70,7 @@ def merge_selected_stored(inputs: Inputs, cuts: Cuts, how: Sum, out: NDArray[np.
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
         size = min(CHUNK, out.size - begin)
-        load(inputs.words, inputs.places, begin, size, rows)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
         merge_selected(rows[0, :size], deltas, cuts, inputs.start + begin, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
@@ -83,7 +82,7 @@ def merge_kept_stored(inputs: Inputs, chances: Chances, how: Sum, out: NDArray[n
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
         size = min(CHUNK, out.size - begin)
-        load(inputs.words, inputs.places, begin, size, rows)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
         merge_kept(rows[0, :size], deltas, chances, inputs.start + begin, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
@@ -98,7 +97,7 @@ def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[n
     deltas, thinned = Rows(rows[1:].reshape(-1), chunk), Rows(factors.reshape(-1), chunk)
     for begin in range(0, out.size, chunk):
         size = min(chunk, out.size - begin)
-        load(inputs.words, inputs.places, begin, size, rows)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
         for source in range(num_sources):
             row = rows[1 + source, :size]
             _write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
@@ -136,7 +135,7 @@ def add_squares_stored(
     chosen = np.empty((squares.size, CHUNK if selects else 0), np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
-        load(inputs.words, inputs.places, begin, length, rows)
+        load_deltas(inputs.words, inputs.places, begin, length, rows)
         if selects:
             # What lies behind a short chunk is of no matter.
             write_selected(Rows(rows[1:].reshape(-1), CHUNK), cuts, inputs.start + begin, chosen)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.compiled.bf16 import CHUNK, widen
+from raymerge.compiled.bf16 import CHUNK, load_deltas
 from raymerge.compiled.jit import compiled
 from raymerge.compiled.selection import count, count_all, spread
 from raymerge.compiled.sums import add_values
@@ -24,26 +24,6 @@ class Bins(NamedTuple):
     """The first pattern above."""
     shift: np.uint32
     """Binary logarithm of how many patterns share a bin."""
-
-
-@compiled
-def load(
-    words: NDArray[np.uint16], places: NDArray[np.int64], begin: int, size: int, rows: NDArray[np.float32]
-) -> None:
-    """What ``bf16.load_deltas`` does, with one step for each source instead of two."""
-    first = places[0] + begin
-    base = rows[0, :size]
-    widen(words[first : first + size], base)
-    for index in range(1, places.size):
-        first = places[index] + begin
-        _widen_less(words[first : first + size], base, rows[index, :size])
-
-
-@compiled
-def _widen_less(words: NDArray[np.uint16], base: NDArray[np.float32], values: NDArray[np.float32]) -> None:
-    """Patterns as the float32 of the same value, less the base's, rounded; all ``[n]``."""
-    for i in range(values.size):
-        values[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32) - base[i]
 
 
 @compiled
@@ -66,7 +46,7 @@ def count_delta(
     rows = np.empty((2, CHUNK), np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
-        load(words, places, begin, length, rows)
+        load_deltas(words, places, begin, length, rows)
         more, others = _count(rows[1, :length], bins, counts)
         above += more
         bits |= others
@@ -93,7 +73,7 @@ def count_spread(
     rows, deviations = np.empty((places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
-        load(words, places, begin, length, rows)
+        load_deltas(words, places, begin, length, rows)
         differing += spread(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
         more, others = _count(deviations[:length], bins, counts)
         above += more
@@ -121,7 +101,7 @@ def add_delta(
     rows, chosen = np.empty((2, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
-        load(words, places, begin, length, rows)
+        load_deltas(words, places, begin, length, rows)
         for index in range(ends.size):
             _write_larger(rows[1, :length], ends[index], chosen)
             totals[index] = add_values(totals[index], chosen[:length])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
+import numpy as np
 import torch
 
 from raymerge.methods import (
@@ -14,6 +16,9 @@ from raymerge.methods import (
     Access,
     Method,
     Settings,
+    Stored,
+    StoredKernel,
+    StoredTile,
     Takes,
     Tile,
     find_method,
@@ -40,9 +45,12 @@ def warm_up(expressions: Iterable[Expression], device: torch.device) -> None:
         if expression.is_copy or method is None or key in seen:
             continue
         seen.add(key)
-        if method.access_with(settings) is not Access.MATRIX:
-            keys = tuple(range(1, len(settings.sources) + 1)) if method.random else ()
-            _compute(method, expression.bind(keys=keys, shape=_SHAPE), device, has_base=expression.has_base)
+        keys = tuple(range(1, len(settings.sources) + 1)) if method.random else ()
+        # Some settings are made for one shape, and suit no other; those methods warm up as they go.
+        with suppress(ValueError):
+            if method.access_with(settings) is not Access.MATRIX:
+                bound = expression.bind(keys=keys, shape=_SHAPE)
+                _compute(method, bound, device, has_base=expression.has_base)
 
 
 def _compute(method: Method, settings: Settings, device: torch.device, *, has_base: bool) -> None:
@@ -51,5 +59,17 @@ def _compute(method: Method, settings: Settings, device: torch.device, *, has_ba
     # Two kinds of numbers, for what does not look twice at tensors that are equal.
     sources[:, ::3] = 1.0 if method.takes is Takes.WEIGHTS else 0.0
     tile = Tile(torch.zeros(count, device=device) if has_base else None, sources, 0)
+    kernel, inputs = method.kernel, len(settings.sources) + has_base
     state = gather(method, settings, count, device, tiles=lambda: (tile,), sample=lambda: sample_of(tile))
-    method.kernel.apply(tile, settings, state)
+    kernel.apply(tile, settings, state)
+    if isinstance(kernel, StoredKernel) and device.type == "cpu":
+        stored = Stored(np.zeros(inputs * count, np.uint16), np.arange(inputs) * count, count, 0)
+        state = gather(
+            method,
+            settings,
+            count,
+            device,
+            tiles=lambda: (StoredTile(stored, lambda: (tile,)),),
+            sample=lambda: sample_of(tile),
+        )
+        kernel.apply_stored(stored, settings, state, np.empty(count, np.uint16))

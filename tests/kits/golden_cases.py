@@ -64,18 +64,12 @@ class Difference:
 _MASKS = Difference(
     "masks come from another generator; the pack's dare and della recipes compare statistics", 24
 )
-_TIES = Difference(
-    "of deltas that tie, mergekit keeps what an unstable sort gives, raymerge goes by a hash", 1
-)
-
 DIFFERS: Mapping[tuple[str, str], Difference] = {
     **{
         (method, dtype): _MASKS
         for method in ("dare_linear", "dare_ties", "della", "della_linear")
         for dtype in TOLERANCE
     },
-    ("breadcrumbs", "bfloat16"): _TIES,
-    ("breadcrumbs_ties", "bfloat16"): _TIES,
     ("arcee_fusion", "bfloat16"): Difference("mergekit keeps what divergences in bfloat16 decide", 4),
 }
 """Cases that raymerge does not reproduce, by method and dtype."""
