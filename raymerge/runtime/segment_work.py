@@ -73,6 +73,8 @@ class SegmentsRunner:
 
     def run(self, number: int) -> Receipt:
         """Make one segment."""
+        # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
+        torch.set_num_threads(1)
         return self.segments.run(number)
 
     def abort(self) -> None:
