@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,15 @@ from rich.text import Text
 from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
-from raymerge.cli.simulate import read_cluster, show_simulation
+from raymerge.cli.simulate import (
+    check_memory,
+    in_hand,
+    misplaced,
+    read_cluster,
+    show_simulation,
+    show_total,
+    taken_for_recipe,
+)
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -51,7 +60,8 @@ class Account:
     is_made: bool | None
     """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
     simulation: Simulation | None = None
-    """Its run on the cluster that was asked for; None where none was, or where problems are in the way."""
+    """Its run on the cluster that was asked for, without start-up where another one is run before; None where
+    none was asked for, nothing is to be made, or problems are in the way."""
 
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
         """JSON form; of one of several merges also with its name."""
@@ -60,6 +70,20 @@ class Account:
         simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         listed = {"tensors": lines} if tensors else {}
         return {**name, **self.explanation.to_json(), **simulated, **listed}
+
+
+def _checked(simulate: list[str] | None) -> list[str] | None:
+    """The option's values, looked at before anything is missed that one of them has taken the place of."""
+    from raymerge.errors import OptionError
+
+    def verb() -> int:
+        if problem := next(filter(None, map(misplaced, simulate or ())), None):
+            raise OptionError(problem)
+        return 0
+
+    if code := guarded(verb):
+        raise typer.Exit(code)
+    return simulate
 
 
 def plan(
@@ -73,7 +97,8 @@ def plan(
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
     simulate: Annotated[
-        list[str] | None, typer.Option("--simulate", metavar="KEY=VALUE ...", help=_SIMULATE_HELP)
+        list[str] | None,
+        typer.Option("--simulate", metavar="KEY=VALUE ...", help=_SIMULATE_HELP, callback=_checked),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
 ) -> None:
@@ -83,36 +108,50 @@ def plan(
         from raymerge.runtime.options import RunOptions
 
         options = RunOptions(memory=read_memory(memory))
-        cluster = _cluster(simulate, pairs)
+        cluster = _cluster(recipe, simulate or (), pairs or ())
         with own_stdout() as stdout:
             accounts = explain_all(recipe, output or default_output(recipe), options)
-            accounts = tuple(_simulated(each, cluster) for each in accounts)
+            if cluster is not None:
+                accounts = _simulated(accounts, cluster)
         return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
 
 
-def _cluster(simulate: Sequence[str] | None, pairs: Sequence[str] | None) -> Cluster | None:
+def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
     """The cluster to simulate on; raises OptionError."""
     from raymerge.errors import OptionError, Problem
 
+    found = None if Path(recipe).exists() else taken_for_recipe(recipe, simulate, pairs)
+    if found is not None:
+        raise OptionError(found)
     if simulate:
-        return read_cluster([*simulate, *(pairs or ())])
+        return read_cluster([*simulate, *pairs])
     if pairs:
         what = f"'{pairs[0]}' is one argument too many: one recipe is planned."
         raise OptionError(Problem("plan", what, "Leave it out; KEY=VALUE stands behind --simulate."))
     return None
 
 
-def _simulated(account: Account, cluster: Cluster | None) -> Account:
-    """The account with its run on a cluster, if there is nothing in its way."""
-    if cluster is None or account.explanation.problems:
-        return account
+def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, ...]:
+    """The accounts with the runs of what is to be made, one after the other on workers that start once.
+
+    Raises:
+        OptionError: the workers have too little memory.
+    """
     from raymerge.planner.simulate import simulate_plan
 
-    return replace(
-        account, simulation=simulate_plan(account.merge.plan, cluster, account.explanation.memory.budget)
-    )
+    wanted = [not account.is_made and not account.explanation.problems for account in accounts]
+    check_memory(cluster, [each.explanation.memory for each in compress(accounts, wanted)])
+    found: list[Account] = []
+    for account, is_wanted in zip(accounts, wanted, strict=True):
+        if not is_wanted:
+            found.append(account)
+            continue
+        run = simulate_plan(account.merge.plan, cluster, account.explanation.memory.budget)
+        found.append(replace(account, simulation=run))
+        cluster = replace(cluster, startup=0.0)
+    return tuple(found)
 
 
 def default_output(recipe: str) -> str:
@@ -207,6 +246,17 @@ def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool
         _show_account(stream, account)
         if tensors:
             _show_tensors(make_console(stream), _tensor_lines(account.merge.plan))
+    if len(accounts) > 1:
+        _show_total(make_console(stream), accounts)
+
+
+def _show_total(console: Console, accounts: Sequence[Account]) -> None:
+    """What all merges take together, if all that are to be made were simulated."""
+    made = [account for account in accounts if not account.is_made]
+    runs = [account.simulation for account in made if account.simulation is not None]
+    if runs and len(runs) == len(made):
+        stages = sum(len(account.explanation.stages) for account in made)
+        show_total(console, runs, kept=len(accounts) - len(made), stages=stages)
 
 
 def _show_account(stream: IO[str], account: Account) -> None:
@@ -221,7 +271,7 @@ def _show_account(stream: IO[str], account: Account) -> None:
     _show_dispositions(console, explanation)
     _show_changes(console, explanation.config_changes)
     if account.simulation is not None:
-        show_simulation(console, account.simulation)
+        show_simulation(console, account.simulation, stages=len(explanation.stages))
     if explanation.notes:
         console.print()
         console.print(heading("Notes"))
@@ -245,8 +295,11 @@ def _facts(explanation: Explanation) -> Iterable[tuple[str, str]]:
     yield "segments", str(explanation.segments)
     yield "duplicates", _duplicates(explanation)
     yield "head", explanation.tie
-    peak = f"{format_size(memory.peak)} of {format_size(memory.budget)}, set by {memory.tensor}"
-    yield "memory", f"{peak}; the least that works is {format_size(memory.least_budget)}"
+    peak = f"{format_size(memory.peak)} of {format_size(memory.budget)} for {in_hand(memory.lanes)}"
+    yield (
+        "memory",
+        f"{peak}, set by {memory.tensor}; the least that works is {format_size(memory.least_budget)}",
+    )
 
 
 def _again(passes: int) -> str:

@@ -9,29 +9,39 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.compiled.jit import compiled
+from raymerge.compiled.jit import compiled, inlined
 
 CHUNK = 16_384
 """Elements of a chunk: a piece of the sums (``raymerge.methods.reduce``), of which some fill half a cache."""
 
 
+@inlined
+def widened(word: np.uint16) -> np.float32:
+    """A pattern as the float32 of the same value."""
+    return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def rounded(value: np.float32) -> np.uint16:
+    """The nearest bfloat16, ties to even. Any NaN becomes a quiet one."""
+    pattern = np.float32(value).view(np.uint32)
+    nearest = (pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (pattern & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if is_nan else np.uint16(nearest)
+
+
 @compiled
 def widen(words: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
     """Patterns as the float32 of the same value; both ``[n]``."""
-    patterns = values.view(np.uint32)
     for i in range(words.size):
-        patterns[i] = np.uint32(words[i]) << np.uint32(16)
+        values[i] = widened(words[i])
 
 
 @compiled
 def narrow(values: NDArray[np.float32], words: NDArray[np.uint16]) -> None:
-    """float32 rounded to the nearest bfloat16, ties to even; both ``[n]``. Any NaN becomes a quiet one."""
-    patterns = values.view(np.uint32)
+    """float32 rounded to bfloat16; both ``[n]``."""
     for i in range(values.size):
-        pattern = patterns[i]
-        rounded = (pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        is_nan = (pattern & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        words[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+        words[i] = rounded(values[i])
 
 
 @compiled
@@ -59,4 +69,4 @@ def load_deltas(
 def _widen_less(words: NDArray[np.uint16], base: NDArray[np.float32], values: NDArray[np.float32]) -> None:
     """Patterns as the float32 of the same value, less the base's, rounded; all ``[n]``."""
     for i in range(values.size):
-        values[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32) - base[i]
+        values[i] = widened(words[i]) - base[i]

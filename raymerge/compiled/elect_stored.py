@@ -1,4 +1,4 @@
-"""The merges of ``raymerge.compiled.elect`` and ``raymerge.compiled.kept``, of bfloat16 as it is stored.
+"""The merges of ``raymerge.compiled.elect``, of bfloat16 as it is stored.
 
 A chunk of every input is widened, merged by the loops there and rounded, before the next one is.
 """
@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from raymerge.compiled.bf16 import CHUNK, load_deltas, narrow
 from raymerge.compiled.elect import (
     Cuts,
+    Picks,
     Rows,
     Sum,
     merge_factors,
-    merge_selected,
-    merge_trimmed,
+    merge_picked,
     write_selected,
 )
 from raymerge.compiled.hashes import fill_numbers
 from raymerge.compiled.jit import compiled
-from raymerge.compiled.kept import Chances, merge_kept
 from raymerge.compiled.ranks import thin_rows
 from raymerge.compiled.sums import add_squares
 
@@ -52,38 +51,14 @@ class Ranked(NamedTuple):
 
 
 @compiled
-def merge_trimmed_stored(inputs: Inputs, cuts: Cuts, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_trimmed`` makes of the deltas, rounded; ``out`` is ``[n]``."""
+def merge_picked_stored(inputs: Inputs, picks: Picks, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_picked`` makes of the deltas, rounded; ``out`` is ``[n]``."""
     rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     deltas = Rows(rows[1:].reshape(-1), CHUNK)
     for begin in range(0, out.size, CHUNK):
         size = min(CHUNK, out.size - begin)
         load_deltas(inputs.words, inputs.places, begin, size, rows)
-        merge_trimmed(rows[0, :size], deltas, cuts, inputs.start + begin, how, merged[:size])
-        narrow(merged[:size], out[begin : begin + size])
-
-
-@compiled
-def merge_selected_stored(inputs: Inputs, cuts: Cuts, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``elect.merge_selected`` makes of the deltas, rounded; ``out`` is ``[n]``."""
-    rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
-    deltas = Rows(rows[1:].reshape(-1), CHUNK)
-    for begin in range(0, out.size, CHUNK):
-        size = min(CHUNK, out.size - begin)
-        load_deltas(inputs.words, inputs.places, begin, size, rows)
-        merge_selected(rows[0, :size], deltas, cuts, inputs.start + begin, how, merged[:size])
-        narrow(merged[:size], out[begin : begin + size])
-
-
-@compiled
-def merge_kept_stored(inputs: Inputs, chances: Chances, how: Sum, out: NDArray[np.uint16]) -> None:
-    """Write what ``kept.merge_kept`` makes of the deltas, rounded; ``out`` is ``[n]``."""
-    rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
-    deltas = Rows(rows[1:].reshape(-1), CHUNK)
-    for begin in range(0, out.size, CHUNK):
-        size = min(CHUNK, out.size - begin)
-        load_deltas(inputs.words, inputs.places, begin, size, rows)
-        merge_kept(rows[0, :size], deltas, chances, inputs.start + begin, how, merged[:size])
+        merge_picked(rows[0, :size], deltas, picks, inputs.start + begin, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
 

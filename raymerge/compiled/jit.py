@@ -1,15 +1,23 @@
-"""How the loops of this package are compiled."""
+"""How the loops of this package are compiled, and kept from one process to the next."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import pickle
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_DIGEST_SIZE = 16
 
 
 def compiled(function: _Function) -> _Function:
@@ -18,9 +26,10 @@ def compiled(function: _Function) -> _Function:
     Other threads run meanwhile, as in all that it calls. Divisions by zero follow IEEE 754. Additions are
     made in the order in which they are written: nothing lets the compiler reorder or fuse them.
     """
-    made = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    if not _bind_to_sources(made):
-        made = numba.njit(nogil=True, error_model="numpy")(function)
+    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    # Where neither the package nor the user has a directory for it, every process compiles anew.
+    with suppress(RuntimeError):
+        made._cache = _LoopCache(function)
     return cast(_Function, made)
 
 
@@ -33,8 +42,71 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, numba.njit(nogil=True, error_model="numpy", inline="always")(function))
 
 
+class _LoopCache(FunctionCache):
+    """numba's cache of a function, but for its files."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file: Any = _CodeFiles(Path(self._cache_path), self._impl.filename_base)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled; a full or read-only disk is no reason not to go on with it."""
+        with suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+
+class _CodeFiles:
+    """What was compiled of one function: a file for each combination of types, processor and sources.
+
+    numba itself numbers its files and keeps in another which is which, and looks at the function's own source
+    file alone. After a write that failed half-way, or two processes that wrote at once, a number led to the
+    code of an older release or of other types; and a loop that calls one of another file went on with that
+    one's old form after it was changed. Here a file's name says all that its code depends on, and its first
+    bytes whether it is whole.
+    """
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        self._directory = directory
+        self._stem = stem
+
+    def load(self, key: object) -> Any:
+        """What was saved under a key; None if nothing was."""
+        try:
+            content = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, data = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
+        return pickle.loads(data) if digest == _digest(data) else None
+
+    def save(self, key: object, compiled_code: object) -> None:
+        """Keep something under a key, and nothing of other sources any more.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self._path(key)
+        data: bytes = dumps(compiled_code)  # type: ignore[no-untyped-call]
+        part = path.with_suffix(f".{uuid.uuid4().hex[:12]}.part")
+        try:
+            part.write_bytes(_digest(data) + data)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        for other in self._directory.glob(f"{self._stem}.*.nbc"):
+            if not other.name.startswith(f"{self._stem}.{_SOURCES}."):
+                other.unlink(missing_ok=True)
+
+    def _path(self, key: object) -> Path:
+        name = _digest(f"{numba.__version__} {key!r}".encode()).hex()
+        return self._directory / f"{self._stem}.{_SOURCES}.{name}.nbc"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_SIZE).digest()
+
+
 def _sources_digest() -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=8)
     files = (each for each in resources.files(__package__).iterdir() if each.name.endswith(".py"))
     for file in sorted(files, key=lambda each: each.name):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -42,17 +114,3 @@ def _sources_digest() -> str:
 
 
 _SOURCES = _sources_digest()
-
-
-def _bind_to_sources(made: Any) -> bool:
-    """Have what is kept on disk hold for the whole package as it is now; whether that could be done.
-
-    numba looks at the function's own file alone. A loop that calls one of another file would go on with that
-    one's old form after it was changed.
-    """
-    kept = getattr(getattr(made, "_cache", None), "_cache_file", None)
-    stamp = getattr(kept, "_source_stamp", None)
-    if kept is None or stamp is None:
-        return False
-    kept._source_stamp = (stamp, _SOURCES)
-    return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,44 +12,87 @@ from raymerge.compiled.jit import compiled, inlined
 RUN = 1024
 """Elements that are in work at once, in arrays that the first-level cache holds."""
 
+EVERY = np.uint32(0x8000_0000)
+"""Patterns that magnitudes can have."""
+
 # Numbers of 32 bits throughout: 16 of them are compared at once.
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
-# Times a number whose only 1 is the lowest bit of a byte, this has the byte's number at the top.
-_PLACES, _TOP, _ONE = np.uint64(0x0001_0203_0405_0607), np.uint64(56), np.uint64(1)
+_ONE, _EIGHT, _WORDS = np.uint64(1), 8, RUN // 64
+# Times a number of which one bit is 1, the top 6 bits tell which: no two windows of this one are alike.
+_WINDOWS, _TOP = np.uint64(0x03F7_9D71_B4CB_0A89), np.uint64(58)
+
+
+def _places_of_bits() -> NDArray[np.int64]:
+    """By those 6 bits, where the flag lies that the bit stands for, in words of eight flags from the word's.
+
+    Bit ``8 * byte + word`` is flag ``byte`` of the ``word``-th of eight words, ``_WORDS`` from each other.
+    """
+    offsets = np.empty(64, np.int64)
+    for bit in range(64):
+        offsets[(int(_WINDOWS) << bit & (1 << 64) - 1) >> int(_TOP)] = 8 * _WORDS * (bit % 8) + bit // 8
+    return offsets
+
+
+_OFFSETS = _places_of_bits()
+
+
+class Bins(NamedTuple):
+    """Where magnitudes are counted."""
+
+    low: np.uint32
+    """Pattern of the smallest one."""
+    high: np.uint32
+    """The first pattern above."""
+    shift: np.uint32
+    """Binary logarithm of how many patterns share a bin."""
+
+
+class Finder(NamedTuple):
+    """Arrays in which a few elements of a run are found."""
+
+    flags: NDArray[np.uint8]
+    """1 where an element is one of them, else 0, ``[RUN]``."""
+    words: NDArray[np.uint64]
+    """The same, a bit for each, ``[RUN // 64]``."""
+    found: NDArray[np.int64]
+    """Where they are, ``[RUN]``."""
 
 
 @compiled
-def count(
-    patterns: NDArray[np.uint32], low: np.uint32, high: np.uint32, shift: np.uint32, counts: NDArray[np.int64]
-) -> tuple[int, int]:
+def make_finder() -> Finder:
+    """Room for one run; no flag is set."""
+    return Finder(np.zeros(RUN, np.uint8), np.empty(_WORDS, np.uint64), np.empty(RUN, np.int64))
+
+
+@compiled
+def count(patterns: NDArray[np.uint32], bins: Bins, counts: NDArray[np.int64]) -> tuple[int, int]:
     """Count the magnitudes from ``low`` on and below ``high``, each in bin ``(magnitude - low) >> shift``.
 
     Few of them are expected to lie there, so finding those is a step of its own, many at once.
 
     Args:
         patterns: bits of float32 numbers ``[n]``, the sign among them.
-        low: first pattern of the bracket.
-        high: first pattern above it.
-        shift: binary logarithm of how many patterns share a bin.
+        bins: where to count.
         counts: int64, one for each bin, added to.
 
     Returns:
         how many are not below ``high``, and all distances of those inside from ``low``, or-ed.
     """
-    width, above, bits = np.uint32(high - low), 0, 0
-    flags, found = np.zeros(RUN, np.uint8), np.empty(RUN, np.int64)
+    if bins.high - bins.low == EVERY:
+        return 0, count_all(patterns, bins.shift, counts)
+    above, bits, finder = 0, 0, make_finder()
+    low, width = bins.low, np.uint32(bins.high - bins.low)
     for begin in range(0, patterns.size, RUN):
-        run = patterns[begin : begin + RUN]
-        flags[run.size :] = 0
-        over = np.uint32(0)
+        run, over = patterns[begin : begin + RUN], np.uint32(0)
+        finder.flags[run.size :] = 0
         for i in range(run.size):
             magnitude = run[i] & _MAGNITUDE
-            flags[i] = np.uint32(magnitude - low) < width
-            over = np.uint32(over + np.uint32(magnitude >= high))
+            finder.flags[i] = np.uint32(magnitude - low) < width
+            over = np.uint32(over + np.uint32(magnitude >= bins.high))
         above += int(over)
-        for place in found[: places(flags, found)]:
+        for place in finder.found[: places(finder)]:
             distance = np.uint32((run[place] & _MAGNITUDE) - low)
-            counts[distance >> shift] += 1
+            counts[distance >> bins.shift] += 1
             bits |= int(distance)
     return above, bits
 
@@ -64,29 +109,26 @@ def count_all(patterns: NDArray[np.uint32], shift: np.uint32, counts: NDArray[np
 
 
 @inlined
-def places(flags: NDArray[np.uint8], found: NDArray[np.int64]) -> int:
-    """Write the places of the flags that are 1 into ``found``, in order, and return how many there are.
+def places(finder: Finder) -> int:
+    """Write the places of the flags that are 1 into ``found``, in no order, and return how many there are.
 
-    Eight at a time, and without a branch, those are put aside that are not all 0; most are, and what is left
-    has one place as a rule.
-
-    Args:
-        flags: 0 or 1, ``[RUN]``.
-        found: ``[RUN]``, overwritten.
+    Eight words of eight flags become one word, many at once. Most flags are 0, and a word has one place or
+    none as a rule.
     """
-    eights, candidates = flags.view(np.uint64), np.empty(RUN // 8, np.int64)
-    num_candidates = 0
-    for i in range(eights.size):
-        candidates[num_candidates] = i
-        num_candidates += eights[i] != 0
+    eights, words, found = finder.flags.view(np.uint64), finder.words, finder.found
+    for i in range(words.size):
+        word = np.uint64(0)
+        for bit in range(_EIGHT):
+            word |= eights[_WORDS * bit + i] << np.uint64(bit)
+        words[i] = word
     num_found = 0
-    for i in candidates[:num_candidates]:
-        eight = eights[i]
-        while eight:
-            lowest = eight & (~eight + _ONE)
-            found[num_found] = 8 * i + np.int64((lowest * _PLACES) >> _TOP)
+    for i in range(words.size):
+        word = words[i]
+        while word:
+            lowest = word & (~word + _ONE)
+            found[num_found] = 8 * i + _OFFSETS[(lowest * _WINDOWS) >> _TOP]
             num_found += 1
-            eight ^= lowest
+            word ^= lowest
     return num_found
 
 

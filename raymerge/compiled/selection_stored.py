@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.compiled.bf16 import CHUNK, load_deltas
-from raymerge.compiled.jit import compiled
-from raymerge.compiled.selection import count, count_all, spread
+from raymerge.compiled.bf16 import CHUNK, load_deltas, widened
+from raymerge.compiled.jit import compiled, inlined
+from raymerge.compiled.selection import EVERY, RUN, Bins, count, make_finder, places, spread
 from raymerge.compiled.sums import add_values
 
-_LAST = np.uint32(0x8000_0000)
-
-
-class Bins(NamedTuple):
-    """Where magnitudes are counted."""
-
-    low: np.uint32
-    """Pattern of the smallest one."""
-    high: np.uint32
-    """The first pattern above."""
-    shift: np.uint32
-    """Binary logarithm of how many patterns share a bin."""
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
 
 
 @compiled
 def count_delta(
-    words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
+    words: NDArray[np.uint16], first: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Count the magnitudes of one delta as ``selection.count`` does.
+    """Count the magnitudes of one delta as ``selection.count`` does, never writing them down.
 
     Args:
         words: memory that holds base and source.
-        places: where in it they begin, ``[2]``.
+        first: where in it they begin, ``[2]``.
         size: elements of each.
         bins: where to count.
         counts: one for each bin, added to.
@@ -42,15 +29,44 @@ def count_delta(
     Returns:
         how many are not below ``bins.high``, and all distances of those inside from ``bins.low``, or-ed.
     """
-    above, bits = 0, 0
-    rows = np.empty((2, CHUNK), np.float32)
-    for begin in range(0, size, CHUNK):
-        length = min(CHUNK, size - begin)
-        load_deltas(words, places, begin, length, rows)
-        more, others = _count(rows[1, :length], bins, counts)
-        above += more
-        bits |= others
+    if bins.high - bins.low == EVERY:
+        return 0, _count_all(words[first[0] :][:size], words[first[1] :][:size], bins.shift, counts)
+    above, bits, finder = 0, 0, make_finder()
+    low, width = bins.low, np.uint32(bins.high - bins.low)
+    for begin in range(0, size, RUN):
+        length, over = min(RUN, size - begin), np.uint32(0)
+        base = words[first[0] + begin : first[0] + begin + length]
+        source = words[first[1] + begin : first[1] + begin + length]
+        finder.flags[length:] = 0
+        for i in range(length):
+            magnitude = _magnitude(source[i], base[i])
+            finder.flags[i] = np.uint32(magnitude - low) < width
+            over = np.uint32(over + np.uint32(magnitude >= bins.high))
+        above += int(over)
+        for place in finder.found[: places(finder)]:
+            distance = np.uint32(_magnitude(source[place], base[place]) - low)
+            counts[distance >> bins.shift] += 1
+            bits |= int(distance)
     return above, bits
+
+
+@compiled
+def _count_all(
+    base: NDArray[np.uint16], source: NDArray[np.uint16], shift: np.uint32, counts: NDArray[np.int64]
+) -> int:
+    """``selection.count_all`` of a delta."""
+    bits = 0
+    for i in range(base.size):
+        magnitude = _magnitude(source[i], base[i])
+        counts[magnitude >> shift] += 1
+        bits |= int(magnitude)
+    return bits
+
+
+@inlined
+def _magnitude(source: np.uint16, base: np.uint16) -> np.uint32:
+    """The pattern of how far two patterns of bfloat16 lie apart in float32."""
+    return np.float32(widened(source) - widened(base)).view(np.uint32) & _MAGNITUDE
 
 
 @compiled
@@ -75,7 +91,7 @@ def count_spread(
         length = min(CHUNK, size - begin)
         load_deltas(words, places, begin, length, rows)
         differing += spread(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
-        more, others = _count(deviations[:length], bins, counts)
+        more, others = count(deviations[:length].view(np.uint32), bins, counts)
         above += more
         bits |= others
     return above, bits, differing
@@ -113,12 +129,3 @@ def _write_larger(values: NDArray[np.float32], end: np.float32, out: NDArray[np.
     for i in range(values.size):
         size = np.abs(values[i])
         out[i] = np.float32(0.0) if size <= end else size
-
-
-@compiled
-def _count(values: NDArray[np.float32], bins: Bins, counts: NDArray[np.int64]) -> tuple[int, int]:
-    """Count magnitudes in all there are, or in part of it."""
-    patterns = values.view(np.uint32)
-    if bins.high - bins.low == _LAST:
-        return 0, count_all(patterns, bins.shift, counts)
-    return count(patterns, bins.low, bins.high, bins.shift, counts)

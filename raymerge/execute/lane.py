@@ -1,11 +1,15 @@
-"""One segment's pipeline: reads ahead on one thread, computes on its own, writes behind on another."""
+"""One segment's pipeline: a thread that reads a load, computes it and writes what is finished, over and over.
+
+While one lane of a worker reads or writes, others compute: that is why a worker has more lanes than threads
+to compute with. Within a lane nothing is done side by side. Handing bytes from thread to thread takes longer
+than one might think, as each of them waits for the interpreter's lock; and what is read ahead takes memory.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -16,12 +20,13 @@ from raymerge.execute.assembled import Raw
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import scatter
 from raymerge.execute.jobs import RowJob
-from raymerge.execute.loading import NOTHING, Loader
+from raymerge.execute.loading import NOTHING, LoadBuffer
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
-from raymerge.methods import StoredTile, Tile, sample_of
+from raymerge.execute.turn import Turn
+from raymerge.methods import StoredTile, Tile
 from raymerge.planner.expressions import Read
 
 
@@ -31,12 +36,25 @@ class Shop:
 
     seed: int
     """The recipe's seed."""
-    turns: threading.Semaphore
-    """Held while computing: as many may as the worker has threads for it."""
     aborted: threading.Event
     """Set when segments are to be given up."""
     watch: Callable[[], None]
     """Looks after the process's memory; called after every load."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equipment:
+    """A lane's memory and ways; they go from segment to segment, as memory that was used before is much
+    faster."""
+
+    transfers: Transfers
+    """To and from the device."""
+    buffer: LoadBuffer
+    """For what is read."""
+    block: torch.Tensor
+    """uint8, page-aligned: for what will be written."""
+    scratch: Scratch
+    """For float32 pieces."""
 
 
 class Lane:
@@ -45,28 +63,26 @@ class Lane:
     def __init__(
         self,
         shop: Shop,
+        turn: Turn,
         reader: LoadReader,
-        loader: Loader,
         output: Output,
-        transfers: Transfers,
-        scratch: Scratch,
+        equipment: Equipment,
     ) -> None:
         """
         Args:
             shop: what it shares with others.
-            reader: reads samples; the loader has it, too.
-            loader: reads loads ahead.
+            turn: its leave to compute, which the output gives up while it writes.
+            reader: reads loads and samples.
             output: takes the finished bytes.
-            transfers: the way to and from the device.
-            scratch: for float32 pieces.
+            equipment: its memory and its ways to the device, for as long as it runs.
         """
         self._shop = shop
+        self._turn = turn
         self._reader = reader
-        self._loader = loader
         self._output = output
-        self._transfers = transfers
-        self._scratch = scratch
-        self._has_turn = False
+        self._buffer = equipment.buffer
+        self._transfers = equipment.transfers
+        self._scratch = equipment.scratch
 
     def run(self, stretches: Sequence[Stretch]) -> None:
         """Make all rows and hand over their bytes; returns when they are written.
@@ -76,37 +92,38 @@ class Lane:
         """
         try:
             with self._transfers.computing():
-                for stretch, following in pairwise((*stretches, None)):
-                    if stretch is not None:
-                        self._stretch(stretch, following.first if following is not None else None)
+                for stretch in stretches:
+                    self._stretch(stretch)
+            self._output.flush()
+            self._shop.watch()
         finally:
-            self._rest()
-        self._output.flush()
+            self._turn.rest()
 
-    def _stretch(self, stretch: Stretch, after: Load | None) -> None:
+    def _stretch(self, stretch: Stretch) -> None:
         if stretch.padding or len(stretch.loads) > 1:
-            self._long(stretch, after)
+            self._long(stretch)
             return
         (load,) = stretch.loads
-        for tile, raw in zip(load.tiles, self._begin(load, after), strict=True):
+        for tile, raw in zip(load.tiles, self._begin(load), strict=True):
             self._make(tile, raw, self._computations(tile.row), is_begun=False)
 
-    def _begin(self, load: Load, after: Load | None) -> tuple[Raw, ...]:
-        """Wait for a load's bytes, and for leave to compute."""
-        self._rest()
+    def _begin(self, load: Load, *, again: bool = False) -> tuple[Raw, ...]:
+        """Read a load and wait for leave to compute; the bytes of the load before are gone.
+
+        Args:
+            load: what to read.
+            again: whether it will be read once more.
+        """
+        self._shop.watch()
+        self._turn.rest()
         if self._shop.aborted.is_set():
             raise IncompleteError("the segment was given up, since the run ends.")
-        raws = self._loader.take(load, after)
-        self._shop.turns.acquire()
-        self._has_turn = True
+        read = self._reader.read(load, self._buffer.room(load), again=again)
+        raws, arrival = self._transfers.upload(load, read)
+        self._buffer.leave(arrival)
+        self._transfers.arrive(raws, arrival)
+        self._turn.take()
         return raws
-
-    def _rest(self) -> None:
-        """Let others compute."""
-        if self._has_turn:
-            self._shop.watch()
-            self._has_turn = False
-            self._shop.turns.release()
 
     def _computations(self, row: RowJob) -> list[PartComputation]:
         """One for each part of a row; none of a copy."""
@@ -141,34 +158,41 @@ class Lane:
         results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
         self._emit(row, [results[0] if row.is_flat else scatter(results, row)], 0)
 
-    def _long(self, stretch: Stretch, after: Load | None) -> None:
+    def _long(self, stretch: Stretch) -> None:
         """A row of several tiles, or one with padding."""
         row = stretch.loads[0].tiles[0].row
         parts = self._computations(row)
         self._pad(stretch, parts)
         if len(stretch.loads) == 1:
-            (raw,) = self._begin(stretch.loads[0], after)
+            (raw,) = self._begin(stretch.loads[0])
             self._make(stretch.loads[0].tiles[0], raw, parts, is_begun=True)
             return
         if not parts:
-            for tile, raw in self._cycle(stretch, after):
+            for tile, raw in self._cycle(stretch):
                 self._copy(tile, raw)
             return
         (part,) = parts
         begun = _Begun(part, is_begun=bool(stretch.padding))
         sample = self._sampler(stretch, part) if stretch.loads[0].tiles[0].piece else None
-        part.gather(lambda: _tiles(part, begun.of(self._cycle(stretch, stretch.loads[0]))), sample)
-        for tile, raw in begun.of(self._cycle(stretch, after)):
+        part.gather(lambda: _tiles(part, begun.of(self._cycle(stretch, again=True))), sample)
+        for tile, raw in begun.of(self._cycle(stretch)):
             self._apply(tile, raw, part)
 
     def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
         tile = stretch.loads[0].tiles[0]
-        return lambda: part.sample(self._reader.sample(tile))
+
+        def sample() -> Tile:
+            self._turn.rest()
+            found = self._reader.sample(tile)
+            self._turn.take()
+            return part.sample(found)
+
+        return sample
 
     def _pad(self, stretch: Stretch, parts: Sequence[PartComputation]) -> None:
         """The mean rows of padded inputs."""
-        for load, following in pairwise((*stretch.padding, stretch.loads[0])):
-            (raw,) = self._begin(load, following)
+        for load in stretch.padding:
+            (raw,) = self._begin(load, again=True)
             for part, share in zip(parts, _by_part(load.tiles[0].row, raw), strict=True):
                 if load is stretch.padding[0]:
                     part.load(share)
@@ -176,12 +200,11 @@ class Lane:
         for part in parts if stretch.padding else ():
             part.end_padding()
 
-    def _cycle(self, stretch: Stretch, after: Load | None) -> Iterator[tuple[TileJob, Raw]]:
+    def _cycle(self, stretch: Stretch, *, again: bool = False) -> Iterator[tuple[TileJob, Raw]]:
         """All tiles of a row, once."""
-        for load, following in pairwise((*stretch.loads, after)):
-            if load is not None:
-                (raw,) = self._begin(load, following)
-                yield load.tiles[0], raw
+        for load in stretch.loads:
+            (raw,) = self._begin(load, again=again)
+            yield load.tiles[0], raw
 
     def _copy(self, tile: TileJob, raw: Raw) -> None:
         """Hand over bytes as they are."""
@@ -262,7 +285,8 @@ def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Itera
 def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     """The result of a part that is one piece."""
     whole = part.whole(share, row.first_element)
-    part.gather(lambda: (whole,), lambda: sample_of(whole))
+    # Without a sample, as for one that is made in several tiles: where sums are split is in their last bits.
+    part.gather(lambda: (whole,), None)
     return part.apply(whole)
 
 

@@ -1,9 +1,8 @@
-"""The finished bytes of a segment: gathered into blocks, checked, digested and written behind."""
+"""The finished bytes of a segment: gathered into a block, checked, digested and written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,6 +14,7 @@ import xxhash
 from raymerge.execute.finite import first_non_finite
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.transfers import Arrival
+from raymerge.execute.turn import Turn
 from raymerge.planner.expressions import Read
 from raymerge.storage.buffers import ALIGNMENT
 from raymerge.storage.store import ReadStore, WriteStore
@@ -53,9 +53,8 @@ class _Share:
 
 @dataclass(slots=True)
 class _Block:
-    """A buffer of finished bytes; each lies as in its file within a block of the storage."""
+    """What is in the memory for finished bytes; each lies as in its file within a block of the storage."""
 
-    memory: torch.Tensor
     used: int = 0
     shares: list[_Share] = field(default_factory=list)
     arrival: Arrival | None = None
@@ -63,17 +62,14 @@ class _Block:
 
 
 class Output:
-    """Takes a segment's finished bytes in order; a writing thread does the rest.
+    """Takes a segment's finished bytes in order, and writes them whenever its memory is full."""
 
-    Two blocks take turns: one is filled while the other is checked, digested and written.
-    """
-
-    def __init__(self, staging: WriteStore, writing: ThreadPoolExecutor, blocks: list[torch.Tensor]) -> None:
+    def __init__(self, staging: WriteStore, memory: torch.Tensor, turn: Turn) -> None:
         """
         Args:
             staging: where shards grow, under their names with ``UNFINISHED``.
-            writing: one thread.
-            blocks: two uint8 tensors of one length, page-aligned.
+            memory: uint8, page-aligned.
+            turn: the leave to compute, given up while it writes.
         """
         self.written_bytes = 0
         """Bytes written, every copy of a row counted."""
@@ -82,11 +78,9 @@ class Output:
         self.shards: set[str] = set()
         """Names of the shards written to."""
         self._staging = staging
-        self._writing = writing
-        self._free = blocks
-        self._block_bytes = blocks[0].numel()
-        self._block: _Block | None = None
-        self._pending: Future[torch.Tensor] | None = None
+        self._memory = memory
+        self._turn = turn
+        self._block = _Block()
         self._hasher = xxhash.xxh3_128()
 
     def take(
@@ -104,9 +98,10 @@ class Output:
         """
         done, unit = 0, unit or max(1, row.expression.cast.bits // 8)
         while done < nbytes:
-            block, place = self._room(row, skipped + done, unit)
-            count = min(nbytes - done, (block.memory.numel() - place) // unit * unit)
-            block.arrival = fill(done, block.memory[place : place + count]) or block.arrival
+            place = self._room(row, skipped + done, unit)
+            block = self._block
+            count = min(nbytes - done, (self._memory.numel() - place) // unit * unit)
+            block.arrival = fill(done, self._memory[place : place + count]) or block.arrival
             block.shares.append(_Share(row, place, count, skipped + done, is_there))
             block.used = place + count
             done += count
@@ -115,8 +110,8 @@ class Output:
 
     @property
     def most_together(self) -> int:
-        """Bytes that surely fit into a block, wherever they go."""
-        return self._block_bytes - ALIGNMENT
+        """Bytes that surely fit into the memory, wherever they go."""
+        return self._memory.numel() - ALIGNMENT
 
     def copy_from(self, source: ReadStore, read: Read, row: RowJob, span: tuple[int, int]) -> bool:
         """Have the storage itself copy bytes of a row to all of its places; whether it has.
@@ -145,55 +140,39 @@ class Output:
         return True
 
     def flush(self) -> None:
-        """Have all that was taken written; returns when it is, durable or not."""
-        self._send()
-        self._settle()
-
-    def _room(self, row: RowJob, skipped: int, unit: int) -> tuple[_Block, int]:
-        """A block with room for an element, and the place for the row's next byte in it: at the same byte of
-        a page as it has within a block of the storage."""
-        shift = (row.places[0][1] + skipped) % ALIGNMENT
-        if self._block is not None:
-            place = self._block.used + (shift - self._block.used) % ALIGNMENT
-            if place + unit <= self._block.memory.numel():
-                return self._block, place
-            self._send()
-        if not self._free:
-            self._settle()
-        self._block = _Block(self._free.pop())
-        return self._block, shift
-
-    def _send(self) -> None:
-        """Hand the block to the writing thread, after the one before is done with."""
-        if self._block is None:
-            return
-        self._settle()
-        self._pending = self._writing.submit(self._write, self._block)
-        self._block = None
-
-    def _settle(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._free.append(pending.result())
-
-    def _write(self, block: _Block) -> torch.Tensor:
-        """On the writing thread: see that a block is finite, digest it and write it to all of its places."""
+        """Check, digest and write all that was taken and is not written yet, durable or not."""
+        block, self._block = self._block, _Block()
         if block.arrival is not None:
-            block.arrival.synchronize()
+            with self._turn.away():
+                block.arrival.synchronize()
         for share in block.shares:
-            data: npt.NDArray[np.uint8] = block.memory[share.begin : share.begin + share.nbytes].numpy()
-            if share.row.check_finite and first_non_finite(data, share.row.expression.cast) is not None:
-                raise NotFinite(share.row)
-            self._hasher.update(data.data)
-            if share.ends_row:
-                self.digests[str(share.row.index)] = self._hasher.hexdigest()
-                self._hasher.reset()
-        view = block.memory.numpy().data
-        for shard, offset, begin, nbytes in _runs([each for each in block.shares if not each.is_there]):
-            self._staging.write_extent(shard + UNFINISHED, offset, view[begin : begin + nbytes])
-            self.shards.add(shard)
-            self.written_bytes += nbytes
-        return block.memory
+            self._finish(share)
+        view = self._memory.numpy().data
+        with self._turn.away():
+            for shard, offset, begin, nbytes in _runs([each for each in block.shares if not each.is_there]):
+                self._staging.write_extent(shard + UNFINISHED, offset, view[begin : begin + nbytes])
+                self.shards.add(shard)
+                self.written_bytes += nbytes
+
+    def _room(self, row: RowJob, skipped: int, unit: int) -> int:
+        """The place for a row's next byte, where an element fits: at the same byte of a page as it has within
+        a block of the storage."""
+        shift = (row.places[0][1] + skipped) % ALIGNMENT
+        place = self._block.used + (shift - self._block.used) % ALIGNMENT
+        if place + unit <= self._memory.numel():
+            return place
+        self.flush()
+        return shift
+
+    def _finish(self, share: _Share) -> None:
+        """See that bytes are finite, and digest them."""
+        data: npt.NDArray[np.uint8] = self._memory[share.begin : share.begin + share.nbytes].numpy()
+        if share.row.check_finite and first_non_finite(data, share.row.expression.cast) is not None:
+            raise NotFinite(share.row)
+        self._hasher.update(data.data)
+        if share.ends_row:
+            self.digests[str(share.row.index)] = self._hasher.hexdigest()
+            self._hasher.reset()
 
 
 def _runs(shares: list[_Share]) -> Iterator[tuple[str, int, int, int]]:

@@ -1,8 +1,7 @@
-"""Reads loads from sources; runs on the reading thread of a lane."""
+"""Reads loads from sources."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -72,17 +71,17 @@ class LoadReader:
         """
         self.read_bytes = 0
         """Bytes wanted and read so far; holes between them are not counted."""
-        self._counting = threading.Lock()
         self._sources = sources
         self._row = -1
         self._factors: dict[int, tuple[tuple[torch.Tensor, ...], ...]] = {}
 
-    def read(self, load: Load, buffer: torch.Tensor) -> tuple[Raw, ...]:
+    def read(self, load: Load, buffer: torch.Tensor, *, again: bool = False) -> tuple[Raw, ...]:
         """The bytes of every input of every tile; those that lie side by side in a file by one request.
 
         Args:
             load: what to read.
             buffer: uint8, page-aligned, of at least ``load.nbytes``; the results lie in it, but for factors.
+            again: whether the same bytes will be read once more.
         """
         found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
         wanted = sorted(_wanted(load), key=lambda each: each.file)
@@ -94,13 +93,13 @@ class LoadReader:
                 room = room_for(extent.nbytes)
                 region = buffer[place : place + room]
                 begin = self._sources[source].read_extent(
-                    key, extent.offset, extent.nbytes, region.numpy().data, again=load.is_read_again
+                    key, extent.offset, extent.nbytes, region.numpy().data, again=again
                 )
                 for each in (mine[member] for member in extent.members):
                     first = begin + each.range.offset - extent.offset
                     found[each.tile][each.number] = region[first : first + each.range.nbytes]
                 place += room
-        self._count(sum(each.range.nbytes for each in wanted))
+        self.read_bytes += sum(each.range.nbytes for each in wanted)
         rest = _Rest(buffer[place:])
         for tile, inputs in zip(load.tiles, found, strict=True):
             self._assemble(tile, inputs, rest)
@@ -184,13 +183,8 @@ class LoadReader:
 
     def _fill(self, read: Read, offset: int, target: torch.Tensor) -> torch.Tensor:
         self._sources[read.source].read_into(read.key, offset, target.numpy().data)
-        self._count(target.numel())
+        self.read_bytes += target.numel()
         return target
-
-    def _count(self, nbytes: int) -> None:
-        """A sample is taken on the computing thread, while the reading thread may read ahead."""
-        with self._counting:
-            self.read_bytes += nbytes
 
 
 def _wanted(load: Load) -> Iterator[_Wanted]:

@@ -1,13 +1,11 @@
-"""Makes segments: lanes that read ahead, compute and write behind, all under one byte budget."""
+"""Makes segments: lanes that read, compute and write in turn, all under one byte budget."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -16,14 +14,16 @@ from raymerge.execute.blame import find_cause
 from raymerge.execute.compute import Scratch
 from raymerge.execute.heap import HeapWatch
 from raymerge.execute.jobs import Jobs, RowJob
-from raymerge.execute.lane import Lane, Shop
-from raymerge.execute.loading import NOTHING, Loader
+from raymerge.execute.lane import Equipment, Lane, Shop
+from raymerge.execute.loading import LoadBuffer
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.tiles import stretches
-from raymerge.execute.transfers import HostTransfers, Transfers, transfers_for
-from raymerge.execute.warmup import warm_up
+from raymerge.execute.transfers import HostTransfers, transfers_for
+from raymerge.execute.turn import Turn
+from raymerge.execute.warmup import DeviceError, warm_up
+from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Projection
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import ReadStore, WriteStore
@@ -31,15 +31,6 @@ from raymerge.storage.store import ReadStore, WriteStore
 _PROCESSOR = torch.device("cpu")
 # Older versions of torch have no error of its own for a GPU that failed.
 _DEVICE_ERRORS = getattr(torch, "AcceleratorError", RuntimeError)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Memory:
-    """A lane's memory; it goes from segment to segment, as memory that was used before is much faster."""
-
-    blocks: tuple[torch.Tensor, torch.Tensor]
-    loads: list[torch.Tensor]
-    scratch: Scratch
 
 
 class SegmentRunner:
@@ -74,22 +65,38 @@ class SegmentRunner:
         self._projection = projection
         self._name = name
         self._device = device
-        self._failure = ""
-        self._idle: list[_Memory] = []
-        warm_up(plan.expressions, device)
+        self._failure = self._warmed(plan.expressions)
+        self._idle: list[Equipment] = []
         self._heap = HeapWatch(projection.peak)
+        self._turns = threading.Semaphore(threads)
         self._shop = Shop(
             seed=int(plan.manifest["seed"]),
-            turns=threading.Semaphore(threads),
             aborted=threading.Event(),
             watch=self._heap.check,
         )
 
+    def _warmed(self, expressions: Sequence[Expression]) -> str:
+        """Have ready what computes; what notes say of a GPU that turns out to be of no use."""
+        if self._device.type == "cpu":
+            warm_up(expressions, _PROCESSOR)
+            return ""
+        try:
+            warm_up(expressions, self._device)
+        except torch.OutOfMemoryError:
+            # Others may have its memory for a moment; segments will see.
+            failure = ""
+        except (DeviceError, _DEVICE_ERRORS) as error:
+            failure = f"the GPU failed: {_first_line(error)}"
+        else:
+            return ""
+        warm_up(expressions, _PROCESSOR)
+        return failure
+
     def run(self, segment: int) -> Receipt:
         """Make one segment and return when its bytes are durable.
 
-        No thread of it reads or writes any more when this returns or raises. Where a GPU fails, or has too
-        little memory, the segment is made on the processor, and the receipt has a note of it.
+        Where a GPU fails, or has too little memory, the segment is made on the processor, and the receipt has
+        a note of it.
 
         Raises:
             NonFiniteError: a source or a result holds NaN or infinity.
@@ -114,27 +121,16 @@ class SegmentRunner:
 
     def _made(self, segment: int, device: torch.device, note: str) -> Receipt:
         started = time.monotonic()
-        reader, rows, transfers = LoadReader(self._sources), self._jobs.rows(segment), transfers_for(device)
-        share = self._projection.lane
-        memory = self._memory(transfers)
-        with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
-            output = Output(self._staging, writing, list(memory.blocks))
-            loader = Loader(
-                reader,
-                reading,
-                transfers,
-                memory.loads,
-                usual_bytes=share.load_bytes,
-                limit=self._projection.peak // self._projection.lanes - 2 * share.write_bytes,
-            )
-            try:
-                Lane(self._shop, reader, loader, output, transfers, memory.scratch).run(
-                    tuple(stretches(rows, share, device))
-                )
-            except NotFinite as found:
-                raise self._blame(found.row, reader) from None
+        reader, turn = LoadReader(self._sources), Turn(self._turns)
+        equipment = self._equipment(device)
+        output = Output(self._staging, equipment.block, turn)
+        rows = stretches(self._jobs.rows(segment), self._projection.lane, device)
+        try:
+            Lane(self._shop, turn, reader, output, equipment).run(tuple(rows))
+        except NotFinite as found:
+            raise self._blame(found.row, reader) from None
         # Only now, when nothing can be on its way into it or out of it.
-        self._idle.append(memory)
+        self._idle.append(equipment)
         for shard in sorted(output.shards):
             self._staging.sync(shard + UNFINISHED)
         return Receipt(
@@ -149,19 +145,30 @@ class SegmentRunner:
             note=note,
         )
 
-    def _memory(self, transfers: Transfers) -> _Memory:
+    def _equipment(self, device: torch.device) -> Equipment:
         """What a lane has done with, or new."""
-        for memory in tuple(self._idle):
-            if memory.scratch.device == transfers.device:
-                with suppress(ValueError):
-                    self._idle.remove(memory)
-                    return memory
-        nbytes = self._projection.lane.write_bytes
-        return _Memory(
-            blocks=(transfers.buffer(nbytes), transfers.buffer(nbytes)),
-            loads=[NOTHING, NOTHING],
+        found = self._idle_one(device)
+        if found is not None:
+            return found
+        # What there is, is for another device; it makes way, so that there is never more than for all lanes.
+        with suppress(IndexError):
+            self._idle.pop()
+        share, transfers = self._projection.lane, transfers_for(device)
+        mine = (self._projection.peak - self._projection.shared) // self._projection.lanes
+        return Equipment(
+            transfers=transfers,
+            buffer=LoadBuffer(transfers, usual_bytes=share.load_bytes, limit=mine - share.write_bytes),
+            block=transfers.buffer(share.write_bytes),
             scratch=Scratch(transfers.device),
         )
+
+    def _idle_one(self, device: torch.device) -> Equipment | None:
+        for equipment in tuple(self._idle):
+            if equipment.transfers.device == device:
+                with suppress(ValueError):
+                    self._idle.remove(equipment)
+                    return equipment
+        return None
 
     def _blame(self, row: RowJob, reader: LoadReader) -> NonFiniteError:
         """What made a row NaN or infinite."""

@@ -69,8 +69,6 @@ class Load:
     """Most bytes that they take as they are read."""
     work_bytes: int
     """Most bytes of the host's memory that computing one of them takes."""
-    is_read_again: bool = False
-    """Whether another pass will read the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +78,7 @@ class Stretch:
     loads: tuple[Load, ...]
     """What they are read in; of a row in several loads every pass takes them all, in order."""
     padding: tuple[Load, ...]
-    """What is read for the mean of padded rows beforehand; only of a row in several loads."""
-
-    @property
-    def first(self) -> Load:
-        """What is read first of all."""
-        return (self.padding or self.loads)[0]
+    """What is read for the mean of padded rows beforehand."""
 
 
 def stretches(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[Stretch]:
@@ -109,7 +102,7 @@ def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[S
             if batch:
                 yield Stretch((Load(tuple(batch), nbytes, work),), ())
                 batch, nbytes, work = [], 0, 0
-            yield _long(row, need, cut.elements, passes)
+            yield _long(row, need, cut.elements)
             continue
         batch.append(TileJob(row, 0, row.num_elements, need.piece))
         nbytes += mine
@@ -134,7 +127,7 @@ def _for_gpu(need: Need, lane: Lane) -> Need:
     return replace(need, piece=max(need.piece, min(_GPU_PIECE, room) // need.unit * need.unit))
 
 
-def _long(row: RowJob, need: Need, elements: int, passes: int) -> Stretch:
+def _long(row: RowJob, need: Need, elements: int) -> Stretch:
     """A row of several tiles, or with a pass of its own."""
     padding: tuple[Load, ...] = ()
     padded = _padded(row)
@@ -143,21 +136,19 @@ def _long(row: RowJob, need: Need, elements: int, passes: int) -> Stretch:
         group = ROW_GROUP * padded[0].num_columns
         total = max(each.real_rows * each.num_columns for each in padded)
         cut = max(1, elements // group) * group if row.is_flat else total
-        padding = _loads(row, need, (total, cut), is_padding=True, again=True)
-    loads = _loads(row, need, (row.num_elements, max(1, elements)), is_padding=False, again=passes > 0)
+        padding = _loads(row, need, (total, cut), is_padding=True)
+    loads = _loads(row, need, (row.num_elements, max(1, elements)), is_padding=False)
     return Stretch(loads, padding)
 
 
-def _loads(
-    row: RowJob, need: Need, elements: tuple[int, int], *, is_padding: bool, again: bool
-) -> tuple[Load, ...]:
+def _loads(row: RowJob, need: Need, elements: tuple[int, int], *, is_padding: bool) -> tuple[Load, ...]:
     total, size = elements
     tiles = [
         TileJob(row, start, min(size, total - start), need.piece, is_padding)
         for start in range(0, max(1, total), size)
     ]
     return tuple(
-        Load((tile,), need.load_bytes(tile.count), need.work_bytes(need.piece_of(tile.count)), again)
+        Load((tile,), need.load_bytes(tile.count), need.work_bytes(need.piece_of(tile.count)))
         for tile in tiles
     )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 
 import numpy as np
 import torch
 
+from raymerge.dtypes import DType
+from raymerge.execute.finite import first_non_finite
 from raymerge.methods import (
     BLOCK,
     ROW_GROUP,
@@ -31,26 +32,47 @@ _SHAPE = (ROW_GROUP, (SAMPLE_RUNS * SAMPLE_LENGTH + BLOCK) // ROW_GROUP)
 """Long enough for a sample, and whole groups of rows."""
 
 
+class DeviceError(RuntimeError):
+    """A device cannot be used, whatever is to be computed there."""
+
+
 def warm_up(expressions: Iterable[Expression], device: torch.device) -> None:
     """Compute a little with each method, on zeros.
 
     Loops are compiled, or loaded, when they are first called: that takes time and memory that no segment
-    should be charged with, and of which the idle worker's measure is to know.
+    should be charged with, and of which the idle worker's measure is to know. Decompositions, and methods
+    whose settings are made for one shape, warm up as they go.
+
+    Raises:
+        DeviceError: the device cannot be used at all.
+        RuntimeError: a GPU failed, or has too little memory; of the kinds that torch has for that.
     """
-    seen: set[tuple[str, int]] = set()
+    if device.type != "cpu":
+        _reach(device)
+    # Copies are looked at, too.
+    first_non_finite(np.zeros(2, np.uint8), DType.BF16)
+    done: set[tuple[str, int]] = set()
     for expression in expressions:
         method = find_method(expression.method)
         settings = expression.bind(keys=(), shape=_SHAPE)
         key = (expression.method, len(settings.sources))
-        if expression.is_copy or method is None or key in seen:
+        if method is None or key in done or method.bound_to_shape:
             continue
-        seen.add(key)
-        keys = tuple(range(1, len(settings.sources) + 1)) if method.random else ()
-        # Some settings are made for one shape, and suit no other; those methods warm up as they go.
-        with suppress(ValueError):
-            if method.access_with(settings) is not Access.MATRIX:
-                bound = expression.bind(keys=keys, shape=_SHAPE)
-                _compute(method, bound, device, has_base=expression.has_base)
+        if method.access_with(settings) is not Access.MATRIX:
+            keys = tuple(range(1, len(settings.sources) + 1)) if method.random else ()
+            bound = expression.bind(keys=keys, shape=_SHAPE)
+            _compute(method, bound, device, has_base=expression.has_base)
+            done.add(key)
+
+
+def _reach(device: torch.device) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        # Beginning to use a GPU fails with errors of any kind.
+        raise DeviceError(str(error)) from error
 
 
 def _compute(method: Method, settings: Settings, device: torch.device, *, has_base: bool) -> None:

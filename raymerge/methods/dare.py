@@ -6,7 +6,6 @@ them (dare_linear) or add what agrees with the elected sign (dare_ties)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,11 +14,8 @@ from numpy.typing import NDArray
 from raymerge.methods.method import Access, BaseUse, Method, Settings, SinglePass, Takes, Tile
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
 from raymerge.methods.stored import Stored
-from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors, rows_of
-from raymerge.methods.trim import inputs_of
-
-if TYPE_CHECKING:
-    from raymerge.compiled.kept import Chances
+from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
+from raymerge.methods.trim import PickedMerge
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +29,26 @@ class DareKernel(SinglePass):
     def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
         """Base plus lambda times the (elected) sum of the thinned deltas."""
         if tile.sources.device.type == "cpu":
-            return _merged(tile, settings, elect=self.elect)
+            return _for_loops(settings, elect=self.elect).apply(tile)
         return merge_factors(tile, settings, _factors(tile, settings), elect=self.elect)
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The same in one loop."""
-        from raymerge.compiled.elect_stored import merge_kept_stored
-
-        how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
-        merge_kept_stored(inputs_of(stored), _chances(settings), how, out)
+        _for_loops(settings, elect=self.elect).apply_stored(stored, out)
         return True
 
 
-def _merged(tile: Tile, settings: Settings, *, elect: bool) -> torch.Tensor:
-    """The same in one loop, which has the factors of a few elements at a time."""
-    from raymerge.compiled.kept import merge_kept
+def _for_loops(settings: Settings, *, elect: bool) -> PickedMerge:
+    """The merge of what is kept, on the CPU."""
+    from raymerge.compiled.elect import BY_CHANCE, NO_CUTS, Chances, Picks
 
-    base = tile.require_base()
-    sources, how = rows_of(tile.sources), compiled_sum(settings, (1.0,) * len(tile.sources), elect=elect)
-    out = torch.empty_like(base)
-    merge_kept(base.numpy(), sources, _chances(settings), tile.start, how, out.numpy())
-    return out
-
-
-def _chances(settings: Settings) -> Chances:
-    """Which elements are kept, as the compiled loops take it."""
-    from raymerge.compiled.kept import Chances
-
-    return Chances(
+    chances = Chances(
         words=np.array([key_words(key) for key in settings.keys]),
         limits=np.array([limit_of(density) for density in settings.per_source("density")]),
         factors=np.array(_gains(settings), np.float32),
     )
+    how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=elect)
+    return PickedMerge(Picks(BY_CHANCE, NO_CUTS, chances), how)
 
 
 def _factors(tile: Tile, settings: Settings) -> torch.Tensor:

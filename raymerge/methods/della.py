@@ -5,6 +5,7 @@ their chance (arXiv 2406.11617), then add what agrees with the elected sign (del
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,19 @@ from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
 from raymerge.methods.random import key_words, limits_of, write_numbers
+from raymerge.methods.reduce import chunks
 from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import inputs_of
 
 if TYPE_CHECKING:
     from raymerge.compiled.elect_stored import Ranked
+
+# Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each, and what
+# the first of these is made of.
+_SCRATCH = 9.5
+# The loop over stored elements has what becomes of each rank at hand for every delta.
+_TABLE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +60,8 @@ def _ranked(settings: Settings) -> Ranked:
     """What becomes of the elements of all deltas, as the compiled loop takes it."""
     from raymerge.compiled.elect_stored import Ranked
 
-    densities = settings.per_source("density")
-    spreads = list(zip(densities, settings.per_source("epsilon"), strict=True))
-    needed = list(dict.fromkeys(spread for spread in spreads if 0 < spread[0] < 1))
+    spreads = _spreads(settings)
+    needed = _tabled(spreads)
     tables = np.empty((len(needed), settings.row_length), np.int64)
     for table, spread in zip(tables, needed, strict=True):
         table[:] = _ranks(*spread, settings, torch.device("cpu")).numpy()
@@ -62,7 +69,7 @@ def _ranked(settings: Settings) -> Ranked:
         words=np.array([key_words(key) for key in settings.keys]),
         tables=tables,
         chosen=np.array([needed.index(spread) if spread in needed else -1 for spread in spreads]),
-        factors=np.array(densities, np.float32),
+        factors=np.array(settings.per_source("density"), np.float32),
     )
 
 
@@ -73,18 +80,35 @@ def _factors(tile: Tile, settings: Settings) -> torch.Tensor:
         float32 ``[N, n]``.
     """
     factors = torch.empty(tile.sources.shape, dtype=torch.float32, device=tile.sources.device)
-    tables: dict[tuple[float, float], torch.Tensor] = {}
-    spreads = zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True)
-    for index, (density, epsilon) in enumerate(spreads):
-        if density <= 0 or density >= 1:
+    spreads = _spreads(settings)
+    for index, (density, _) in enumerate(spreads):
+        if not 0 < density < 1:
             factors[index].fill_(density)
-            continue
-        ranks = tables.get((density, epsilon))
-        if ranks is None:
-            ranks = tables[density, epsilon] = _ranks(density, epsilon, settings, factors.device)
-        write_numbers(settings.keys[index], tile.start, out=factors[index].view(torch.int32))
-        _thin(tile.sources[index], ranks, factors[index])
+    for spread in _tabled(spreads):
+        _thin_alike(tile, settings, spread, factors)
     return factors
+
+
+def _thin_alike(tile: Tile, settings: Settings, spread: tuple[float, float], factors: torch.Tensor) -> None:
+    """Write the factors of the deltas that have this density and epsilon.
+
+    One table at a time, for each is as long as a row: it ends with the call.
+    """
+    ranks = _ranks(*spread, settings, factors.device)
+    for index, own in enumerate(_spreads(settings)):
+        if own == spread:
+            write_numbers(settings.keys[index], tile.start, out=factors[index].view(torch.int32))
+            _thin(tile.sources[index], ranks, factors[index])
+
+
+def _spreads(settings: Settings) -> list[tuple[float, float]]:
+    """Density and epsilon of each delta."""
+    return list(zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True))
+
+
+def _tabled(spreads: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that leave something to chance, each once."""
+    return list(dict.fromkeys(spread for spread in spreads if 0 < spread[0] < 1))
 
 
 def _ranks(density: float, epsilon: float, settings: Settings, device: torch.device) -> torch.Tensor:
@@ -96,12 +120,16 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
     """
     length = settings.row_length
     spread = epsilon if length > 1 else 0.0
-    chances = torch.arange(length, dtype=torch.float64, device=device).mul_(2.0 * spread / max(1, length - 1))
-    limits = limits_of(chances.add_(density - spread))
-    lasts = limits.to(torch.int64).sub_(1 + 2**31).bitwise_left_shift_(32)
-    factors = limits.reciprocal_().mul_(2.0**32) if settings.flag("rescale") else limits.fill_(1.0)
-    # The bits of a positive number are a positive one.
-    return lasts.bitwise_or_(factors.float().view(torch.int32))
+    step, rescales = 2.0 * spread / max(1, length - 1), settings.flag("rescale")
+    ranks = torch.empty(length, dtype=torch.int64, device=device)
+    for chunk in chunks(length, device):
+        chances = torch.arange(chunk.start, chunk.stop, dtype=torch.float64, device=device).mul_(step)
+        limits = limits_of(chances.add_(density - spread))
+        lasts = ranks[chunk].copy_(limits).sub_(1 + 2**31).bitwise_left_shift_(32)
+        factors = limits.reciprocal_().mul_(2.0**32) if rescales else limits.fill_(1.0)
+        # The bits of a positive number are a positive one.
+        lasts.bitwise_or_(factors.float().view(torch.int32))
+    return ranks
 
 
 def _thin(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
@@ -125,7 +153,7 @@ def _thin_by_torch(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) 
 
 def _chances_fit(settings: Settings) -> str | None:
     """No chance may lie outside 0 to 1; density 0 and density 1 need none."""
-    for density, epsilon in zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True):
+    for density, epsilon in _spreads(settings):
         if 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             return (
                 f"density {density:g} and epsilon {epsilon:g} give chances from {density - epsilon:g} to "
@@ -152,9 +180,9 @@ DELLA = Method(
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=True),
     parameters=_parameters(normalize=True),
-    # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each.
-    scratch=8.0,
+    scratch=_SCRATCH,
     scratch_per_source=1.0,
+    state_bytes_per_column=_TABLE_BYTES,
     random=True,
     check=_chances_fit,
 )
@@ -168,8 +196,9 @@ DELLA_LINEAR = Method(
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=False),
     parameters=_parameters(normalize=False),
-    scratch=8.0,
+    scratch=_SCRATCH,
     scratch_per_source=1.0,
+    state_bytes_per_column=_TABLE_BYTES,
     random=True,
     check=_chances_fit,
 )

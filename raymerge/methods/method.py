@@ -309,14 +309,19 @@ class Method:
     state_bytes: int = 0
     """Bytes of statistics that the state holds for each source while a tensor is in work."""
     state_bytes_per_column: int = 0
-    """The same, for each source and each element of a row."""
+    """The same, for each source and each element of a row; tables as long as a row count, too."""
     random: bool = False
     """Whether it draws on ``Settings.keys``."""
     positional: bool = False
     """Whether it asks for ``Settings.position``."""
+    decomposes: bool = False
+    """Whether it decomposes matrices, so that an element takes the longer the larger its matrix is."""
+    bound_to_shape: bool = False
+    """Whether settings are made for tensors of one shape, and may suit no other."""
     sampler: Callable[[Any, Tile, Settings], None] | None = None
     """Takes a sample of the tensor into the state before the first pass, run after run in one tile; called
-    for tensors of more elements than a sample has. What it sees may spare passes and changes no result."""
+    for tensors of more elements than a sample has. What it sees may spare passes and changes no choice; but
+    sums may come in other parts than without, so it has to be called for a tensor always or never."""
     access_of: Callable[[Settings], Access] | None = None
     """Of a method whose access depends on its settings: what they ask for, never more than ``access``."""
     check: Callable[[Settings], str | None] = no_objection

@@ -63,21 +63,17 @@ def chunk_length(num_elements: int, device: torch.device) -> int:
     return max(PIECE, min(longest, num_elements // 4 // PIECE * PIECE))
 
 
-def add_products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
-    """``total`` plus the sum of ``left * right`` (float32 ``[n]`` each), in float64 and in piece order."""
-    if not left.is_cpu:
-        return add_products_in_torch(total, left, right)
+def add_squares(total: float, values: torch.Tensor) -> float:
+    """``total`` plus the sum of the squares of float32 ``[n]``, in float64 and in piece order."""
+    if not values.is_cpu:
+        return add_products_in_torch(total, values, values)
     from raymerge.compiled import sums
 
-    if left is right:
-        return sums.add_squares(total, left.numpy())
-    totals = np.array([0.0, total, 0.0])
-    sums.add_pair(totals, left.numpy(), right.numpy())
-    return float(totals[1])
+    return sums.add_squares(total, values.numpy())
 
 
 def add_products_in_torch(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
-    """The same sum as ``add_products``, on any device."""
+    """``total`` plus the sum of ``left * right``, float32 ``[n]``, as ``add_squares`` adds; on any device."""
     for chunk in chunks(left.numel(), left.device):
         products = _padded(left[chunk])
         if left is right:

@@ -114,8 +114,10 @@ def row_batches(num_rows: int, row_length: int, num_elements: int, device: torch
 def _add_groups(total: torch.Tensor, products: torch.Tensor) -> None:
     """Add the sums of each group of ROW_GROUP rows, and of the rest; ``products`` is overwritten."""
     whole = products.shape[0] // ROW_GROUP * ROW_GROUP
-    for group in folded(products[:whole].view(-1, ROW_GROUP, products.shape[1]), dim=1):
-        total.add_(group)
+    groups = folded(products[:whole].view(-1, ROW_GROUP, products.shape[1]), dim=1)
+    # By index: to go through a tensor makes one of every group, all at once.
+    for index in range(groups.shape[0]):
+        total.add_(groups[index])
     if whole < products.shape[0]:
         rest = products.new_zeros((ROW_GROUP, products.shape[1]))
         rest[: products.shape[0] - whole] = products[whole:]

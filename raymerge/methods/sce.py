@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
-from raymerge.methods.reduce import add_products, chunks
+from raymerge.methods.reduce import add_squares, chunks
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
 from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import agreeing_sum, on_base, rows_of, sum_of_terms
@@ -22,6 +22,7 @@ from raymerge.methods.trim import (
     EVERYTHING,
     NOTHING,
     Cut,
+    PickedMerge,
     compiled_cuts,
     cut_of,
     inputs_of,
@@ -30,7 +31,7 @@ from raymerge.methods.trim import (
 )
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Cuts, Sum
+    from raymerge.compiled.elect import Cuts, Picks
 
 
 @dataclass(slots=True)
@@ -45,13 +46,13 @@ class _Statistics:
     """Elements in which the deltas are not all the same."""
     cut: Cut = EVERYTHING
     """The deviations that are selected."""
-    loops: Cuts | None = None
+    loops: Picks | None = None
     """The same as the compiled loops take it, once it is asked for."""
 
-    def for_loops(self) -> Cuts:
+    def for_loops(self) -> Picks:
         """The cut as the compiled loops take it, made for the first tile."""
         if self.loops is None:
-            self.loops = compiled_cuts([(self.cut, NOTHING)])
+            self.loops = picks_by_spread(self.cut)
         return self.loops
 
     def coefficients(self) -> tuple[float, ...]:
@@ -85,7 +86,7 @@ class SceKernel:
         """Count the deviations of the tile, or add up squares."""
         if state.selection is None:
             for index, delta in enumerate(_selected_deltas(tile, state)):
-                state.squares[index] = add_products(state.squares[index], delta, delta)
+                state.squares[index] = add_squares(state.squares[index], delta)
             return
         deviations, num_differing = deviations_of(tile)
         if pass_index == 0:
@@ -116,17 +117,14 @@ class SceKernel:
         """Base plus the mean of the selected deltas that agree with the sign of their sum, each counted by
         its source's coefficient."""
         if tile.sources.device.type == "cpu":
-            return merge_compiled(tile, state.coefficients(), state.for_loops())
+            return merge_of(state.for_loops(), state.coefficients()).apply(tile)
         return merge_selected_in_torch(tile, state.coefficients(), state.cut)
 
     def apply_stored(
         self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
     ) -> bool:
         """The same in one loop."""
-        from raymerge.compiled.elect_stored import merge_selected_stored
-
-        how = _compiled_mean(state.coefficients())
-        merge_selected_stored(inputs_of(stored), state.for_loops(), how, out)
+        merge_of(state.for_loops(), state.coefficients()).apply_stored(stored, out)
         return True
 
 
@@ -172,7 +170,7 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
     if state.cut is EVERYTHING:
         return tile.sources
     if tile.sources.device.type == "cpu":
-        return selected_deltas(tile, state.for_loops())
+        return selected_deltas(tile, state.for_loops().cuts)
     return selected_deltas_in_torch(tile, state.cut)
 
 
@@ -182,7 +180,7 @@ def _add_squares(state: _Statistics, stored: Stored) -> None:
 
     squares = np.array(state.squares)
     selects = state.cut is not EVERYTHING
-    add_squares_stored(inputs_of(stored), stored.count, state.for_loops(), selects, squares)
+    add_squares_stored(inputs_of(stored), stored.count, state.for_loops().cuts, selects, squares)
     state.squares[:] = squares.tolist()
 
 
@@ -200,23 +198,19 @@ def selected_deltas_in_torch(tile: Tile, cut: Cut) -> torch.Tensor:
     return tile.sources * _selected(tile, cut)
 
 
-def merge_compiled(tile: Tile, coefficients: tuple[float, ...], cuts: Cuts) -> torch.Tensor:
-    """``merge_selected_in_torch`` in one loop, for tensors on the CPU."""
-    from raymerge.compiled.elect import merge_selected
+def picks_by_spread(cut: Cut) -> Picks:
+    """Of all deltas the elements in which they lie furthest apart, as the compiled loops take it."""
+    from raymerge.compiled.elect import BY_SPREAD, NO_CHANCES, Picks
 
-    base = tile.require_base()
-    out = torch.empty_like(base)
-    how = _compiled_mean(coefficients)
-    merge_selected(base.numpy(), rows_of(tile.sources), cuts, tile.start, how, out.numpy())
-    return out
+    return Picks(BY_SPREAD, compiled_cuts([(cut, NOTHING)]), NO_CHANCES)
 
 
-def _compiled_mean(coefficients: tuple[float, ...]) -> Sum:
-    """The mean that counts each source by its coefficient, as the compiled loops take it."""
+def merge_of(picks: Picks, coefficients: tuple[float, ...]) -> PickedMerge:
+    """The mean of what is picked that counts each source by its coefficient, on the CPU."""
     from raymerge.compiled.elect import Sum
 
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
-    return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
+    return PickedMerge(picks, Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True))
 
 
 def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Cut) -> torch.Tensor:

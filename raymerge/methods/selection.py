@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.method import SAMPLE_RUNS
-from raymerge.methods.reduce import add_values
+from raymerge.methods.reduce import PIECE, add_values
 from raymerge.methods.stored import Stored
 
 if TYPE_CHECKING:
-    from raymerge.compiled.selection_stored import Bins
+    from raymerge.compiled.selection import Bins
 
 _Patterns: TypeAlias = NDArray[np.uint32]
 
@@ -25,6 +25,8 @@ _MAGNITUDE_BITS = 0x7FFF_FFFF
 _INFINITY = 0x7F80_0000
 _END = 1 << 31
 _MOST_BINS = 1 << 19
+# Of which the magnitudes are in memory at once, as they are added up.
+_SUMMED_BINS = 1 << 14
 # Of the first count where nothing is known, and of the count of a sample.
 _COARSE_SHIFT = 15
 # Standard errors from the estimate to the ends of a bracket, and elements of the sample beyond them.
@@ -105,7 +107,12 @@ class MagnitudeSelection:
     lie above a bracket, and how often each within it occurs. The bracket comes from a sample; whether it
     holds the wanted rank, and tells it exactly, is known when the pass ends. If not, the next pass counts
     within what is left, and one more at most within a single bin of that. So a sample spares passes and
-    cannot change the result, nor can tiling or threads, since counts are integers.
+    changes neither threshold nor share, nor does tiling or do threads, since counts are integers.
+
+    Sums are another matter: they come in two parts, of what lies above the last bracket and within it, and
+    with a sample that is another one than without, so the last bit of ``sum_kept`` may differ. Whoever runs
+    the passes keeps it the same: by the tensor alone, not by how it is cut into tiles, it is decided whether
+    there is a sample, and which elements are in it.
 
     NaN and infinity are the largest magnitudes. With rank 0 the threshold is infinite. With ``with_sums``
     the magnitudes are added up, all and the ``rank`` largest. A rank that the pass itself must find out is
@@ -247,10 +254,18 @@ class MagnitudeSelection:
     def _add_counted(self, counts: NDArray[np.int64], bracket: Bracket, place: int, tied: int) -> None:
         """Add the kept magnitudes within the bracket: their counts give their sum."""
         counts[place] = tied
-        bins = place + np.flatnonzero(counts[place:])
-        patterns = torch.from_numpy(((bins << bracket.shift) + bracket.low).astype(np.int32))
-        magnitudes = patterns.view(torch.float32).double()
-        self.sum_kept = add_values(self.sum_kept, magnitudes * torch.from_numpy(counts[bins]))
+        rest = torch.empty(0, dtype=torch.float64)
+        for begin in range(place, counts.size, _SUMMED_BINS):
+            run = counts[begin : begin + _SUMMED_BINS]
+            bins = np.flatnonzero(run)
+            patterns = torch.from_numpy((((begin + bins) << bracket.shift) + bracket.low).astype(np.int32))
+            sums = patterns.view(torch.float32).double().mul_(torch.from_numpy(run[bins]))
+            rest = torch.cat([rest, sums])
+            # Whole pieces, so that where a run of bins ends is not seen in the sum.
+            whole = rest.numel() // PIECE * PIECE
+            self.sum_kept = add_values(self.sum_kept, rest[:whole])
+            rest = rest[whole:]
+        self.sum_kept = add_values(self.sum_kept, rest)
 
 
 def _finest(low: int, high: int, shift: int) -> Bracket:
@@ -262,14 +277,9 @@ def _finest(low: int, high: int, shift: int) -> Bracket:
 
 def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> tuple[int, bool]:
     """``count_in_torch`` in one loop, for tensors on the CPU."""
-    from raymerge.compiled.selection import count, count_all
+    from raymerge.compiled.selection import count
 
-    patterns, shift = _patterns(values), np.uint32(bracket.shift)
-    if bracket.high - bracket.low == _END:
-        above, bits = 0, count_all(patterns, shift, counts.numpy())
-    else:
-        low, high = np.uint32(bracket.low), np.uint32(bracket.high)
-        above, bits = count(patterns, low, high, shift, counts.numpy())
+    above, bits = count(_patterns(values), _bins(bracket), counts.numpy())
     return above, _are_first(bits, bracket)
 
 
@@ -280,7 +290,7 @@ def _are_first(bits: int, bracket: Bracket) -> bool:
 
 def _bins(bracket: Bracket) -> Bins:
     """The bracket as the loops over stored elements take it."""
-    from raymerge.compiled.selection_stored import Bins
+    from raymerge.compiled.selection import Bins
 
     return Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
 

@@ -22,7 +22,8 @@ from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Cuts, Sum
+    from raymerge.compiled.elect import Cuts, Picks, Sum
+    from raymerge.compiled.elect_few import Numbers
     from raymerge.compiled.elect_stored import Inputs
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
@@ -45,7 +46,7 @@ class Cut:
     """
 
     above: float
-    """Every element of a larger magnitude is; never NaN, which is larger than nothing."""
+    """Every element of a larger magnitude is; never NaN, by which nothing could be larger or not."""
     tied: float = math.nan
     """Of the elements of this magnitude a share is; NaN for none."""
     share: float = 0.0
@@ -62,8 +63,11 @@ NOTHING = Cut(math.inf)
 
 def cut_of(selection: MagnitudeSelection, key: int) -> Cut:
     """The cut at what was found over the whole tensor; all of the tied elements where their share is 1, and
-    those of magnitude 0, which are kept or dropped to no effect."""
+    those of magnitude 0, which are kept or dropped to no effect. Where the threshold is NaN, nothing that is
+    a number is among the largest, and a NaN is a NaN whether it is or not."""
     threshold = selection.threshold
+    if math.isnan(threshold):
+        return NOTHING
     if selection.tied_share >= 1 or threshold == 0:
         return Cut(float(np.nextafter(np.float32(threshold), np.float32(-1.0))))
     return Cut(threshold, threshold, selection.tied_share, key)
@@ -110,32 +114,24 @@ class TrimmedMerge:
         self._settings = settings
         self._trims = tuple(trims)
         self._elect = elect
-        self._compiled: tuple[Cuts, Sum] | None = None
+        self._compiled: PickedMerge | None = None
 
     def apply(self, tile: Tile) -> torch.Tensor:
         """The result of one tile, float32 ``[n]``."""
         if tile.sources.device.type != "cpu":
             return merge_trimmed_in_torch(tile, self._settings, self._trims, elect=self._elect)
-        from raymerge.compiled.elect import merge_trimmed
-
-        base = tile.require_base()
-        out = torch.empty_like(base)
-        cuts, how = self._for_loops()
-        merge_trimmed(base.numpy(), rows_of(tile.sources), cuts, tile.start, how, out.numpy())
-        return out
+        return self._for_loops().apply(tile)
 
     def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
         """Write the result of a tile, rounded."""
-        from raymerge.compiled.elect_stored import merge_trimmed_stored
+        self._for_loops().apply_stored(stored, out)
 
-        merge_trimmed_stored(inputs_of(stored), *self._for_loops(), out)
-
-    def _for_loops(self) -> tuple[Cuts, Sum]:
-        """What the compiled loop takes, made for the first tile."""
+    def _for_loops(self) -> PickedMerge:
+        """The merge on the CPU, made for the first tile."""
         if self._compiled is None:
-            cuts = compiled_cuts([(trim.kept, trim.outliers) for trim in self._trims])
+            picks = picks_by_size([(trim.kept, trim.outliers) for trim in self._trims])
             gains = [trim.gain for trim in self._trims]
-            self._compiled = cuts, compiled_sum(self._settings, gains, elect=self._elect)
+            self._compiled = PickedMerge(picks, compiled_sum(self._settings, gains, elect=self._elect))
         return self._compiled
 
 
@@ -172,6 +168,49 @@ def inputs_of(stored: Stored) -> Inputs:
     from raymerge.compiled.elect_stored import Inputs
 
     return Inputs(stored.words, stored.places, stored.start)
+
+
+class PickedMerge:
+    """``merge_deltas`` of some elements of the deltas of one tensor, on the CPU, in one loop."""
+
+    def __init__(self, picks: Picks, how: Sum) -> None:
+        """
+        Args:
+            picks: which elements.
+            how: what is done with them.
+        """
+        self._picks = picks
+        self._how = how
+        self._numbers: Numbers | None = None
+
+    def apply(self, tile: Tile) -> torch.Tensor:
+        """The result of one tile, float32 ``[n]``."""
+        from raymerge.compiled.elect import merge_picked
+
+        base = tile.require_base()
+        out = torch.empty_like(base)
+        deltas = rows_of(tile.sources)
+        merge_picked(base.numpy(), deltas, self._picks, tile.start, self._how, out.numpy())
+        return out
+
+    def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
+        """Write the result of a tile, rounded."""
+        from raymerge.compiled import elect, elect_few, elect_stored
+
+        if self._picks.by == elect.BY_SPREAD or len(stored.places) > 1 + elect_few.MOST:
+            elect_stored.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
+            return
+        if self._numbers is None:
+            self._numbers = elect_few.numbers_of(self._picks, self._how)
+        inputs = elect_few.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
+        elect_few.merge_few(inputs, self._picks, self._numbers, out)
+
+
+def picks_by_size(pairs: Sequence[tuple[Cut, Cut]]) -> Picks:
+    """From each delta its own largest elements, as the compiled loops take it; see ``compiled_cuts``."""
+    from raymerge.compiled.elect import BY_SIZE, NO_CHANCES, Picks
+
+    return Picks(BY_SIZE, compiled_cuts(pairs), NO_CHANCES)
 
 
 def compiled_cuts(pairs: Sequence[tuple[Cut, Cut]]) -> Cuts:

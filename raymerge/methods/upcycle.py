@@ -17,7 +17,7 @@ import torch
 from raymerge.methods.draws import normal
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
 from raymerge.methods.random import hashed, random_key
-from raymerge.methods.reduce import PIECE, add_products, add_values, chunks
+from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
 
 _LEAST_WORD = -(1 << 63)
 _LARGEST_KEY = 2**53
@@ -97,7 +97,7 @@ class UpcycleKernel:
             replaced = torch.where(mask, source[chunk], 0.0)
             state.count += int(mask.sum())
             state.total = add_values(state.total, replaced)
-            state.squares = add_products(state.squares, replaced, replaced)
+            state.squares = add_squares(state.squares, replaced)
 
     def conclude(self, state: _Redrawn, settings: Settings, pass_index: int) -> bool:
         """Mean and deviation."""
@@ -251,6 +251,7 @@ UPCYCLE = Method(
     max_sources=1,
     scratch=2.5,
     random=True,
+    bound_to_shape=True,
     access_of=_access,
     identity=_identity,
     check=_check,

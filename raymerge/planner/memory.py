@@ -2,8 +2,8 @@
 
 A worker has one segment in each of its *lanes*. A lane has its share of the worker's budget, and holds of it
 
-- two buffers of stored bytes: the load that is computed, and the next one being read;
-- two buffers of finished bytes: the one being filled, and the one being written;
+- a buffer of stored bytes: the load that is read, then computed;
+- a buffer of finished bytes: filled, then written;
 - what computing takes: float32 inputs, result and temporaries of one *piece* at a time, and statistics.
 
 A piece is what a kernel is given at once. On a processor it is a BLOCK of a tile, so that it stays in the
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from raymerge.dtypes import DType
+from raymerge.errors import Problem
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
 from raymerge.planner.assembly_memory import AssemblyNeed, assembly_needs, group_multiple
 from raymerge.planner.columns import ints, last_values, lists, sums
 from raymerge.planner.expressions import Expression
 from raymerge.planner.plan import Plan
 from raymerge.storage.buffers import ALIGNMENT, round_up
+from raymerge.storage.writing import BOUNCE_BYTES
+from raymerge.units import format_size
 
 LOAD_MOST = 8 << 20
 """Stored bytes that are read at once; more only costs cache. A row that is read once for several passes may
@@ -50,25 +53,22 @@ class Lane:
 
     @property
     def load_bytes(self) -> int:
-        """Bytes of each of the two buffers for what is read; larger loads have one of their own."""
+        """Bytes of the buffer for what is read; it grows for larger loads."""
         return min(LOAD_MOST, _whole_pages(self.budget // _LOAD_SHARE))
 
     @property
     def write_bytes(self) -> int:
-        """Bytes of each of the two buffers for what is written."""
+        """Bytes of the buffer for what is written."""
         return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
 
     def room(self, need: Need, piece: int) -> int:
-        """Bytes that both loads may have while pieces of so many elements are computed."""
-        return self.budget - 2 * self.write_bytes - need.work_bytes(piece)
+        """Bytes that a load may have while pieces of so many elements are computed."""
+        return self.budget - self.write_bytes - need.work_bytes(piece)
 
     def peak(self, need: Need, elements: int) -> int:
-        """Bytes in use while tiles of so many elements are made, the next one being read where it fits."""
+        """Bytes in use while tiles of so many elements are made."""
         load = max(self.load_bytes, need.load_bytes(elements))
-        once = 2 * self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
-        # Where another load does not fit, that of a shorter row may; else there is one buffer.
-        ahead = (each for each in (load, self.load_bytes) if once + each <= self.budget)
-        return once + next(ahead, 0)
+        return self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,24 @@ class Need:
     @property
     def least_bytes(self) -> int:
         """Bytes of the smallest lane that the row can be made in."""
-        least = self.load_bytes(self.least_elements) + self.work_bytes(self.piece_of(self.least_elements))
-        # Beside it a lane has a load's and two writes' shares of itself, up to what they are at most.
-        in_shares = math.ceil(least / (1 - 1 / _LOAD_SHARE - 2 / _WRITE_SHARE)) + 1
-        return min(in_shares, least + LOAD_MOST + 2 * WRITE_MOST)
+        load, work = self.load_bytes(self.least_elements), self.work_bytes(self.piece_of(self.least_elements))
+        # Both buffers are shares of the lane, up to what they are at most; the least load may take more.
+        beside = 1 - 1 / _WRITE_SHARE
+        in_shares = math.ceil(max((load + work) / beside, work / (beside - 1 / _LOAD_SHARE))) + 1
+        return min(in_shares, max(load, LOAD_MOST) + work + WRITE_MOST)
 
 
 def _whole_pages(nbytes: int) -> int:
     return nbytes // ALIGNMENT * ALIGNMENT
+
+
+def too_little_memory(option: str, budget: int, least: int, what: str) -> Problem:
+    """Says that a worker's memory is too little for something, and how much is enough."""
+    return Problem(
+        option,
+        f"{format_size(budget)} a worker are too little for {what}.",
+        f"The smallest budget that works is {least} bytes ({format_size(least)}).",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +146,26 @@ class Projection:
     """The output that sets the smallest budget."""
     least_method: str
     """The method that makes it."""
+    shared: int = 0
+    """Bytes of the budget that are no lane's: for writing what goes to several places."""
+
+    def shortage(self, option: str = "--memory") -> Problem | None:
+        """What there is to say if the budget is too small for the plan.
+
+        Args:
+            option: gave the budget.
+        """
+        if self.budget >= self.least_budget:
+            return None
+        what = f"{self.least_tensor} with {self.least_method}"
+        if self.least_budget <= SMALLEST_BUDGET:
+            what = "any merge"
+        return too_little_memory(option, self.budget, self.least_budget, what)
 
     @property
     def lane(self) -> Lane:
         """The share of one lane."""
-        return Lane(self.budget // self.lanes)
+        return Lane((self.budget - self.shared) // self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,27 +298,27 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
     """
     least = max(1, min(num_elements, need.least_elements))
     whole = max(1, num_elements)
-    if passes and need.load_bytes(whole) + lane.load_bytes <= lane.room(need, need.piece_of(whole)):
+    if passes and lane.peak(need, whole) <= lane.budget:
         return Tiling(whole, lane.peak(need, whole))
     elements = max(least, min(whole, _affordable(need, lane) // need.unit * need.unit))
     return Tiling(elements, lane.peak(need, elements))
 
 
 def _affordable(need: Need, lane: Lane) -> int:
-    """Elements of a tile of which two loads fit, one in work and one being read."""
+    """Elements of a tile whose load fits."""
     stored = max(need.stored_per_element, 1e-9)
     if need.piece:
         room = lane.room(need, need.piece)
         if room < lane.load_bytes:
-            # Not even a full piece fits beside a buffer.
+            # Not even a full piece fits beside the buffer.
             return need.least_elements
-        return int(min(2 * lane.load_bytes, room - 2 * (need.read_room + ALIGNMENT)) / 2 / stored)
-    spare = lane.budget - 2 * lane.write_bytes - need.fixed_bytes
+        return int((lane.load_bytes - need.read_room - ALIGNMENT) / stored)
+    spare = lane.budget - lane.write_bytes - need.fixed_bytes
     spare -= math.ceil(need.scratch_per_element * BLOCK)
-    both = (spare - 2 * (need.read_room + ALIGNMENT)) / (2 * stored + need.work_per_element)
-    # A buffer has a usual load's length even where a tile is shorter.
-    one = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
-    return int(min(TILE_MOST, both, one, lane.load_bytes / stored))
+    fitting = (spare - need.read_room - ALIGNMENT) / (stored + need.work_per_element)
+    # The buffer has a usual load's length even where a tile is shorter.
+    beside = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
+    return int(min(TILE_MOST, fitting, beside, lane.load_bytes / stored))
 
 
 def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
@@ -302,7 +327,8 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     Args:
         plan: what is to be made.
         budget: bytes that a worker may use.
-        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many.
+        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many,
+            or the plan has not as many.
     """
     names = plan["tensors"].column("name")
     found = list(_needs(plan))
@@ -311,8 +337,9 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         default=(0, 0, ""),
         key=lambda each: each[0],
     )
-    lanes = max(1, min(lanes, budget // max(1, least)))
-    lane = Lane(budget // lanes)
+    shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
+    lanes = max(1, min(lanes, (budget - shared) // max(1, least), plan["segments"].num_rows))
+    lane = Lane((budget - shared) // lanes)
     peak, peak_tensor = max(
         ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
         default=(0, 0),
@@ -322,11 +349,12 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
     return Projection(
         budget,
         lanes,
-        peak * lanes,
+        peak * lanes + shared,
         names[peak_tensor].as_py() if named else "",
-        max(least, SMALLEST_BUDGET),
+        max(least + shared, SMALLEST_BUDGET),
         names[least_tensor].as_py() if named else "",
         least_method,
+        shared,
     )
 
 

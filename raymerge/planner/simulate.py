@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError
 from raymerge.planner.memory import project
 from raymerge.planner.plan import Plan
 from raymerge.planner.simulate_cluster import Cluster
 from raymerge.planner.simulate_run import Course, Limiter, run_segments
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
 from raymerge.planner.simulate_work import Floats, SegmentLoads, segment_loads
-from raymerge.units import format_size
 
 __all__ = ["Cluster", "Limiter", "OtherNumber", "Simulation", "Spread", "simulate", "simulate_plan"]
 
@@ -110,10 +109,9 @@ def simulate_plan(
         OptionError: a worker's memory is too little for the plan.
     """
     memory = project(plan, cluster.memory or budget, lanes=cluster.wanted_lanes)
-    if memory.budget < memory.least_budget:
-        what = f"{format_size(memory.budget)} a worker are too little for {memory.least_tensor}."
-        least = f"The smallest budget that works is {memory.least_budget} bytes."
-        raise OptionError(Problem("--simulate memory", what, least))
+    shortage = memory.shortage("--simulate memory")
+    if shortage is not None:
+        raise OptionError(shortage)
     cluster = replace(cluster, lanes=memory.lanes, memory=memory.budget)
     return simulate(segment_loads(plan, memory.lane, speeds or measured_speeds()), cluster)
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from raymerge.errors import OptionError, Problem
 
+_LANES_BESIDE = 2
+"""Segments that a worker has in flight beside those that it computes, as real ones have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -33,7 +36,7 @@ class Cluster:
     """What one core reads or writes, where bytes take its time (files in the system's cache, object storage);
     None where they do not (direct I/O)."""
     lanes: int | None = None
-    """Segments that a worker has in flight, if its memory holds so many; None for one more than threads."""
+    """Segments that a worker has in flight, if its memory holds so many; None for two more than threads."""
     memory: int | None = None
     """Bytes that a worker may use; None for what the plan is shown for."""
     overhead: float = 0.005
@@ -50,12 +53,20 @@ class Cluster:
     @property
     def wanted_lanes(self) -> int:
         """Segments that a worker is to have in flight."""
-        return self.lanes or self.threads + 1
+        return self.lanes or self.threads + _LANES_BESIDE
 
-    def pace(self, num_lanes: int) -> float:
-        """Bytes per second that one of so many busy lanes may hope for."""
-        common = [each for each in (self.storage, self.read, self.write) if each is not None]
-        return min([each / max(1, num_lanes) for each in common] + [self.per_worker or math.inf])
+    @property
+    def reading(self) -> float:
+        """Bytes per second that a lane reads while no other moves any; infinite where nothing limits it."""
+        return self._alone(self.read)
+
+    @property
+    def writing(self) -> float:
+        """The same of writing."""
+        return self._alone(self.write)
+
+    def _alone(self, direction: float | None) -> float:
+        return min(each or math.inf for each in (self.storage, direction, self.per_worker))
 
     def _problems(self) -> Iterator[Problem]:
         for name in ("workers", "threads", "cores", "lanes"):

@@ -1,7 +1,9 @@
-"""Segments on workers, event by event: handed out largest first, streamed at fair shares of what is common.
+"""Segments on workers, event by event: handed out largest first, made at fair shares of what is common.
 
-A lane streams its segment: reading, computing and writing go on together, at the pace of the slowest. Between
-two events, an end of a segment or the beginning of a stream, all paces stay as they are.
+A lane reads, computes and writes one after the other, load by load; what overlaps are the lanes of a worker.
+Over many loads that is a steady pace: a lane alone takes the sum of the three times, and all together take no
+more than there is of storage, links, threads and cores. Between two events, the begin or the end of a
+segment, all paces stay as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from raymerge.planner.simulate_work import Floats, SegmentLoads
 
 _TOGETHER = 1e-3
 """Events so close together count as one, as a share of the mean time of a segment."""
+_NO_TIME = 1e-9
+"""Seconds that computing a segment takes at least."""
 
 
 class Limiter(StrEnum):
@@ -31,9 +35,13 @@ class Limiter(StrEnum):
     LINK = "the workers' links"
     COMPUTING = "computing"
     CORES = "the workers' cores, computing and moving bytes"
-    DISPATCH = "handing out and first loads"
+    DISPATCH = "handing out"
     IDLE = "workers without a segment"
     FINISHING = "finishing"
+
+
+_STAGES = (Limiter.READING, Limiter.WRITING, Limiter.CORES, Limiter.COMPUTING)
+"""What a lane that nothing holds back spends its time on, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class _Shift:
         self._wake = np.full(shape, np.inf)
         self._reads, self._writes, self._moves = (np.zeros(shape) for _ in range(3))
         self._computes, self._works = np.zeros(shape), np.zeros(shape)
+        self._stages = np.zeros((len(_STAGES), *shape))
         self._limits = self._all_limits()
         self._now = self._driver_free = self._alone = 0.0
         self._busy, self._moved = np.zeros(shape[0]), np.zeros(shape[0])
@@ -145,28 +154,22 @@ class _Shift:
         # The driver hands out one after the other.
         begins = max(self._now, self._driver_free) + self._cluster.driver * np.arange(1, len(free) + 1)
         self._driver_free = float(begins[-1])
-        self._wake[lanes] = begins + self._cluster.overhead + self._fill(lanes, taken)
+        self._wake[lanes] = begins + self._cluster.overhead
 
     def _take(self, lanes: tuple[Ints, Ints], segments: npt.NDArray[np.intp]) -> None:
         self._in_use[lanes] = True
         self._left[lanes] = 1.0
         reads, writes = self._loads.read_bytes[segments], self._loads.write_bytes[segments]
         self._reads[lanes], self._writes[lanes], self._moves[lanes] = reads, writes, reads + writes
-        seconds = self._compute[segments]
-        per_byte = 1 / (self._cluster.per_core or np.inf)
-        self._computes[lanes], self._works[lanes] = seconds, seconds + per_byte * (reads + writes)
-        # A lane has one thread of each kind, and nothing is done in no time.
-        slowest = np.maximum(seconds, per_byte * np.maximum(reads, writes))
-        self._own[lanes] = 1 / np.maximum(slowest, 1e-9)
+        seconds, moving = self._compute[segments], (reads + writes) / (self._cluster.per_core or np.inf)
+        self._computes[lanes], self._works[lanes] = seconds, seconds + moving
+        waits = np.stack((reads / self._cluster.reading, writes / self._cluster.writing))
+        # A core moves the bytes while the lane waits for them, as far as that lasts.
+        beyond = np.maximum(moving - waits.sum(axis=0), 0.0)
+        stages = np.stack((*waits, beyond, np.maximum(seconds, _NO_TIME)))
+        self._own[lanes] = 1 / stages.sum(axis=0)
+        self._stages[:, *lanes] = stages
         np.add.at(self._moved, lanes[0], reads + writes)
-
-    def _fill(self, lanes: tuple[Ints, Ints], segments: npt.NDArray[np.intp]) -> Floats:
-        """Time in which a stream begins and ends: one load's, but for the stage that sets the pace."""
-        reads, writes = self._reads[lanes], self._writes[lanes]
-        share = self._loads.load_bytes[segments] / np.maximum(reads, 1)
-        pace = self._cluster.pace(int(self._in_use.sum()))
-        stages = np.stack((reads / pace, self._computes[lanes], writes / pace))
-        return np.asarray(share * (stages.sum(axis=0) - stages.max(axis=0)))
 
     def _account(self, streams: npt.NDArray[np.bool_], rates: Floats, step: float) -> None:
         """Write down what a step was spent on."""
@@ -192,12 +195,13 @@ class _Shift:
         self._spent[Limiter.IDLE] += step * (1 - working)
         each = step * working / float(self._in_use.sum())
         self._spent[Limiter.DISPATCH] += each * float((self._in_use & ~streams).sum())
-        free, rest = streams & (rates >= self._own), streams & (rates < self._own)
+        rest = streams.copy()
         for limit in self._limits:
             if not limit.is_common:
-                held = rest & limit.is_full(rates)
+                held = rest & limit.is_full(rates) & (limit.demand > 0)
                 self._spent[Limiter(limit.name)] += each * float(held.sum())
                 rest &= ~held
-        computes = free & (rates * self._computes > 1 - 1e-6)
-        self._spent[Limiter.COMPUTING] += each * float(computes.sum())
-        self._spent[Limiter.CORES] += each * float((rest | (free & ~computes)).sum())
+        # Nothing holds these back: they do one thing after the other.
+        shares = (self._stages * self._own * rest).sum(axis=(1, 2))
+        for name, share in zip(_STAGES, shares, strict=True):
+            self._spent[name] += each * float(share)

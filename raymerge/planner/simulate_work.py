@@ -27,7 +27,7 @@ def stays_resident(kept_bytes: Ints, lane: Lane) -> npt.NDArray[np.bool_]:
         lane: a lane's share of the worker's budget. What computing takes is not counted: it is small beside
             rows that are near the bound.
     """
-    return np.asarray(kept_bytes + lane.load_bytes <= lane.budget - 2 * lane.write_bytes)
+    return np.asarray(kept_bytes <= lane.budget - lane.write_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,6 @@ class SegmentLoads:
     """Time that one thread computes, at the measured speeds."""
     copy_seconds: Floats
     """The part of it that copies take."""
-    load_bytes: Ints
-    """What is read before the first of it can be computed with."""
     guessed: tuple[str, ...] = ()
     """Methods whose speed was not measured."""
     num_tensors: int = 0
@@ -92,7 +90,6 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
     segments = plan["segments"]
     sums = [_run_sums(ints(segments, "num_rows"), each) for each in by_row]
     read, written, computed = (each.astype(np.int64) for each in sums[:3])
-    loads = np.where((passes > 0) & resident, once, np.minimum(once, lane.load_bytes))
     used = {each.method for each in expressions if not each.is_copy}
     return SegmentLoads(
         cost=ints(segments, "cost"),
@@ -101,7 +98,6 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
         source_bytes=computed,
         thread_seconds=sums[3],
         copy_seconds=sums[4],
-        load_bytes=loads[ints(segments, "first_row")],
         guessed=tuple(sorted(name for name in used if not speeds.knows(name))),
         num_tensors=len(plan["tensors"]),
     )

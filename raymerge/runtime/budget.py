@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from raymerge.errors import OptionError, Problem
-from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project
+from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project, too_little_memory
 from raymerge.planner.tables import Plan
+from raymerge.runtime.control_groups import memory_rooms
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.sizing import local_layouts, most_lanes
 from raymerge.units import format_size
 
-_USUAL_BUDGET = 2 << 30
+_USUAL_BUDGET = 512 << 20
+"""More hardly helps: what does not fit is read twice, the second time from the page cache."""
 _CLUSTER_BUDGET = 1 << 30
 """Budget on a running cluster: what is free on this machine says nothing about its workers."""
 
@@ -22,13 +23,20 @@ _CLUSTER_BUDGET = 1 << 30
 def fit_budget(plan: Plan, options: RunOptions) -> Projection:
     """The memory projection of a plan under the options' budget.
 
+    Where the user does not say, a plan that needs more than is usual gets it, if this machine has it.
+
     Raises:
         OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
     """
-    budget = options.memory or usual_budget(options, free_memory())
-    projection = project(plan, budget, lanes=most_lanes(options))
-    what = f"{projection.least_tensor} with {projection.least_method}"
-    _check_enough(projection.budget, projection.least_budget, what)
+    free, lanes = free_memory(), most_lanes(options)
+    projection = project(plan, options.memory or usual_budget(options, free), lanes=lanes)
+    if options.memory is None:
+        spared = _spared(options, free, projection.least_budget, workers=num_workers(options))
+        if spared > projection.budget:
+            projection = project(plan, spared, lanes=lanes)
+    shortage = projection.shortage()
+    if shortage is not None:
+        raise OptionError(shortage)
     return projection
 
 
@@ -51,22 +59,17 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) ->
     if budget is None:
         free = free_memory()
         budget = usual_budget(options, free)
-        if options.address is None:
-            busy = max(1, min(num_workers(options), num_units))
-            budget = max(budget, min(least, free // 2 // busy))
-    _check_enough(budget, least, title)
+        busy = max(1, min(num_workers(options), num_units))
+        budget = max(budget, _spared(options, free, least, workers=busy))
+    if budget < least:
+        raise OptionError(too_little_memory("--memory", budget, least, title))
     return budget
 
 
-def _check_enough(budget: int, least: int, what: str) -> None:
-    if budget < least:
-        raise OptionError(
-            Problem(
-                "--memory",
-                f"{format_size(budget)} a worker are too little for {what}.",
-                f"The smallest budget that works is {least} bytes ({format_size(least)}).",
-            )
-        )
+def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
+    """Bytes that each of some workers may have of this machine's memory, where so many are needed; 0 where it
+    is another machine's."""
+    return min(least, free // 2 // workers) if options.address is None else 0
 
 
 def check_free(options: RunOptions) -> None:
@@ -114,37 +117,4 @@ def free_memory(root: Path = Path("/")) -> int:
         root: where the system's ``proc`` and ``sys`` are.
     """
     machine = int(psutil.virtual_memory().available)
-    return max(0, min((machine, *_group_rooms(root))))
-
-
-def _group_rooms(root: Path) -> Iterator[int]:
-    """What each control group that holds this process has left: its own and all above it."""
-    mounted = root / "sys" / "fs" / "cgroup"
-    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = mounted, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = mounted / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = top / path.strip("/")
-        # Within a container the path may be the host's; what is mounted then is the container's own group.
-        for each in (group, *group.parents):
-            most = _text(each / names[0]).strip() if each.is_relative_to(top) else ""
-            if most.isdecimal():
-                yield int(most) - _used(each, *names[1:])
-
-
-def _used(group: Path, usage: str, cached: str) -> int:
-    """Bytes that a group has in use; file pages that nobody uses make way."""
-    stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-    return int(_text(group / usage).strip() or 0) - int(stat.get(cached, 0))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""
+    return max(0, min((machine, *memory_rooms(root))))

@@ -20,7 +20,7 @@ def settle_device(
     """Have a started pool choose its device, where there is a choice.
 
     Bytes are the same on one kind of device, so that what was begun goes on there, whatever is faster today.
-    Before a merge whole layers of a model are computed, for which a GPU is always the faster one.
+    Before a merge whole layers of a model are computed, for which a GPU that works is always the faster one.
 
     Args:
         pool: what chooses.
@@ -33,11 +33,12 @@ def settle_device(
         begun = next(filter(None, map(_device_of, ledgers)), None)
         if begun is not None:
             return Choice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
-        if any(merge.stages for merge in merges):
-            return Choice("cuda", "what comes before the merge computes layers of a model")
+        # Also where that would not change the choice: it is found out whether the GPU works.
         measured = measure(_sample(merges[0], output))
+        if any(merge.stages for merge in merges):
+            return Choice("cuda", "what comes before the merge computes layers of a model", measured.probe)
         amounts = amounts_of(merge.plan for merge in merges)
-        return choose(measured.probe, amounts, cpu_workers=measured.cpu_workers, gpus=measured.gpus)
+        return choose(measured.probe, amounts, cpu=measured.cpu, gpu=measured.gpu)
 
     pool.settle(chosen)
 

@@ -9,26 +9,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raymerge.errors import RaymergeError
 from raymerge.execute.threads import one_thread
-from raymerge.methods import BLOCK
-from raymerge.runtime.device_choice import Probe
+from raymerge.methods import Settings, Stored, Tile
+from raymerge.methods.linear import LinearKernel
+from raymerge.runtime.device_choice import GpuError, Probe
+from raymerge.runtime.devices import first_line
 from raymerge.storage.buffers import aligned_buffer
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.speed import measure_read, measure_write
 
 _COPY_NBYTES = 64 << 20
-_STORAGE_NBYTES = 1 << 30
+_READ_NBYTES = 1 << 30
+_WRITE_NBYTES = 256 << 20
 _BUFFER_NBYTES = 16 << 20
-_TILE = 1 << 22
+_CPU_TILE = 1 << 20
+_GPU_TILE = 1 << 22
 _SOURCES = 3
+_KERNEL = LinearKernel()
+_SETTINGS = Settings({"normalize": True}, tuple({"weight": weight} for weight in (0.5, 0.25, 0.25)))
 _ROUNDS = 3
 _SECONDS = 0.1
-_FAST = 1e12
-"""Bytes a second where storage cannot be measured: it is not what limits the run then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +58,44 @@ def measure(device: torch.device, sample: Sample, *, threads: int) -> Probe:
         device: the GPU.
         sample: where storage is measured.
         threads: of this worker, that would compute on processors.
+
+    Raises:
+        GpuError: the GPU is broken or busy.
     """
-    to_device, from_device = _copy_speeds(device)
+    try:
+        to_device, from_device = _copy_speeds(device)
+        gpu, name = _gpu_speed(device), torch.cuda.get_device_name(device)
+    except RuntimeError as error:
+        # What torch raises for whatever goes wrong on a GPU is one, or a kind of it.
+        raise GpuError(first_line(error)) from error
     return Probe(
         read=_read_speed(sample),
         write=_write_speed(sample.target),
         to_device=to_device,
         from_device=from_device,
         cpu=_cpu_speed(threads),
-        gpu=_gpu_speed(device),
-        name=torch.cuda.get_device_name(device),
+        gpu=gpu,
+        name=name,
     )
 
 
-def _read_speed(sample: Sample) -> float:
-    nbytes = min(sample.nbytes, _STORAGE_NBYTES)
+def _read_speed(sample: Sample) -> float | None:
+    nbytes = min(sample.nbytes, _READ_NBYTES)
     try:
         with open_store(sample.root) as store:
             return measure_read(store, sample.key, nbytes=nbytes, buffer=aligned_buffer(_BUFFER_NBYTES))
     except RaymergeError:
         # What is wrong with the file is told by the run, with what it was read for.
-        return _FAST
+        return None
 
 
-def _write_speed(target: str) -> float:
+def _write_speed(target: str) -> float | None:
     key = f".raymerge-probe-{uuid.uuid4().hex[:12]}"
     try:
         with LocalStore(Path(target)) as store:
-            return measure_write(store, key, nbytes=_STORAGE_NBYTES)
+            return measure_write(store, key, nbytes=_WRITE_NBYTES)
     except (RaymergeError, OSError):
-        return _FAST
+        return None
 
 
 def _copy_speeds(device: torch.device) -> tuple[float, float]:
@@ -94,8 +108,8 @@ def _copy_speeds(device: torch.device) -> tuple[float, float]:
 
 
 def _gpu_speed(device: torch.device) -> float:
-    sources = torch.zeros(_SOURCES, _TILE, dtype=torch.bfloat16, device=device)
-    return sources.nbytes / _device_seconds(lambda: _combine(sources))
+    sources = torch.zeros(_SOURCES, _GPU_TILE, dtype=torch.bfloat16, device=device)
+    return sources.nbytes / _device_seconds(lambda: _combined(sources))
 
 
 def _device_seconds(step: Callable[[], object]) -> float:
@@ -112,24 +126,34 @@ def _device_seconds(step: Callable[[], object]) -> float:
 
 
 def _cpu_speed(threads: int) -> float:
-    """Bytes of sources a second that so many threads combine, each in pieces that stay in its cache."""
+    """Bytes of sources a second that so many threads combine, each as the lanes of a worker do."""
+    tiles = [_stored_tile(_CPU_TILE) for _ in range(threads)]
 
-    def work(deadline: float) -> int:
-        sources, done = torch.zeros(_SOURCES, BLOCK, dtype=torch.bfloat16), 0
+    def work(tile: Stored, deadline: float) -> int:
+        out, done = np.empty(tile.count, np.uint16), 0
         while not done or time.perf_counter() < deadline:
-            _combine(sources)
-            done += sources.nbytes
+            _combine_stored(tile, out)
+            done += tile.words.nbytes
         return done
 
+    # Loops are compiled, or loaded, when they are first called.
+    _combine_stored(tiles[0], np.empty(_CPU_TILE, np.uint16))
     with one_thread(), ThreadPoolExecutor(threads) as pool:
         begin = time.perf_counter()
-        done = sum(pool.map(work, [begin + _SECONDS] * threads))
+        done = sum(pool.map(work, tiles, [begin + _SECONDS] * threads))
         return done / (time.perf_counter() - begin)
 
 
-def _combine(sources: torch.Tensor) -> torch.Tensor:
-    """A linear combination as merges compute it: widened, weighted, added, rounded once."""
-    total = sources[0].float().mul_(0.5)
-    for source in sources[1:]:
-        total.add_(source.float(), alpha=0.25)
-    return total.bfloat16()
+def _stored_tile(count: int) -> Stored:
+    places = np.arange(_SOURCES) * count
+    return Stored(np.zeros(_SOURCES * count, np.uint16), places, count, 0)
+
+
+def _combine_stored(tile: Stored, out: NDArray[np.uint16]) -> None:
+    """A linear merge on processors, as lanes compute it: in one call for a tile, as it is stored."""
+    _KERNEL.apply_stored(tile, _SETTINGS, None, out)
+
+
+def _combined(sources: torch.Tensor) -> torch.Tensor:
+    """The same on a GPU: widened, combined, rounded; bfloat16 ``[sources, n]`` to ``[n]``."""
+    return _KERNEL.apply(Tile(None, sources.float(), 0), _SETTINGS, None).bfloat16()

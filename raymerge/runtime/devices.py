@@ -36,9 +36,25 @@ def kernels_of(device: torch.device) -> dict[str, str]:
 
     Layers of a model are computed by transformers, with matrix products whose order of additions the
     libraries choose by the processor.
+
+    Raises:
+        OptionError: the GPU is broken, or another process has it for itself.
     """
     if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
+        processor = _gpu_name(device)
     else:
         processor = torch.backends.cpu.get_cpu_capability()
     return {"transformers": version("transformers"), "processor": processor}
+
+
+def _gpu_name(device: torch.device) -> str:
+    try:
+        return torch.cuda.get_device_name(device)
+    except RuntimeError as error:
+        what = f"cuda cannot be used here: {first_line(error)}."
+        raise OptionError(Problem("--device", what, "Look at nvidia-smi, or give --device cpu.")) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short: libraries add advice, and where in their code it was raised."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

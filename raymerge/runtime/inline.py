@@ -9,12 +9,12 @@ from contextlib import ExitStack, closing
 import torch
 
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.device_choice import Choice
+from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample, measure
 from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.options import Device, RunOptions
 from raymerge.runtime.pool import TICK_SECONDS, Measure, Measured, Runner, Stop, Work
-from raymerge.runtime.sizing import cores_here, layout_of
+from raymerge.runtime.sizing import Crew, cores_here, layout_of
 
 _NAME = "inline"
 
@@ -69,7 +69,10 @@ class InlinePool:
     def settle(self, choose: Callable[[Measure], Choice]) -> None:
         """Choose between the GPU and the processors; see ``Pool.settle``."""
         if self._options.device == "auto" and self._device.type == "cuda":
-            self._choice = choose(self._measured)
+            try:
+                self._choice = choose(self._measured)
+            except GpuError as error:
+                self._choice = error.choice()
             self._device = torch.device(self._choice.device)
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
@@ -84,7 +87,8 @@ class InlinePool:
         """Nothing to give back."""
 
     def _measured(self, sample: Sample) -> Measured:
-        return Measured(measure(self._device, sample, threads=self._threads(gpus=0)), 1, 1)
+        probe = measure(self._device, sample, threads=self._threads(gpus=0))
+        return Measured(probe, cpu=Crew(1, 1), gpu=Crew(1, 1))
 
     def _threads(self, *, gpus: int) -> int:
         return layout_of(self._options, (cores_here(),), gpus).threads

@@ -9,6 +9,9 @@ from raymerge.errors import OptionError, Problem
 
 Device = Literal["auto", "cpu", "cuda"]
 
+_MOST_THREADS = 256
+"""Of a worker; machines with more cores have several workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -42,6 +45,9 @@ class RunOptions:
             problems.append(
                 Problem("--threads", f"{self.threads} threads compute nothing.", "Give 1 or more.")
             )
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            what = f"{self.threads} threads of one worker would wait for each other."
+            problems.append(Problem("--threads", what, f"Give at most {_MOST_THREADS}, and more --workers."))
         if self.memory is not None and self.memory < 1:
             problems.append(
                 Problem("--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB.")

@@ -12,6 +12,7 @@ import torch
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.device_choice import Choice, Probe
 from raymerge.runtime.device_probe import Sample
+from raymerge.runtime.sizing import Crew
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -71,14 +72,18 @@ class Measured:
 
     probe: Probe
     """Measured in one of its workers."""
-    cpu_workers: int
+    cpu: Crew
     """Workers that it would have on processors."""
-    gpus: int
-    """GPUs that it has."""
+    gpu: Crew
+    """Workers that it would have on GPUs, each on its own."""
 
 
 Measure: TypeAlias = Callable[[Sample], Measured]
-"""Measures a pool and the storage of a sample."""
+"""Measures a pool and the storage of a sample.
+
+Raises:
+    GpuError: the GPU cannot be measured.
+"""
 
 
 class Pool(Protocol):
@@ -117,6 +122,8 @@ class Pool(Protocol):
 
     def settle(self, choose: Callable[[Measure], Choice]) -> None:
         """Have the device chosen where that is left open, so that all workers have the same.
+
+        A GPU that cannot be measured is not chosen.
 
         Args:
             choose: called only if there are GPUs that need not be used. What it is given measures this pool,

@@ -25,6 +25,8 @@ _QUIET = {
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Of an embedded cluster: processes for which there is no work would import ray while we import torch.
+    "RAY_prestart_worker_first_driver": "0",
 }
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
 

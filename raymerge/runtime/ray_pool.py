@@ -8,18 +8,30 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError
+from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample
+from raymerge.runtime.devices import first_line
 from raymerge.runtime.events import OnEvent, WorkerLost
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import TICK_SECONDS, UNIT, Measure, Measured, Stop, Work
+from raymerge.runtime.ray_answers import cause_of, probed, ready_answers
 from raymerge.runtime.ray_environment import RayConnection
-from raymerge.runtime.sizing import Layout, embedded_slots, layout_of, most_lanes
+from raymerge.runtime.sizing import (
+    Crew,
+    Layout,
+    Machine,
+    embedded_slots,
+    layout_of,
+    most_lanes,
+    no_gpu,
+    no_room,
+)
 from raymerge.runtime.worker import MergeWorker
 
 _READY_SECONDS = 120.0
+"""How long a worker may take to start, or to take up work."""
 _ATTEMPTS = 3
 """Workers that a part may take down, or that may fail to start in a row, before the run gives up."""
 
@@ -65,6 +77,7 @@ class RayPool:
         self._gpus = 0
         self._layout = Layout(1, 1)
         self._choice: Choice | None = None
+        self._gpu_failure = ""
         slots = embedded_slots(options) if options.address is None else None
         self._connection = RayConnection(options.address, num_cpus=slots)
 
@@ -103,8 +116,10 @@ class RayPool:
         self._connection.open()
         self._gpus = self._usable_gpus()
         self._layout = self._fitting(self._gpus)
-        # Where processors may turn out to do as well, one GPU is enough to find out.
-        self._take_on(1 if self._is_open else self._layout.workers)
+        if self._is_open:
+            self._try_gpu()
+        else:
+            self._take_on(self._layout.workers)
         if self._parts is None:
             for actor in self._actors:
                 actor.handle.warm.remote()
@@ -113,7 +128,10 @@ class RayPool:
         """Choose between GPUs and processors; see ``Pool.settle``."""
         if not self._is_open:
             return
-        self._choice = choose(self._measured)
+        try:
+            self._choice = choose(self._measured)
+        except GpuError as error:
+            self._choice = error.choice()
         if self._choice.device == "cpu":
             self._dismiss()
             self._gpus = 0
@@ -137,41 +155,62 @@ class RayPool:
         """Whether there are GPUs that need not be used."""
         return self._gpus > 0 and self._options.device == "auto" and self._choice is None
 
-    def _machines(self, resource: str) -> list[int]:
-        """What each machine of the cluster has of a resource."""
-        nodes = self._connection.ray.nodes()
-        return [int(node["Resources"].get(resource, 0)) for node in nodes if node["Alive"]]
+    def _machines(self) -> list[Machine]:
+        """The machines of the cluster."""
+        alive = [node["Resources"] for node in self._connection.ray.nodes() if node["Alive"]]
+        return [Machine(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in alive]
 
     def _usable_gpus(self) -> int:
-        gpus = sum(self._machines("GPU"))
+        """GPUs that workers can have, with CPU slots for their threads beside them."""
+        machines, threads = self._machines(), self._options.threads or 1
+        gpus = sum(machine.room(threads, with_gpu=True) for machine in machines)
         if self._options.device == "cuda" and not gpus:
-            what = "cuda was asked for, but the cluster has no GPU."
-            raise OptionError(Problem("--device", what, "Use --device auto or cpu."))
+            raise OptionError(no_gpu(machines))
         return 0 if self._options.device == "cpu" else gpus
 
     def _fitting(self, gpus: int) -> Layout:
         """The layout on the machines of the cluster, of as many workers as have something to do."""
-        machines = self._machines("CPU")
-        layout = layout_of(self._options, machines, gpus)
-        room = gpus or sum(cores // layout.threads for cores in machines)
+        machines = self._machines()
+        layout = layout_of(self._options, [machine.cores for machine in machines], gpus)
         if self._parts is not None:
             layout = replace(layout, workers=min(layout.workers, max(1, self._parts)))
-        if layout.workers > room:
-            raise OptionError(_no_room(self._options, layout, room, is_gpu=gpus > 0))
+        problem = no_room(self._options, layout, machines, with_gpu=gpus > 0)
+        if problem is not None:
+            raise OptionError(problem)
         return layout
+
+    def _try_gpu(self) -> None:
+        """Start a worker on a GPU: where processors may turn out to do as well, one is enough to find out."""
+        try:
+            self._take_on(1)
+        except OptionError as error:
+            # Others may have the GPUs, or they are broken. Nobody has insisted on them yet.
+            self._gpu_failure = f"its worker does not start ({error.problems[0].what.rstrip('.')})"
+            self._dismiss()
 
     def _measured(self, sample: Sample) -> Measured:
         """What one worker measures, for the workers that there would be."""
-        ray, cpu = self._connection.ray, self._fitting(0)
-        answer = ray.get(self._actors[0].handle.probe.remote(sample, cpu.threads))
-        return Measured(Probe.from_json(answer), cpu.workers, self._layout.workers)
+        if not self._gpu_failure and self.device != "cuda":
+            self._gpu_failure = "its worker sees none"
+        if self._gpu_failure:
+            raise GpuError(self._gpu_failure)
+        cpu = self._fitting(0)
+        answer = self._actors[0].handle.probe.remote(sample, cpu.threads)
+        probe = probed(self._connection.ray, answer)
+        return Measured(probe, self._crew(cpu, with_gpu=False), self._crew(self._layout, with_gpu=True))
+
+    def _crew(self, layout: Layout, *, with_gpu: bool) -> Crew:
+        """Workers are spread, so that they are on as many machines as they can be."""
+        rooms = [machine.room(layout.threads, with_gpu=with_gpu) for machine in self._machines()]
+        return Crew(layout.workers, min(layout.workers, sum(room > 0 for room in rooms)))
 
     def _take_on(self, count: int) -> None:
         """Start workers, and see that they are equal to those that are there."""
         fresh = [self._spawn() for _ in range(count)]
         is_first = not self._actors
         self._actors += fresh
-        answers = self._answers([actor.handle.ready.remote() for actor in fresh])
+        ready = [actor.handle.ready.remote() for actor in fresh]
+        answers = ready_answers(self._connection.ray, ready, seconds=_READY_SECONDS)
         if is_first:
             self._numerics, self._kernels = dict(answers[0]["numerics"]), dict(answers[0]["kernels"])
         for answer in answers:
@@ -188,6 +227,8 @@ class RayPool:
         options = {
             "num_cpus": self._layout.threads,
             "num_gpus": 1 if self._gpus else 0,
+            # Ray would fill one machine after the other, though each has storage and memory of its own.
+            "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
             "max_task_retries": 0,
             # All lanes, and a call beside them.
@@ -195,23 +236,6 @@ class RayPool:
         }
         device = self._options.device if self._gpus else "cpu"
         return _Actor(name, self._connection.ray.remote(self._worker).options(**options).remote(name, device))
-
-    def _answers(self, references: Sequence[Any]) -> list[dict[str, Any]]:
-        """What the first workers answer when they are ready."""
-        ray = self._connection.ray
-        try:
-            answers: list[dict[str, Any]] = ray.get(list(references), timeout=_READY_SECONDS)
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from None
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
-            raise OptionError(
-                Problem(
-                    "workers",
-                    f"they did not start within {_READY_SECONDS:.0f} s ({_first_line(error)}).",
-                    "Look at 'ray status': the cluster may be full or short of memory; --inline needs none.",
-                )
-            ) from error
-        return answers
 
     def _check_numerics(self, answer: dict[str, Any]) -> None:
         if answer["numerics"] != self._numerics:
@@ -302,9 +326,9 @@ class _Shift:
         try:
             answer: dict[str, Any] = self._ray.get(ref)
         except errors.RayTaskError as error:
-            raise _cause(error) from None
+            raise cause_of(error) from None
         except errors.RayError as error:
-            self._lose(actor, _first_line(error))
+            self._lose(actor, first_line(error))
             return None
         if ref == actor.opening:
             self._pool._check_numerics(answer)
@@ -356,26 +380,3 @@ class _Shift:
                 f"no worker has been up for {_READY_SECONDS:.0f} s. What is done is kept: the same command "
                 "goes on once the cluster has room."
             )
-
-
-def _no_room(options: RunOptions, layout: Layout, room: int, *, is_gpu: bool) -> Problem:
-    """More was asked for than the cluster has."""
-    wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
-    if is_gpu or layout.threads == 1:
-        what = f"{wanted} were asked for, but the cluster has {room} {'GPUs' if is_gpu else 'CPU slots'}."
-        return Problem("--workers", what, f"Give at most {room}, or add machines.")
-    where = "--threads" if options.workers is None else "--workers"
-    what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
-    return Problem(where, what, "Give fewer --threads, or add machines.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _cause(error: Any) -> Exception:
-    """What a worker raised, as the driver raises it; for what nobody foresaw, with the worker's traceback."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, RaymergeError | OSError):
-        return cause
-    return error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -7,12 +7,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymerge.errors import Problem
+from raymerge.runtime.control_groups import core_quotas
 from raymerge.runtime.options import RunOptions
 
 MOST_THREADS = 4
 """Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
 MOST_CPU_WORKERS = 8
 """CPU workers that are started on one machine unless more are asked for: beyond that storage is its limit."""
+_CPU_LANES_BESIDE = 2
+"""Segments in hand on processors beside those that are computed: one is read, one is written."""
+_GPU_LANES_BESIDE = 2
+"""The same on a GPU: while kernels of one are begun, bytes of two others are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine of a cluster has."""
+
+    cores: int
+    """CPU slots."""
+    gpus: int = 0
+    """GPUs."""
+
+    def room(self, threads: int, *, with_gpu: bool) -> int:
+        """Workers of so many threads that it has room for; each with a GPU of its own, or without."""
+        room = self.cores // threads
+        return min(self.gpus, room) if with_gpu else room
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Workers of one kind, where they would be."""
+
+    workers: int
+    """All of them."""
+    machines: int
+    """Machines that they are on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,69 +64,114 @@ class Layout:
 def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout:
     """Workers and threads of a run.
 
-    On processors a worker has up to four threads. They share one import of torch and one memory limit, so
-    that few workers start sooner and get more out of the same memory than many; but each kernel call holds
-    the interpreter's lock for a moment, which is why large machines have several workers. A GPU is used by
-    one worker, and one thread keeps it busy: its kernels are only begun there.
+    On processors a worker has up to four threads: three where that leaves fewer cores idle. They share one
+    import of torch and one memory limit, so that few workers start sooner and get more out of the same memory
+    than many; but each kernel call holds the interpreter's lock for a moment, which is why large machines
+    have several workers. A GPU is used by one worker, and one thread keeps it busy: its kernels are only
+    begun there.
 
     Args:
         options: what the user asks for.
         machines: CPU cores of each machine.
-        gpus: GPUs that are used, on all machines together; 0 to compute on processors.
+        gpus: GPUs that there are workers for, on all machines together; 0 to compute on processors.
     """
     if gpus:
         workers = 1 if options.inline else options.workers or gpus
         return Layout(workers, options.threads or 1)
-    threads = options.threads or _fitting_threads(machines, 1 if options.inline else options.workers)
     if options.inline or options.workers is not None:
-        return Layout(options.workers or 1, threads)
-    return Layout(max(1, sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)), threads)
+        workers = options.workers or 1
+        return Layout(workers, options.threads or _fitting_threads(machines, workers))
+    threads = options.threads or _filling_threads(machines)
+    return Layout(max(1, _num_workers(machines, threads)), threads)
 
 
 def local_layouts(options: RunOptions) -> tuple[Layout, ...]:
     """The layouts that a run on this machine may have; two where the device is still to be chosen."""
-    # Here and not above: an embedded Ray is sized, and starts, while torch is imported.
-    import torch
-
-    machines, gpus = (cores_here(),), torch.cuda.device_count() if options.device != "cpu" else 0
-    kinds = (gpus, 0) if gpus and options.device == "auto" else (gpus,)
-    return tuple(layout_of(options, machines, each) for each in kinds)
+    return tuple(layout_of(options, (cores_here(),), gpus) for gpus in _local_gpus(options))
 
 
 def embedded_slots(options: RunOptions) -> int:
-    """CPU slots of an embedded cluster: the cores here, and more where more workers are asked for."""
-    return max((options.workers or 1) * (options.threads or 1), cores_here())
+    """CPU slots of an embedded cluster: the cores here, and more where more workers are asked for or more
+    GPUs are to be used."""
+    return max(cores_here(), *(layout.cores for layout in local_layouts(options)))
 
 
 def most_lanes(options: RunOptions) -> int:
     """Segments that a worker may have in hand at once; memory is shared out among so many.
 
-    One more than its compute threads, so that none waits for storage. A cluster is taken for one of machines
-    with many cores.
+    Some more than its compute threads: while one computes, others read and write. A cluster is taken for one
+    of machines with many cores, and with GPUs unless they are not to be used.
     """
-    if options.address is not None:
-        return (options.threads or MOST_THREADS) + 1
-    return max(layout.threads for layout in local_layouts(options)) + 1
+    if options.address is None:
+        threads = [(layout_of(options, (cores_here(),), gpus).threads, gpus) for gpus in _local_gpus(options)]
+    else:
+        kinds = {"cpu": (0,), "cuda": (1,), "auto": (1, 0)}[options.device]
+        threads = [(options.threads or (1 if gpus else MOST_THREADS), gpus) for gpus in kinds]
+    return max(each + (_GPU_LANES_BESIDE if gpus else _CPU_LANES_BESIDE) for each, gpus in threads)
+
+
+def no_room(
+    options: RunOptions, layout: Layout, machines: Sequence[Machine], *, with_gpu: bool
+) -> Problem | None:
+    """What stands in the way of a layout on the machines of a cluster; None where they have room for it."""
+    room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
+    if layout.workers <= room:
+        return None
+    wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
+    gpus = sum(machine.gpus for machine in machines)
+    if with_gpu and gpus > room:
+        has = f"the CPU slots of the cluster suffice for {room} of its {gpus} GPUs"
+        what = f"{wanted} were asked for, but {has}, at {layout.threads} for each on its own machine."
+        return Problem("--workers", what, f"Give at most {room}, or add CPU slots.")
+    if with_gpu or layout.threads == 1:
+        what = f"{wanted} were asked for, but the cluster has {room} {'GPUs' if with_gpu else 'CPU slots'}."
+        return Problem("--workers", what, f"Give at most {room}, or add machines.")
+    where = "--threads" if options.workers is None else "--workers"
+    what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
+    return Problem(where, what, "Give fewer --threads, or add machines.")
+
+
+def no_gpu(machines: Sequence[Machine]) -> Problem:
+    """Why no worker on a cluster can have a GPU."""
+    lack = "CPU slots beside its GPUs" if any(machine.gpus for machine in machines) else "GPU"
+    what = f"cuda was asked for, but the cluster has no {lack}."
+    return Problem("--device", what, "Use --device auto or cpu.")
 
 
 def cores_here(root: Path = Path("/")) -> int:
-    """CPU cores that this process may keep busy, by its affinity and the quota of its control group.
+    """CPU cores that this process may keep busy, by its affinity and the quotas of its control groups.
 
     Args:
-        root: where the system's ``sys`` is.
+        root: where the system's ``proc`` and ``sys`` are.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        # There is no such file, or it says "max".
-        return cores
+    return max(1, round(min((cores, *core_quotas(root)))))
 
 
-def _fitting_threads(machines: Sequence[int], workers: int | None) -> int:
+def _local_gpus(options: RunOptions) -> tuple[int, ...]:
+    """GPUs that a run on this machine may use; two numbers where the device is still to be chosen."""
+    # Here and not above: whoever only wants to know of cores need not wait for torch.
+    import torch
+
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    return (gpus, 0) if gpus and options.device == "auto" else (gpus,)
+
+
+def _fitting_threads(machines: Sequence[int], workers: int) -> int:
     """The most threads, of those that pay, with which machines have room for so many workers."""
     for threads in range(MOST_THREADS, 1, -1):
-        if sum(cores // threads for cores in machines) >= (workers or 1):
+        if sum(cores // threads for cores in machines) >= workers:
             return threads
     return 1
+
+
+def _filling_threads(machines: Sequence[int]) -> int:
+    """Threads with which workers leave the fewest cores idle: few large workers rather than many small."""
+    fitting = _fitting_threads(machines, 1)
+    choice = range(fitting, max(1, fitting - 2), -1)
+    return max((_num_workers(machines, each) * each, each) for each in choice)[1] if choice else 1
+
+
+def _num_workers(machines: Sequence[int], threads: int) -> int:
+    """Workers of so many threads that are started where nobody says how many."""
+    return sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)

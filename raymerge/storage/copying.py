@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 
 from raymerge.storage.extents import BLOCK_NBYTES
 
@@ -15,7 +17,10 @@ from raymerge.storage.extents import BLOCK_NBYTES
 _CLONE = 0x4020940D
 _CLONE_RANGE = struct.Struct("=qQQQ")
 _NEVER = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
-_COPIED_BY_SERVER = frozenset({"nfs4", "cifs", "smb3", "ceph"})
+_COPIED_BY_SERVER: Mapping[str, str] = MappingProxyType(
+    {"nfs4": "vers=4.2", "ceph": "copyfrom", "cifs": "", "smb3": ""}
+)
+"""File systems whose servers may copy, and the mount option without which they are not asked to."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -28,9 +33,11 @@ class _Way(Enum):
 class RangeCopier:
     """Remembers for each pair of devices how bytes get from one to the other. Thread-safe.
 
-    Two ways are worth taking. XFS, btrfs and their like let files share blocks, so nothing is copied. A file
-    server copies on its own side, so nothing crosses the network. Everywhere else the kernel would read and
-    write through the page cache, which takes longer than reading and writing directly from here.
+    Two ways are worth taking. XFS, btrfs and their like let files share blocks, so nothing is copied. Some
+    file servers copy on their own side where the mount allows it, so that nothing crosses the network; one
+    that turns out not to is the kernel's to know, which then copies through this machine. Everywhere else
+    the kernel would always do that, through the page cache, which takes longer than reading and writing
+    directly from here.
     """
 
     def __init__(self) -> None:
@@ -78,22 +85,27 @@ def _clone(source: int, source_offset: int, target: int, offset: int, nbytes: in
 
 
 def _way_without_clones(source_device: int, device: int) -> _Way:
-    is_one = source_device == device
-    return _Way.SERVER if is_one and file_system_of(device) in _COPIED_BY_SERVER else _Way.NONE
+    if source_device != device:
+        return _Way.NONE
+    kind, options = mount_of(device)
+    wanted = _COPIED_BY_SERVER.get(kind)
+    return _Way.SERVER if wanted is not None and (not wanted or wanted in options) else _Way.NONE
 
 
-def file_system_of(device: int) -> str:
-    """The kind of file system mounted from a device (``st_dev``), as the mount table calls it; or nothing."""
+def mount_of(device: int) -> tuple[str, tuple[str, ...]]:
+    """The kind of file system mounted from a device (``st_dev``) and its own options, as the mount table has
+    them; nothing where that does not know the device."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
-        return ""
+        return "", ()
     for line in lines:
         before, _, behind = line.partition(" - ")
         if before.split()[2] == number:
-            return behind.split()[0]
-    return ""
+            kind, _, options = behind.split(" ")[:3]
+            return kind, tuple(options.split(","))
+    return "", ()
 
 
 def _copy_by_server(source: int, source_offset: int, target: int, offset: int, nbytes: int) -> bool:

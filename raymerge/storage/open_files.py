@@ -29,6 +29,7 @@ class OpenFiles:
         self._limit = limit
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, bool, bool], _Handle] = OrderedDict()
+        self._drops = 0
 
     @contextmanager
     def borrow(self, path: str, *, writable: bool, direct: bool = False) -> Iterator[int]:
@@ -46,6 +47,7 @@ class OpenFiles:
     def forget(self, path: str) -> None:
         """Drop the descriptors of ``path``, which was renamed, replaced or removed."""
         with self._lock:
+            self._drops += 1
             for writable, direct in product((False, True), repeat=2):
                 handle = self._handles.pop((path, writable, direct), None)
                 if handle is not None:
@@ -54,6 +56,7 @@ class OpenFiles:
     def close(self) -> None:
         """Drop every descriptor; those in use are closed by their last user."""
         with self._lock:
+            self._drops += 1
             for handle in self._handles.values():
                 _retire(handle)
             self._handles.clear()
@@ -61,14 +64,35 @@ class OpenFiles:
     def _acquire(self, path: str, writable: bool, direct: bool) -> _Handle:
         key = path, writable, direct
         with self._lock:
-            handle = self._handles.get(key)
+            handle, drops = self._taken(key), self._drops
+        if handle is not None:
+            return handle
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+        # Without the lock: a file server may take its time, for which nobody else is to wait.
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        with self._lock:
+            handle = self._taken(key)
             if handle is None:
-                flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
-                handle = self._handles[key] = _Handle(os.open(path, flags | os.O_CLOEXEC))
+                return self._added(key, descriptor, is_kept=drops == self._drops)
+        # Another thread was faster.
+        os.close(descriptor)
+        return handle
+
+    def _taken(self, key: tuple[str, bool, bool]) -> _Handle | None:
+        handle = self._handles.get(key)
+        if handle is not None:
             self._handles.move_to_end(key)
             handle.users += 1
             self._evict()
-            return handle
+        return handle
+
+    def _added(self, key: tuple[str, bool, bool], descriptor: int, *, is_kept: bool) -> _Handle:
+        """A handle with its first user; not kept where the path may meanwhile lead to another file."""
+        handle = _Handle(descriptor, users=1, retired=not is_kept)
+        if is_kept:
+            self._handles[key] = handle
+            self._evict()
+        return handle
 
     def _release(self, handle: _Handle) -> None:
         with self._lock:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.store import ReadStore, WriteStore
+from raymerge.storage.local import LocalStore
+from raymerge.storage.store import ReadStore
 
 _WRITE_NBYTES = 4 << 20
 
@@ -51,12 +52,15 @@ def measure_read(
 
 
 def measure_write(
-    store: WriteStore, key: str, nbytes: int, *, threads: int = 2, seconds: float = 0.2
+    store: LocalStore, key: str, nbytes: int, *, threads: int = 2, seconds: float = 0.2
 ) -> float:
     """Bytes per second that several threads write to a new file, until they would survive a power cut.
 
+    No room is reserved for it: some file systems do that by writing it all. Once its first bytes are written
+    it has no name any more, so that nothing stays of it however this process ends.
+
     Args:
-        store: where to write.
+        store: where to write; it keeps what it has opened.
         key: a file that is not there; it is made and removed.
         nbytes: the most to write.
         threads: how many write at once.
@@ -68,12 +72,15 @@ def measure_write(
     # Not zeros, which some storage does not keep; the same for all threads, since nobody changes it.
     data = aligned_buffer(_WRITE_NBYTES)
     data[:] = os.urandom(ALIGNMENT) * (len(data) // ALIGNMENT)
+    first = min(len(data), nbytes)
     try:
-        store.create(key, nbytes)
+        store.create(key, 0)
         begin = time.perf_counter()
-        done = _move_all(
-            lambda _, offset, length: store.write_extent(key, offset, data[:length]),
-            nbytes,
+        store.write_extent(key, 0, data[:first])
+        os.unlink(store.location(key))
+        done = first + _move_all(
+            lambda _, offset, length: store.write_extent(key, first + offset, data[:length]),
+            nbytes - first,
             piece=len(data),
             threads=threads,
             seconds=seconds,

@@ -9,7 +9,9 @@ from raymerge.storage.open_files import OpenFiles
 from raymerge.storage.transfers import REFUSALS, write_direct, write_fully
 
 BOUNCE_COUNT = 4
-BOUNCE_NBYTES = 4 << 20
+BOUNCE_NBYTES = 1 << 20
+BOUNCE_BYTES = BOUNCE_COUNT * BOUNCE_NBYTES
+"""The most memory that a store takes to write besides the caller's, however many threads write."""
 _DIRECT_LEAST = 1 << 20
 
 

@@ -1,8 +1,8 @@
 """Measure merges against the storage and against mergekit: ``make bench``, or ``python tests/benchmarks``.
 
 Makes models, makes an environment with mergekit, runs every program by turns on the same files, and prints
-two tables: what is to be reached, and everything that was measured. Takes some 25 minutes on two cores, five
-with --quick, and up to 12 GB of disk. Nothing else should run meanwhile.
+three tables: what is to be reached, memory as stated and as measured, and everything that was measured. Takes
+some 25 minutes on two cores, five with --quick, and up to 12 GB of disk. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import ours, peer
 from benchmarks import programme as run
 from benchmarks.groups import Group, Results, remove, run_group
+from benchmarks.machine import machine
 from benchmarks.parents import SIZES
 from benchmarks.ratios import add_fastest
 from benchmarks.recipes import VERBATIM
@@ -38,7 +39,7 @@ def main() -> int:
     measured = {size: _measured(asked, size) for size in asked.sizes}
     told = command(sys.argv[1:])
     text = "\n".join(
-        section(f"parents of {size}, {_machine()}", told, results, list(targets(results)))
+        section(f"parents of {size}, {machine()}", told, results, list(targets(results)))
         for size, results in measured.items()
     )
     print(f"\n{text}", flush=True)
@@ -108,18 +109,6 @@ def _peer(asked: argparse.Namespace) -> Path | None:
         return peer.interpreter(asked.peer)
     _say("making the environment of mergekit (minutes the first time)")
     return peer.install(asked.place / "peer", ROOT / "constraints.txt")
-
-
-def _machine() -> str:
-    """What it ran on, as far as the numbers hang on it."""
-    names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    name = names[0].partition(":")[2].strip() if names else "unknown processor"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return f"{os.cpu_count()} cores of {name}, {memory:.0f} GB of memory, Linux {os.uname().release}"
-
-
-def _lines(path: Path) -> Sequence[str]:
-    return path.read_text().splitlines() if path.is_file() else ()
 
 
 def _asked(arguments: Sequence[str]) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from typing import IO, Any
 _SAMPLE_SECONDS = 0.03
 _LINGER_SECONDS = 15.0
 _PARTS = ("unit_done", "segment_done")
-_ENDS = "published"
+_BEGINS, _ENDS = "started", "published"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -36,8 +36,9 @@ class Sample:
     """Processor seconds of all its processes."""
     peak: int
     """Most bytes of memory of each of its processes, added up; pages of mapped files count."""
-    anonymous: int
-    """Most bytes of memory without pages of files, of all processes at one time."""
+    own: int
+    """Most bytes of memory without pages of files, of all processes at one time: what they were given by the
+    system, and memory that they share, which counts in each that has touched it."""
     projected: int | None = None
     """Bytes above an idle worker that it said beforehand it would use at most; None if it said nothing."""
 
@@ -79,7 +80,7 @@ def measure(command: Sequence[str], *, environment: Mapping[str, str], patience:
         run=run_seconds(found, wall),
         cpu=max(ending.cpu, watch.cpu),
         peak=watch.peak,
-        anonymous=watch.anonymous,
+        own=watch.own,
         projected=max(
             (event["projected_peak"] for _, event in found if "projected_peak" in event), default=None
         ),
@@ -89,9 +90,11 @@ def measure(command: Sequence[str], *, environment: Mapping[str, str], patience:
 def run_seconds(events: Sequence[tuple[float, Mapping[str, Any]]], wall: float) -> float:
     """Seconds from when the first unit or segment was begun to the last publishing; ``wall`` without them.
 
-    What is done before, such as opening the plan in a worker, is start-up.
+    What is done before, such as opening the plan in a worker, is start-up. A program that tells of no parts
+    has begun its work when it says that it starts.
     """
     begins = [at - event["seconds"] for at, event in events if event["event"] in _PARTS]
+    begins = begins or [at for at, event in events if event["event"] == _BEGINS]
     ends = [at for at, event in events if event["event"] == _ENDS]
     return ends[-1] - min(begins) if begins and ends else wall
 
@@ -159,7 +162,7 @@ class Watch:
 
     root: int
     """The process."""
-    anonymous: int = 0
+    own: int = 0
     """Most bytes without pages of files, at one time."""
     _peaks: dict[int, int] = field(default_factory=dict)
     _cpu: dict[int, float] = field(default_factory=dict)
@@ -181,15 +184,15 @@ class Watch:
 
     def look(self) -> None:
         """Look once."""
-        anonymous = 0
+        own = 0
         for pid in tree(self.root):
             status = _status(pid)
             if "VmHWM" in status:
                 # The last one counts and not the highest: just after a fork it is the parent's.
                 self._peaks[pid] = status["VmHWM"]
                 self._cpu[pid] = _cpu_seconds(pid)
-                anonymous += status.get("RssAnon", 0)
-        self.anonymous = max(self.anonymous, anonymous)
+                own += status.get("RssAnon", 0) + status.get("RssShmem", 0)
+        self.own = max(self.own, own)
 
 
 def tree(root: int) -> list[int]:

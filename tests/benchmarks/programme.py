@@ -18,7 +18,7 @@ LIMIT, COPY, PEER = "the limit", "cp + sync", f"mergekit {peer.VERSION}"
 DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
 INLINE, RAY = "raymerge --inline", "raymerge"
 TIGHT = "raymerge --inline --memory 256MiB"
-ONE, TWO = "raymerge --workers 1", "raymerge --workers 2"
+ONE, TWO = "raymerge --workers 1 --threads 1", "raymerge --workers 2 --threads 1"
 PLAN, SUBMIT, IDLE, SMALL = "plan of a 7B pair", "submit of a tiny model", "idle", "linear, small models"
 
 ON_RAY = ("linear", "ties")
@@ -26,7 +26,8 @@ ON_RAY = ("linear", "ties")
 COLD = ("linear", "task_arithmetic", "slerp", "dare_linear")
 """Merges that are also run from a cold cache."""
 _LIMIT_SCRIPT = Path(__file__).with_name("limit.py")
-_TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "models" / "base"
+TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "models" / "base"
+"""The checkpoint whose tokenizer the parents get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Yard:
     def parents(self, size: str | None = None) -> list[Path]:
         """The parents of a size, made when they are first asked for."""
         name = size or self.size
-        return make_parents(self.root / "parents" / name, SIZES[name], _TOKENIZER)
+        return make_parents(self.root / "parents" / name, SIZES[name], TOKENIZER)
 
     def reference(self, method: str) -> Path:
         """Directory of the output that ``cp`` copies."""
@@ -87,8 +88,10 @@ def warm_group(yard: Yard, method: str) -> Group:
     if method == "linear":
         programs.append(Program(TIGHT, ours.submit(path, "--inline", "--memory", "256MiB")))
     if method == "ties":
-        programs.append(Program(ONE, ours.submit(path, "--workers", "1", *yard.options)))
-        programs.append(Program(TWO, ours.submit(path, "--workers", "2", *yard.options)))
+        # By itself a worker computes with as many threads as there are cores for it: one would have both.
+        for name, workers in ((ONE, "1"), (TWO, "2")):
+            limits = ("--workers", workers, "--threads", "1")
+            programs.append(Program(name, ours.submit(path, *limits, *yard.options)))
     programs += _peer(yard, method, path)
     reference = yard.reference(method).glob("*.safetensors") if method in VERBATIM else ()
     return Group(method, tuple(programs), (*_inputs(yard, method), *sorted(reference)))

@@ -23,8 +23,13 @@ def in_run(sample: Sample) -> float:
 
 
 def memory(sample: Sample) -> float:
-    """Bytes at the peak."""
+    """Bytes at the peak; mapped files count."""
     return float(sample.peak)
+
+
+def own_memory(sample: Sample) -> float:
+    """Bytes at the peak without pages of files."""
+    return float(sample.own)
 
 
 def middle(results: Results, group: str, program: str, quantity: Quantity) -> float | None:

@@ -7,15 +7,17 @@ from collections.abc import Iterable, Sequence
 from benchmarks import programme as run
 from benchmarks.groups import Results
 from benchmarks.ratios import in_run, middle, ratio, whole
-from benchmarks.targets import Target
+from benchmarks.recipes import METHODS
+from benchmarks.targets import Target, above_idle, stated_memory
 
-BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
-"""What stands around the results in a document."""
+BENCH = "make bench"
+"""What the marks around these results say."""
 
 _TITLES = (
     "merge", "program", "whole, s", "in the run, s", "times the floor", "processor, s", "memory, MB",
     "of it own, MB", "runs",
 )  # fmt: skip
+_MEMORY_TITLES = ("merge", "program", "stated, MB", "above idle, MB", "times the stated")
 _WORDS = {True: "yes", False: "**no**", None: "not measured"}
 
 
@@ -30,7 +32,8 @@ def section(place: str, command: str, results: Results, found: Sequence[Target])
     """
     head = f"`{command}`; {place}."
     failures = [f"Failed and left out: {program}, {group}." for group, program in results.failures]
-    return "\n\n".join([head, *failures, targets_table(found), results_table(results)]) + "\n"
+    tables = (targets_table(found), memory_table(results), results_table(results))
+    return "\n\n".join([head, *failures, *filter(None, tables)]) + "\n"
 
 
 def results_table(results: Results) -> str:
@@ -39,13 +42,29 @@ def results_table(results: Results) -> str:
     return markdown(_TITLES, rows, numbers=range(2, len(_TITLES)))
 
 
+def memory_table(results: Results) -> str:
+    """What plans state of memory and what merges took beyond idle ones; nothing where no merge tells both."""
+    rows = []
+    for method in METHODS:
+        for program in (run.INLINE, run.TIGHT):
+            above, stated = above_idle(results, method, program), stated_memory(results, method, program)
+            if above is not None and stated:
+                numbers = (_number(stated / 1e6, 0), _number(above / 1e6, 0), _number(above / stated, 2))
+                rows.append((method, program, *numbers))
+    return markdown(_MEMORY_TITLES, rows, numbers=(2, 3, 4)) if rows else ""
+
+
 def targets_table(found: Iterable[Target]) -> str:
     """A line for every target."""
     rows = [
-        (each.text, f"{'at most' if each.is_most else 'at least'} {each.bound:g}", _number(each.measured, 2),
-         _WORDS[each.is_met])
+        (
+            each.text,
+            _bound(each),
+            _number(each.measured, 2),
+            "" if each.bound is None else _WORDS[each.is_met],
+        )
         for each in found
-    ]  # fmt: skip
+    ]
     return markdown(("target", "bound", "measured", "reached"), rows, numbers=(1, 2))
 
 
@@ -58,17 +77,23 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: I
     return "\n".join([*lines, *(_line(row, widths, right) for row in rows)])
 
 
-def replaced(document: str, text: str) -> str:
-    """A document with the text between its two marks.
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and behind the results of a benchmark in a document."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def replaced(document: str, text: str, name: str = BENCH) -> str:
+    """A document with the text between the two marks of that name.
 
     Raises:
         ValueError: it does not hold each mark once, in order.
     """
-    head, begin, rest = document.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end) or BEGIN in tail or END in tail:
-        raise ValueError(f"the document must hold {BEGIN!r} and behind it {END!r}, each once")
-    return f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}"
+    before, behind = marks(name)
+    head, begin, rest = document.partition(before)
+    _, end, tail = rest.partition(behind)
+    if not (begin and end) or before in tail or behind in tail:
+        raise ValueError(f"the document must hold {before!r} and behind it {behind!r}, each once")
+    return f"{head}{before}\n\n{text.strip()}\n\n{behind}{tail}"
 
 
 def _row(results: Results, group: str, program: str) -> tuple[str, ...]:
@@ -82,9 +107,15 @@ def _row(results: Results, group: str, program: str) -> tuple[str, ...]:
         _number(ratio(results, group, program, floor, in_run), 2),
         _number(middle(results, group, program, lambda sample: sample.cpu), 1),
         _number(max(sample.peak for sample in samples) / 1e6, 0),
-        _number(max(sample.anonymous for sample in samples) / 1e6, 0),
+        _number(max(sample.own for sample in samples) / 1e6, 0),
         str(len(samples)),
     )
+
+
+def _bound(target: Target) -> str:
+    if target.bound is None:
+        return ""
+    return f"{'at most' if target.is_most else 'at least'} {target.bound:g}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import groups, measure, peer
+from benchmarks import groups, limit, measure, peer
 from benchmarks.groups import Group, Program, Results, run_group, turned
 from benchmarks.measure import ProgramError, Sample, run_seconds, tree
 from benchmarks.measure import measure as measured
 from benchmarks.programme import PEER, Yard, check_methods, warm_group
 from benchmarks.recipes import METHODS
 
-SAMPLE = Sample(wall=2.0, run=1.0, cpu=1.0, peak=1, anonymous=1)
+SAMPLE = Sample(wall=2.0, run=1.0, cpu=1.0, peak=1, own=1)
 SAYS = """
 import json, sys, time
 def say(**event): print(json.dumps(event), flush=True)
@@ -50,7 +50,7 @@ def test_the_work_is_timed_apart_from_the_process() -> None:
     sample = measured(_python(SAYS), environment=os.environ)
     assert 0.15 <= sample.run < sample.wall - 0.15
     assert sample.projected == 1000
-    assert 64 << 20 <= sample.anonymous <= sample.peak < 200 << 20
+    assert 64 << 20 <= sample.own <= sample.peak < 200 << 20
     assert 0 < sample.cpu < 2
 
 
@@ -62,8 +62,26 @@ def test_a_program_without_events_is_timed_whole() -> None:
 
 def test_descendants_count() -> None:
     sample = measured(_python(SPAWNS), environment=os.environ)
-    assert sample.anonymous >= 64 << 20
+    assert sample.own >= 64 << 20
     assert sample.peak >= 64 << 20
+
+
+def test_shared_memory_counts_and_mapped_files_do_not(tmp_path: Path) -> None:
+    """As mergekit's inputs are mapped, and an object store's memory is shared."""
+    file = tmp_path / "mapped"
+    file.write_bytes(b"x" * (96 << 20))
+    code = f"""
+import mmap, time
+shared = mmap.mmap(-1, 48 << 20)
+shared[::4096] = b"x" * len(shared[::4096])
+with open({str(file)!r}, "rb") as stream:
+    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    assert mapped[::4096]
+time.sleep(0.2)
+"""
+    sample = measured(_python(code), environment=os.environ)
+    assert 48 << 20 <= sample.own < 96 << 20
+    assert sample.peak >= 144 << 20
 
 
 def test_a_process_and_its_children_are_found() -> None:
@@ -96,6 +114,43 @@ def test_stages_before_the_merge_are_work() -> None:
     assert run_seconds(told, 20.0) == 7.0
     assert run_seconds(told[:3], 20.0) == 20.0
     assert run_seconds([], 20.0) == 20.0
+
+
+def test_without_parts_the_work_begins_when_the_program_says_so() -> None:
+    told = [(at, {"event": name}) for at, name in ((2.0, "started"), (3.0, "started"), (7.0, "published"))]
+    assert run_seconds(told, 20.0) == 5.0
+    assert run_seconds(told[:2], 20.0) == 20.0
+    assert run_seconds([*told[:2], (4.0, {"event": "segment_done", "seconds": 0.5}), told[2]], 20.0) == 3.5
+
+
+SLEEPY = "import time; time.sleep(0.4)\n"
+"""What Python starts with, so that starting takes long."""
+
+
+def test_the_start_of_the_limit_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLEEPY)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    command = [
+        sys.executable,
+        limit.__file__,
+        str(tmp_path / "out"),
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+    ]
+    sample = measured(command, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert 0 < sample.run < sample.wall - 0.4
+
+
+def test_the_imports_of_the_peer_do_not_count(tmp_path: Path) -> None:
+    package = tmp_path / "mergekit" / "scripts"
+    package.mkdir(parents=True)
+    (package / "run_yaml.py").write_text(
+        f"{SLEEPY}def main(arguments, standalone_mode):\n    time.sleep(0.2)\n    print(*arguments)\n"
+    )
+    command = peer.command(Path(sys.executable), "linear", tmp_path / "recipe.yml")(tmp_path / "out")
+    sample = measured(command, environment={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert 0.2 <= sample.run < sample.wall - 0.4
 
 
 def _named(name: str, output: Path) -> Sequence[str]:

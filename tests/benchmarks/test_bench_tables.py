@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from benchmarks import programme as run
 from benchmarks.groups import Results
+from benchmarks.machine import machine
 from benchmarks.measure import Sample
 from benchmarks.ratios import add_fastest, in_run, memory, middle, ratio, whole
-from benchmarks.tables import BEGIN, END, markdown, replaced, results_table, section, targets_table
+from benchmarks.tables import (
+    BENCH,
+    markdown,
+    marks,
+    memory_table,
+    replaced,
+    results_table,
+    section,
+    targets_table,
+)
 from benchmarks.targets import Target, above_idle, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 MB = 10**6
+BEGIN, END = marks(BENCH)
 
 
-def _sample(seconds: float, peak: int = 0, **fields: float | int) -> Sample:
-    return replace(Sample(seconds + 1, seconds, seconds, peak, peak // 2), **fields)  # type: ignore[arg-type]
+def _sample(seconds: float, peak: int = 0, **fields: int) -> Sample:
+    return replace(Sample(seconds + 1, seconds, seconds, peak, peak // 2), **fields)
 
 
 def _results(**runs: list[float]) -> Results:
@@ -89,6 +102,55 @@ def test_memory_is_counted_above_the_same_merge_of_hardly_anything() -> None:
     assert (worst.measured, worst.is_met) == (1.2, False)
 
 
+def test_mergekit_s_memory_is_judged_without_the_files_that_it_maps() -> None:
+    """Of 6 GB it maps 5: it needs five times our memory, and not thirty times."""
+    results = Results()
+    results.add("linear", run.PEER, 0, _sample(1, 6000 * MB, own=1000 * MB))
+    results.add("linear", run.INLINE, 0, _sample(1, 240 * MB, own=200 * MB))
+    found = {each.text: each for each in targets(results) if "memory over that of" in each.text}
+    judged = found[f"linear: mergekit's own memory over that of {run.INLINE}"]
+    told = found[f"linear: mergekit's own memory over that of {run.INLINE}, mapped files counted"]
+    assert (judged.measured, judged.is_met) == (5.0, False)
+    assert (told.measured, told.bound, told.is_met) == (25.0, None, None)
+    lines = targets_table([judged, told]).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]
+    assert cells == [["at least 10", "5.00", "**no**"], ["", "25.00", ""]]
+
+
+def test_two_workers_are_compared_with_one_of_as_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.Yard, "parents", lambda *_: [tmp_path / f"p{n}" for n in range(4)])
+    yard = run.Yard(tmp_path, "10MB", None, options=("--memory", "1GiB"))
+    commands = {
+        each.name: list(each.command(tmp_path / "out")) for each in run.warm_group(yard, "ties").programs
+    }
+    one, two = commands[run.ONE], commands[run.TWO]
+    assert one[-6:] == ["--workers", "1", "--threads", "1", "--memory", "1GiB"]
+    assert two[-6:] == ["--workers", "2", "--threads", "1", "--memory", "1GiB"]
+    assert "--inline" not in (*one, *two)
+    results = Results()
+    for name, seconds in ((run.ONE, 9.0), (run.TWO, 5.0)):
+        results.add("ties", name, 0, _sample(seconds))
+    (found,) = [each for each in targets(results) if "2 workers" in each.text]
+    assert (found.measured, found.is_met) == (1.8, True)
+
+
+def test_the_memory_table_sets_what_was_stated_beside_what_was_measured() -> None:
+    results = Results()
+    results.add(run.IDLE, "linear", 0, _sample(1, 300 * MB))
+    results.add(run.IDLE, "ties", 0, _sample(1, 300 * MB))
+    results.add("linear", run.INLINE, 0, _sample(1, 350 * MB, projected=100 * MB))
+    results.add("linear", run.TIGHT, 0, _sample(1, 390 * MB, projected=80 * MB))
+    results.add("slerp", run.INLINE, 0, _sample(1, 390 * MB, projected=80 * MB))
+    rows = [line.strip("|").split("|") for line in memory_table(results).splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["linear", run.INLINE, "100", "50", "0.50"],
+        ["linear", run.TIGHT, "80", "90", "1.12"],
+    ]
+    assert memory_table(Results()) == ""
+
+
 def test_nothing_measured_meets_nothing() -> None:
     assert {each.is_met for each in targets(Results())} == {None}
 
@@ -139,6 +201,8 @@ def test_a_section_is_replaced_and_nothing_else() -> None:
     assert "old" not in written
     assert "Failed" not in written
     assert replaced(written, text) == written
+    with pytest.raises(ValueError, match="simulation: begin"):
+        replaced(document, text, "simulation")
 
 
 def test_a_failure_is_told() -> None:
@@ -151,3 +215,9 @@ def test_a_failure_is_told() -> None:
 def test_a_document_without_the_marks_is_refused(document: str) -> None:
     with pytest.raises(ValueError, match="each once"):
         replaced(document, "new")
+
+
+def test_the_machine_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A Core 9\nmodel name\t: A Core 9\n")
+    assert re.fullmatch(r"\d+ cores of A Core 9, \d+ GB of memory, Linux \S+", machine(tmp_path))
+    assert " of unknown processor, " in machine(tmp_path / "absent")

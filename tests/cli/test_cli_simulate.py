@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kits.chains import CHAIN
 from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, make_models, write_recipe
+from rich.console import Console
 
-from raymerge.cli.simulate import read_cluster
+from raymerge.cli.plan import explain_all
+from raymerge.cli.simulate import check_memory, in_hand, read_cluster, show_simulation
 from raymerge.errors import OptionError
-from raymerge.planner.simulate import Cluster
+from raymerge.planner.memory import Projection
+from raymerge.planner.simulate import Cluster, simulate_plan
+from raymerge.runtime.options import RunOptions
+from raymerge.units import format_duration
 
 STARTUP = 8.0
 
@@ -74,6 +82,60 @@ def test_without_the_option_nothing_is_simulated(tmp_path: Path) -> None:
     assert "simulation" not in found
 
 
+def test_segments_in_hand_are_told_beside_the_memory_that_they_share(tmp_path: Path) -> None:
+    text = _plan(tmp_path, "--simulate", "storage=1GB/s", "lanes=1").text
+    (memory,) = [line for line in text.splitlines() if line.startswith("memory ")]
+    made = json.loads(_plan(tmp_path, "--json").text)
+    assert made["memory"]["lanes"] == 1
+    assert " of 1.07 GB for 1 segment at a time, set by " in memory
+    assert in_hand(3) == "3 segments side by side"
+    assert "1 segment at a time, 4 threads" in text
+
+
+def test_several_merges_start_their_workers_once_and_have_a_total(tmp_path: Path) -> None:
+    recipe = write_recipe(make_models(tmp_path), CHAIN)
+    args = ("plan", recipe, "--memory", "1GiB", "--simulate", "storage=1GB/s", "startup=30s")
+    runs = [each["simulation"] for each in json.loads(run_command(*args, "--json", cwd=tmp_path).text)]
+    assert [each["startup_seconds"] for each in runs] == [30.0, 0.0, 0.0]
+    text = run_command(*args, cwd=tmp_path).text
+    total = text.partition("Simulated, all merges together")[2]
+    assert text.count("Simulated on 1 worker") == 3
+    assert total.splitlines()[1].rstrip() == "merges  3 to make"
+    seconds = sum(each["seconds"] for each in runs)
+    assert f"time    {format_duration(seconds)}: start-up 0:30, runs " in total
+
+
+def test_merges_that_are_made_already_are_not_simulated(tmp_path: Path) -> None:
+    recipe = write_recipe(make_models(tmp_path), CHAIN)
+    assert run_command("submit", recipe, "--inline", "--keep-intermediates", cwd=tmp_path).code == 0
+    args = ("plan", recipe, "--simulate", "storage=1GB/s", "startup=30s")
+    found = json.loads(run_command(*args, "--json", cwd=tmp_path).text)
+    assert [each["is_made"] for each in found] == [True, True, False]
+    assert ["simulation" in each for each in found] == [False, False, True]
+    assert found[2]["simulation"]["startup_seconds"] == 30.0
+    text = run_command(*args, cwd=tmp_path).text
+    assert text.count("Simulated on 1 worker") == 1
+    assert "merges  1 to make, 2 made already " in text
+
+
+def test_a_total_is_told_of_all_merges_or_none(tmp_path: Path) -> None:
+    """None where something is in the way of one of them, and none for a single merge."""
+    recipe = write_recipe(make_models(tmp_path), CHAIN)
+    args = ("plan", recipe, "--memory", "1MiB", "--simulate", "storage=1GB/s")
+    assert "all merges together" not in run_command(*args, cwd=tmp_path).text
+    assert "all merges together" not in _plan(tmp_path, "--simulate", "storage=1GB/s").text
+
+
+def test_stages_are_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "stages are not simulated" not in _plan(tmp_path, "--simulate", "storage=1GB/s").text
+    stream = io.StringIO()
+    monkeypatch.chdir(tmp_path)
+    (account,) = explain_all("recipe.yml", "out", RunOptions(inline=True))
+    run = simulate_plan(account.merge.plan, Cluster(storage=1e9), 1 << 30)
+    show_simulation(Console(file=stream, width=100), run, stages=2)
+    assert "left out   2 stages before the merge; stages are not simulated" in stream.getvalue()
+
+
 def test_a_plan_with_problems_is_not_simulated(tmp_path: Path) -> None:
     recipe = write_recipe(make_models(tmp_path), MEAN)
     args = ("plan", recipe, "--memory", "1MiB", "--simulate", "storage=1GB/s")
@@ -91,7 +153,21 @@ def test_a_second_recipe_is_no_pair(tmp_path: Path) -> None:
 def test_too_little_simulated_memory_is_refused(tmp_path: Path) -> None:
     outcome = _plan(tmp_path, "--simulate", "storage=1GB/s", "memory=1MiB")
     assert outcome.code == 2
-    assert "--simulate memory" in outcome.text
+    assert outcome.text.startswith("--simulate memory: 1.05 MB a worker are too little for any merge.\n")
+    assert "The smallest budget that works is 16777216 bytes (16.78 MB).\n" in outcome.text
+
+
+def test_the_tensor_and_the_method_that_need_more_are_named() -> None:
+    need = Projection(1 << 30, 3, 1 << 29, "peak.weight", 1 << 26, "large.weight", "iso_c")
+    other = replace(need, least_tensor="other.weight")
+    check_memory(Cluster(storage=1e9), [need])
+    check_memory(Cluster(storage=1e9, memory=1 << 26), [need])
+    with pytest.raises(OptionError) as caught:
+        check_memory(Cluster(storage=1e9, memory=1 << 25), [need, other, need])
+    what = "--simulate memory: 33.55 MB a worker are too little for {} with iso_c. "
+    least = "The smallest budget that works is 67108864 bytes (67.11 MB)."
+    said = [str(each) for each in caught.value.problems]
+    assert said == [what.format(name) + least for name in ("large.weight", "other.weight")]
 
 
 def test_every_key_is_read() -> None:
@@ -132,19 +208,190 @@ def test_a_storage_needs_one_speed_or_both_of_two() -> None:
         ("wrkers=64", "there is no key 'wrkers'. Did you mean 'workers'? The keys are workers, storage,"),
         ("zzz=1", "there is no key 'zzz'. The keys are workers, storage,"),
         ("workers", "'workers' is no pair of a key and a value. Write it like workers=64."),
+        ("workers 4", "'workers 4' is no pair of a key and a value. Write it like workers=4."),
         ("workers=0", "--simulate workers: 0 workers cannot do anything. Give 1 or more."),
-        ("workers=many", "--simulate workers: 'many' is no whole number; write it like 64."),
+        (
+            "workers=many",
+            "--simulate workers: 'many' is no whole number. Give a whole number from 1 to 100,000.",
+        ),
         ("workers=-3", "'-3' is no whole number"),
-        ("read=2GB/h", "--simulate read: '2GB/h' is no speed; write it like 2GB/s or 800MB/s."),
+        (
+            "read=2GB/h",
+            "--simulate read: '2GB/h' is no speed. Write it in bytes a second, like 2GB/s or 800MB/s.",
+        ),
         ("per_worker=0GB/s", "--simulate per_worker: 0 moves nothing. Give more than 0."),
-        ("startup=8 parsecs", "is no pair"),
-        ("startup=8weeks", "--simulate startup: '8weeks' is no time; write it like 8s, 5ms or 2min."),
-        ("memory=lots", "--simulate memory: 'lots' is not a size"),
+        ("startup=8 parsecs", "--simulate startup: '8 parsecs' is no time. Write it like 8s, 5ms or 2min."),
+        ("startup=8weeks", "--simulate startup: '8weeks' is no time."),
+        ("memory=lots", "--simulate memory: 'lots' is not a size. Write it like 4GiB."),
         ("storage=2GB/s", "'storage' is given twice"),
+        ("read=", "--simulate read: '' is no speed."),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_right(word: str, said: str) -> None:
-    assert said in _said("storage=1GB/s", word)[0]
+    (found,) = _said("storage=1GB/s", word)
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [
+        ("25Gb/s", "'25Gb/s' has a small b: bits? 25Gb/s is 3.1GB/s."),
+        ("100Gb", "'100Gb' has a small b: bits? 100Gb is 12.5GB/s."),
+        ("200 Gbit/s", "bits? 200 Gbit/s is 25GB/s."),
+        ("10Gbps", "bits? 10Gbps is 1.2GB/s."),
+        ("1gb/s", "bits? 1gb/s is 125MB/s."),
+        ("8Gib/s", "bits? 8Gib/s is 1GiB/s."),
+        ("4b", "bits? 4b is 0.5B/s."),
+        ("2", "'2' has no unit."),
+        ("2.5/s", "'2.5/s' has no unit."),
+        ("2G", "'2G' is no speed."),
+        ("2GBs", "'2GBs' is no speed."),
+        ("2,5GB/s", "'2,5GB/s' is no speed."),
+        ("9" * 50 + "GB/s", "is no speed."),
+    ],
+)
+@pytest.mark.parametrize("key", ["storage", "per_core", "compute"])
+def test_speeds_are_in_bytes(key: str, speed: str, said: str) -> None:
+    """A link of 25 Gb/s is no link of 25 GB/s, and 2 are not 2 bytes a second."""
+    others = ["storage=1GB/s"] if key != "storage" else []
+    (found,) = _said(*others, f"{key}={speed}")
+    assert found.startswith(f"--simulate {key}: ")
+    assert said in found
+    assert found.endswith("Write it in bytes a second, like 2GB/s or 800MB/s.")
+
+
+@pytest.mark.parametrize("speed", ["2GB/s", "2GB", "2 GB/s", "2000MB", "2 GB / s", "2e0GB/s"])
+def test_bytes_may_be_written_in_several_ways(speed: str) -> None:
+    if "e" in speed:
+        assert "is no speed" in _said(f"storage={speed}")[0]
+    else:
+        assert read_cluster([f"storage={speed}"]).storage == 2e9
+
+
+@pytest.mark.parametrize(
+    ("word", "most"),
+    [
+        ("workers=999999999", "100,000"), ("workers=100001", "100,000"), ("threads=1025", "1,024"),
+        ("lanes=5000", "1,024"), ("cores=99999999999999999999999", "1,024"),
+    ],
+)  # fmt: skip
+def test_what_would_take_all_memory_to_simulate_is_refused(word: str, most: str) -> None:
+    key, _, number = word.partition("=")
+    (found,) = _said("storage=1GB/s", word)
+    what, remedy = "are more than can be simulated.", f"Give a whole number from 1 to {most}."
+    assert found == f"--simulate {key}: {number[:20]} {what} {remedy}"
+
+
+def test_large_clusters_can_be_simulated() -> None:
+    found = read_cluster(["workers=100000", "threads=1024", "lanes=1024", "cores=1024", "storage=1TB/s"])
+    assert (found.workers, found.threads, found.lanes, found.cores) == (100_000, 1_024, 1_024, 1_024)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("storage = 2 GB/s",),
+        ("storage", "=", "2GB/s"),
+        ("storage= 2GB/s",),
+        ("storage =2GB/s",),
+        ("storage=2", "GB/s"),
+    ],
+)
+def test_spaces_do_not_matter(words: tuple[str, ...]) -> None:
+    assert read_cluster(words) == Cluster(storage=2e9)
+    assert read_cluster([*words, "startup", "=", "8", "s", "workers = 4"]) == Cluster(
+        storage=2e9, startup=8.0, workers=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        # A value that cannot be read is given nevertheless.
+        (["storage=2GBs"], ["storage"]),
+        (["storage=2GBs", "storage=3GB/s"], ["storage", ""]),
+        (["read=fast", "write=1GB/s"], ["read"]),
+        (["read=fast", "write=slow"], ["read", "write"]),
+        (["workers=many", "storage=1GB/s"], ["workers"]),
+        (["workers=many"], ["workers", ""]),
+        (["memory=lots", "storage=1GB/s"], ["memory"]),
+        # What is missing may be in a word that is not understood.
+        (["storge=2GB/s"], [""]),
+        (["storage 2GB/s"], [""]),
+        (["workers=4", "2GB/s"], [""]),
+        (["workers= storage=2GB/s"], ["workers"]),
+        # What is right is not missed, and what is missing is told.
+        ([], [""]),
+        (["read=1GB/s"], [""]),
+    ],
+)
+def test_nothing_is_told_that_follows_from_something_else(words: list[str], where: list[str]) -> None:
+    """One problem for each mistake, at its key."""
+    found = _said(*words)
+    assert [each.partition(":")[0] for each in found] == [f"--simulate {key}".strip() for key in where]
+    missing = [each for each in found if "not given" in each]
+    assert bool(missing) == (words in ([], ["read=1GB/s"], ["workers=many"]))
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "remedy"),
+    [
+        (
+            ("--simulate", "workers=4", "storage=2GB/s", "recipe.yml"),
+            "plan: 'storage=2GB/s' stands where the recipe is expected.",
+            "Put the recipe first: raymerge plan recipe.yml --simulate workers=4 storage=2GB/s\n",
+        ),
+        (
+            ("--simulate", "workers=4", "storage=2GB/s", "read=1GB/s"),
+            "plan: 'storage=2GB/s' stands where the recipe is expected.",
+            "raymerge plan RECIPE --simulate workers=4 storage=2GB/s read=1GB/s\n",
+        ),
+        (
+            ("storage=2GB/s", "recipe.yml"),
+            "plan: 'storage=2GB/s' stands where the recipe is expected.",
+            "raymerge plan recipe.yml --simulate storage=2GB/s\n",
+        ),
+        (
+            ("--simulate", "recipe.yml"),
+            "--simulate: 'recipe.yml' stands where KEY=VALUE is expected.",
+            "Put it first: raymerge plan recipe.yml --simulate workers=64 storage=2GB/s\n",
+        ),
+        (
+            ("recipe.yml", "--simulate", "--json"),
+            "--simulate: '--json' stands where KEY=VALUE is expected.",
+            "Write it like --simulate workers=64 storage=2GB/s.\n",
+        ),
+        (
+            ("recipe.yml", "--simulate", "2GB/s"),
+            "--simulate: '2GB/s' stands where KEY=VALUE is expected.",
+            "Write it like --simulate workers=64 storage=2GB/s.\n",
+        ),
+    ],
+)
+def test_arguments_in_each_other_s_places_are_told_apart(
+    args: tuple[str, ...], said: str, remedy: str, tmp_path: Path
+) -> None:
+    write_recipe(make_models(tmp_path), MEAN)
+    outcome = run_command("plan", *args, cwd=tmp_path)
+    assert outcome.code == 2
+    assert outcome.text.startswith(said)
+    assert outcome.text.endswith(remedy)
+    assert outcome.text.count("expected") == 1
+    assert "not given" not in outcome.text
+
+
+def test_the_option_alone_says_what_it_lacks(tmp_path: Path) -> None:
+    outcome = run_command("plan", "recipe.yml", "--simulate", cwd=tmp_path)
+    assert outcome.code == 2
+    assert "Option '--simulate' requires an argument" in outcome.text
+
+
+def test_a_recipe_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
+    write_recipe(make_models(tmp_path), MEAN)
+    (tmp_path / "recipe.yml").rename(tmp_path / "t=0.5.yml")
+    outcome = run_command("plan", "t=0.5.yml", "--simulate", "storage=1GB/s", cwd=tmp_path)
+    assert outcome.code == 0
+    assert "Simulated on 1 worker" in outcome.text
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:

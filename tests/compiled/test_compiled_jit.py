@@ -43,11 +43,11 @@ def _package(root: Path, factor: int) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def _run(root: Path) -> list[int]:
+def _run(root: Path, code: str = _RUN, **environment: str) -> list[int]:
     """What the loop gives, and how often it came from the disk."""
     done = subprocess.run(
-        [sys.executable, "-c", _RUN.format(package="loops")],
-        env={**os.environ, "PYTHONPATH": str(root), "NUMBA_CACHE_DIR": ""},
+        [sys.executable, "-c", code.format(package="loops")],
+        env={**os.environ, "PYTHONPATH": str(root), "NUMBA_CACHE_DIR": "", **environment},
         capture_output=True,
         text=True,
         check=True,
@@ -62,3 +62,65 @@ def test_a_change_in_another_file_is_compiled_anew(tmp_path: Path) -> None:
     _package(tmp_path, 3)
     assert _run(tmp_path) == [31, 0]
     assert _run(tmp_path) == [31, 1]
+
+
+def _kept(root: Path) -> list[Path]:
+    return sorted((root / "loops" / "__pycache__").glob("*.nbc"))
+
+
+def test_nothing_of_older_sources_is_kept(tmp_path: Path) -> None:
+    counts = []
+    for factor in (2, 3, 2):
+        _package(tmp_path, factor)
+        _run(tmp_path)
+        counts.append(len(_kept(tmp_path)))
+    assert len(set(counts)) == 1
+
+
+_FULL = """
+import errno, pathlib
+def full(self, data):
+    raise OSError(errno.ENOSPC, "no space")
+pathlib.Path.write_bytes = full
+"""
+
+
+def test_a_write_that_fails_costs_nothing_but_time(tmp_path: Path) -> None:
+    """Above all it leads no later process to what an older release had left."""
+    _package(tmp_path, 2)
+    _run(tmp_path)
+    _package(tmp_path, 3)
+    assert _run(tmp_path, _FULL + _RUN) == [31, 0]
+    assert _run(tmp_path) == [31, 0]
+    assert _run(tmp_path) == [31, 1]
+
+
+def test_a_file_that_is_not_whole_is_compiled_anew(tmp_path: Path) -> None:
+    _package(tmp_path, 2)
+    _run(tmp_path)
+    for path in _kept(tmp_path):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+    assert _run(tmp_path) == [21, 0]
+    assert _run(tmp_path) == [21, 1]
+
+
+def test_each_combination_of_types_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also where two processes saw nothing there, and both wrote."""
+    _package(tmp_path, 2)
+    for text, wanted in (("10", 21), ("10.0", 21), ("numpy.float32(10)", 21)):
+        code = f"import numpy\nfrom {{package}}.outer import outer\nprint(int(outer({text})))"
+        assert _run(tmp_path, code) == [wanted]
+    assert len([path for path in _kept(tmp_path) if path.name.startswith("outer")]) == 3
+
+
+_NOWHERE = """
+import numba.core.caching as caching
+caching.CacheImpl._locator_classes = []
+"""
+
+
+def test_without_a_directory_to_keep_it_in_it_is_compiled_each_time(tmp_path: Path) -> None:
+    _package(tmp_path, 2)
+    for _ in range(2):
+        assert _run(tmp_path, _NOWHERE + _RUN) == [21, 0]

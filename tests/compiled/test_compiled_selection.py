@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raymerge.compiled.selection import (
+    EVERY,
     RUN,
+    Bins,
     bin_of_rank,
     count,
     count_all,
     count_runs,
+    make_finder,
     places,
     spread,
 )
+from raymerge.compiled.selection_stored import count_delta
 
 MASK = np.uint32(0x7FFF_FFFF)
-END = np.uint32(1 << 31)
 
 
 def patterns(count: int, seed: int = 0) -> NDArray[np.uint32]:
@@ -35,7 +38,7 @@ def test_count(size: int, low: int, high: int) -> None:
     if size:
         drawn[size // 2] = 77 | 1 << 31
     counts = np.zeros(((high - low - 1) >> shift) + 1, np.int64)
-    above, bits = count(drawn, np.uint32(low), np.uint32(high), np.uint32(shift), counts)
+    above, bits = count(drawn, Bins(np.uint32(low), np.uint32(high), np.uint32(shift)), counts)
     magnitudes = (drawn & MASK).astype(np.int64)
     inside = magnitudes[(magnitudes >= low) & (magnitudes < high)] - low
     assert above == np.count_nonzero(magnitudes >= high)
@@ -55,23 +58,42 @@ def test_count_all(size: int) -> None:
 def test_counts_are_added_to() -> None:
     counts = np.full(1 << 16, 7, np.int64)
     count_all(patterns(100), np.uint32(15), counts)
-    count(patterns(100), np.uint32(0), END, np.uint32(15), counts)
+    count(patterns(100), Bins(np.uint32(0), EVERY, np.uint32(15)), counts)
     assert int(counts.sum()) == 7 * (1 << 16) + 200
 
 
 @settings(deadline=None, max_examples=60)
 @given(chosen=st.sets(st.integers(0, RUN - 1)))
 def test_places(chosen: set[int]) -> None:
-    flags, found = np.zeros(RUN, np.uint8), np.empty(RUN, np.int64)
-    flags[list(chosen)] = 1
-    assert found[: places(flags, found)].tolist() == sorted(chosen)
+    finder = make_finder()
+    finder.flags[list(chosen)] = 1
+    assert sorted(finder.found[: places(finder)]) == sorted(chosen)
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_places_of_dense_flags(step: int) -> None:
-    flags, found = np.zeros(RUN, np.uint8), np.empty(RUN, np.int64)
-    flags[::step] = 1
-    assert found[: places(flags, found)].tolist() == list(range(0, RUN, step))
+    finder = make_finder()
+    finder.flags[::step] = 1
+    assert sorted(finder.found[: places(finder)]) == list(range(0, RUN, step))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 3077])
+@pytest.mark.parametrize(("low", "high"), [(0, 1 << 31), (0, 1 << 29), (0x3D00_0000, 0x3E00_0000)])
+def test_magnitudes_of_a_stored_delta_are_counted_as_they_would_be_written_down(
+    size: int, low: int, high: int
+) -> None:
+    """Of any two patterns: NaN, infinities and what underflows among them."""
+    words = np.random.default_rng(size).integers(0, 1 << 16, 2 * size + 5, dtype=np.uint16)
+    near = words[2 : 2 + size : 2]
+    words[3 + size : 3 + size + near.size] = near ^ 3
+    first = np.array([3 + size, 2], np.int64)
+    with np.errstate(all="ignore"):
+        left, right = ((words[at : at + size].astype(np.uint32) << 16).view(np.float32) for at in first)
+        deltas = right - left
+    bins = Bins(np.uint32(low), np.uint32(high), np.uint32(12))
+    ours, theirs = np.zeros((2, (high - low >> 12) + 1), np.int64)
+    assert count_delta(words, first, size, bins, ours) == count(deltas.view(np.uint32), bins, theirs)
+    assert np.array_equal(ours, theirs)
 
 
 @settings(deadline=None, max_examples=60)

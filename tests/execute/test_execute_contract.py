@@ -1,4 +1,8 @@
-"""The memory contract, measured: what a process really grows by, for every method and every kind of input."""
+"""The memory contract, measured: what a process really grows by, and what every method has in use.
+
+A process is watched while it merges many times what it may use, by one method of each kind and for every kind
+of input. What is in use at once is counted for every method.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +20,33 @@ import pytest
 import torch
 from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
 from kits.checkpoint_maker import sparse_checkpoint, write_checkpoint
+from kits.memory_meter import AllocationMeter
 from kits.merge_cases import Family, recipes
-from kits.method_kit import MemoryMeter
-from kits.segment_bench import counted_buffers, make_bench
+from kits.segment_bench import Bench, counted_buffers, make_bench
 
+from raymerge.api import plan
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, methods
+from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Method, StoredKernel, methods
 from raymerge.planner.expressions import Assembly, Expression, Output, Part, Row, assembled
-from raymerge.planner.memory import SMALLEST_BUDGET
+from raymerge.planner.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.planner.tables import Plan
 from raymerge.storage.local import LocalStore
 
 MIB = 1 << 20
-BUDGET = 48 * MIB
-LANES = 3
+BUDGET = 16 * MIB
+"""What most methods are measured with: the smallest that there is."""
+ROOMY = 48 * MIB
+"""The same for inputs that are not read as they are stored, whose tiles take all that there is."""
+THREADS, LANES = 2, 4
 COLUMNS = 4096
-BIG, NUM_BIG = 15_360, 2
-"""Rows of a big tensor, and how many there are. Three inputs of it are 20 times the share of a lane, all
-inputs and the output 20 times the budget."""
+BIG, NUM_BIG = 2560, 4
+"""Rows of a big tensor, and how many there are, so that all lanes have one. Three inputs of one are 15 times
+the share of a lane, all inputs and the output 20 times the budget."""
 SLACK = 24 * MIB
+OBJECTS = 128 << 10
+"""Bytes of Python's own objects, which are counted too: a copy has nothing but its buffers stated."""
 
 ROWS_KINDS = ("rows", "adapter", "views")
 """Inputs that are not read as they are stored."""
@@ -45,7 +55,28 @@ WISE = {
     "model_stock": {"filter_wise": True},
 }
 """What makes methods of whole tensors methods of rows."""
-CASES = (*methods(), *(f"{name} by row" for name in WISE), "copy", *ROWS_KINDS)
+
+
+def _kind(name: str) -> tuple[object, ...]:
+    """What the executor asks of a method: two methods of one kind are carried out alike."""
+    method = methods()[name]
+    is_stored = isinstance(method.kernel, StoredKernel)
+    return method.access, _passes(method) > 0, method.takes, method.sampler is not None, is_stored
+
+
+def _passes(method: Method) -> int:
+    has_base = method.base is BaseUse.REQUIRED
+    return expression_passes(expression(method, sources=min(2, method.max_sources or 2), has_base=has_base))
+
+
+def _need(name: str) -> tuple[int, float]:
+    method = methods()[name]
+    return method.state_bytes, method.scratch + 2 * method.scratch_per_source
+
+
+WATCHED = tuple({_kind(name): name for name in sorted(methods(), key=_need)}.values())
+"""Of each kind of methods the one that takes most."""
+CASES = (*WATCHED, *(f"{name} by row" for name in WISE), "copy", *ROWS_KINDS)
 
 
 def _weights(rows: int, seed: int) -> torch.Tensor:
@@ -53,8 +84,8 @@ def _weights(rows: int, seed: int) -> torch.Tensor:
     return torch.randn(max(1, rows // 16), COLUMNS, generator=generator).bfloat16().repeat(16, 1)[:rows]
 
 
-def _model(root: Path, rows: int, seed: int) -> Path:
-    tensors = {f"model.mlp{number}.weight": _weights(rows, seed + number) for number in range(NUM_BIG)}
+def _model(root: Path, rows: int, seed: int, *, count: int = NUM_BIG) -> Path:
+    tensors = {f"model.mlp{number}.weight": _weights(rows, seed + number) for number in range(count)}
     tensors["model.norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
     return write_checkpoint(root, tensors, {"architectures": ["Odd"], "model_type": "odd"})
 
@@ -91,6 +122,10 @@ def _recipes(models: tuple[Path, Path, Path], matrices: tuple[Path, Path, Path])
     return {name: _of_two(recipe) for name, recipe in found.items()}
 
 
+def _watched(recipes_by_name: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: recipe for name, recipe in recipes_by_name.items() if name in CASES}
+
+
 _MEASURED = """
 import json, shutil, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -125,7 +160,7 @@ def measured(run):
     }
 
 def merged(recipe, memory):
-    options = RunOptions(inline=True, device="cpu", threads=contract.LANES - 1, memory=memory, replace=True)
+    options = RunOptions(inline=True, device="cpu", threads=contract.THREADS, memory=memory, replace=True)
     receipts = submit(recipe, root / "out", options).receipts
     shutil.rmtree(root / "out")
     return [each.to_json() for each in receipts]
@@ -138,7 +173,7 @@ for name, recipe in job["big"].items():
     made = plan(recipe)
     least = project(made, SMALLEST_BUDGET).least_budget
     budget = max(contract.BUDGET, -(-least // contract.MIB) * contract.MIB)
-    options = RunOptions(inline=True, device="cpu", threads=contract.LANES - 1, memory=budget)
+    options = RunOptions(inline=True, device="cpu", threads=contract.THREADS, memory=budget)
     projected = fit_budget(made, options)
     found = measured(lambda: merged(recipe, budget))
     shape = (contract.BIG, contract.COLUMNS)
@@ -156,7 +191,7 @@ torch.set_num_threads(1)
 for name in contract.ROWS_KINDS:
     for rows in (64, contract.BIG):
         stock, made = contract.assembled_plan(name, root / f"{name}{rows}", rows)
-        bench = bench_of(stock, made, root / "out", budget=2 * contract.BUDGET, lanes=contract.LANES)
+        bench = bench_of(stock, made, root / "out", budget=contract.ROOMY, lanes=contract.LANES)
         def run():
             with ThreadPoolExecutor(bench.projection.lanes) as threads:
                 return [each.to_json() for each in threads.map(bench.runner.run, bench.segments)]
@@ -171,7 +206,7 @@ def assembled_plan(kind: str, root: Path, rows: int) -> tuple[Stock, Plan]:
     """Checkpoints below ``root``, and a plan whose big tensors are made of them in one of ROWS_KINDS."""
     tensors = {f"w{number}": _weights(rows, number) for number in range(NUM_BIG)}
     tensors |= {"l.up": torch.randn(rows, 16), "l.down": torch.randn(16, COLUMNS)}
-    stock = make_stock(root, tensors, {name: tensors[name] for name in ("w0", "w1")})
+    stock = make_stock(root, tensors, {name: each for name, each in tensors.items() if name[0] == "w"})
     return stock, plan_of(stock, [_output(stock, kind, number, rows) for number in range(NUM_BIG)])
 
 
@@ -223,7 +258,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     for name, rows, count in (("small", 64, 1), ("big", BIG, 100)):
         models = [_model(root / f"{name}{seed}", rows, seed) for seed in (1, 2, 3)]
         matrices = [_matrices(root / f"{name}-matrices{seed}", count, seed) for seed in (1, 2, 3)]
-        job[name] = _recipes((models[0], models[1], models[2]), (matrices[0], matrices[1], matrices[2]))
+        job[name] = _watched(
+            _recipes((models[0], models[1], models[2]), (matrices[0], matrices[1], matrices[2]))
+        )
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED],
         input=json.dumps(job),
@@ -270,10 +307,47 @@ def test_no_more_is_read_than_every_pass_needs(name: str, found: dict[str, dict[
 def test_methods_with_a_pass_were_measured_with_tensors_that_no_lane_holds(
     found: dict[str, dict[str, Any]],
 ) -> None:
-    streamed = [name for name, each in methods().items() if each.access is Access.TENSOR]
+    streamed = [name for name in WATCHED if methods()[name].access is Access.TENSOR]
     passing = [found[name] for name in streamed if found[name]["passes"]]
-    assert len(passing) >= 8
+    assert len(passing) >= 4
     assert all(each["read"] > 1.9 * each["stored"] for each in passing)
+
+
+# What is in use
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A recipe for each method, of a matrix that the smallest lane does not hold, or narrow ones for
+    decompositions."""
+    root = tmp_path_factory.mktemp("streamed")
+    models = [_model(root / f"{seed}", 1024, seed, count=1) for seed in (1, 2, 3)]
+    matrices = [_matrices(root / f"matrices{seed}", 2, seed) for seed in (1, 2, 3)]
+    found = _recipes((models[0], models[1], models[2]), (matrices[0], matrices[1], matrices[2]))
+    # Loops are compiled when a segment is first made; that is no part of what is measured.
+    _made(make_bench(found["copy"], root / "any"))
+    return found
+
+
+@pytest.mark.parametrize("name", [*methods(), *(f"{name} by row" for name in WISE), "copy"])
+def test_every_method_has_no_more_in_use_than_was_stated(
+    name: str, streamed: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Buffers, pieces, tables and temporaries of one lane, to the byte: tile by tile, and all at once."""
+    least = project(plan(streamed[name]).require(), SMALLEST_BUDGET).least_budget
+    for number, budget in enumerate((least, least + 24 * MIB)):
+        bench = make_bench(streamed[name], tmp_path / f"{number}", budget=budget)
+        with counted_buffers() as buffers, AllocationMeter() as meter:
+            _made(bench)
+        assert 0 < bench.projection.peak <= budget
+        assert meter.peak_bytes > 0
+        assert meter.peak_bytes + buffers.most <= bench.projection.peak + (OBJECTS if name == "copy" else 0)
+
+
+def _made(bench: Bench) -> Bench:
+    for segment in bench.segments:
+        bench.runner.run(segment)
+    return bench
 
 
 # A tensor larger than memory
@@ -304,7 +378,7 @@ def test_a_part_of_a_tensor_of_21_gb_is_made_within_a_few_mib(
     assert bench.projection.least_budget == SMALLEST_BUDGET
     assert bench.projection.peak <= BUDGET
     segment = bench.segments[len(bench.segments) // 2]
-    with counted_buffers() as buffers, MemoryMeter() as meter:
+    with counted_buffers() as buffers, AllocationMeter() as meter:
         receipt = bench.runner.run(segment)
     assert receipt.written_bytes > BUDGET
     assert receipt.read_bytes == 2 * receipt.written_bytes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import Family, make_family, recipes
-from kits.segment_bench import Bench, make_bench
+from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
@@ -18,7 +18,12 @@ from raymerge.execute.assembled import Raw
 from raymerge.execute.tiles import Load
 from raymerge.execute.transfers import Arrival, HostTransfers, Transfers
 
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.\nGPU 0 has ...")
+Failure = Callable[[], Exception]
+"""Makes a new error each time: one that was raised keeps alive what it came through."""
+
+
+def _full() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.\nGPU 0 has ...")
 
 
 def _broken() -> Exception:
@@ -31,7 +36,7 @@ def _broken() -> Exception:
 class _Gpu(HostTransfers):
     """Stands in for a GPU: computes on the processor, and fails at one of the places where a GPU can."""
 
-    def __init__(self, place: str, error: Exception | None) -> None:
+    def __init__(self, place: str, error: Failure | None) -> None:
         self._place, self._error = place, error
 
     @property
@@ -41,7 +46,7 @@ class _Gpu(HostTransfers):
 
     def _reach(self, place: str) -> None:
         if place == self._place and self._error is not None:
-            raise self._error
+            raise self._error()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         self._reach("buffer")
@@ -59,14 +64,14 @@ class _Gpu(HostTransfers):
         return self
 
     def synchronize(self) -> None:
-        """As the arrival of every result; on the writing thread."""
+        """As the arrival of every result."""
         self._reach("synchronize")
 
 
 class _Machine:
     """A machine with such a GPU; its failure can be mended."""
 
-    def __init__(self, place: str, error: Exception | None) -> None:
+    def __init__(self, place: str, error: Failure | None) -> None:
         self.place, self.error = place, error
         self.asked: list[str] = []
 
@@ -90,9 +95,9 @@ PLACES = ["buffer", "upload", "download", "synchronize"]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", [FULL, _broken()], ids=["full", "broken"])
+@pytest.mark.parametrize("error", [_full, _broken], ids=["full", "broken"])
 def test_wherever_it_fails_the_processor_gives_the_bytes(
-    place: str, error: Exception, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, error: Failure, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make_bench(recipes(family)["linear"], tmp_path / "alone")
     alone = [expected.runner.run(number) for number in expected.segments]
@@ -108,7 +113,7 @@ def test_wherever_it_fails_the_processor_gives_the_bytes(
 def test_with_too_little_memory_the_gpu_is_tried_again(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = _Machine("upload", FULL)
+    machine = _Machine("upload", _full)
     bench = _bench(family, tmp_path, machine, monkeypatch)
     first = bench.runner.run(0)
     machine.error = None
@@ -121,14 +126,32 @@ def test_with_too_little_memory_the_gpu_is_tried_again(
 def test_a_gpu_that_failed_is_not_tried_again(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = _Machine("download", _broken())
+    machine = _Machine("download", _broken)
     bench = _bench(family, tmp_path, machine, monkeypatch)
     first = bench.runner.run(0)
     machine.error = None
     second = bench.runner.run(1)
     expected = "the GPU failed: CUDA error: an illegal memory access was encountered"
     assert (first.note, second.note) == (expected, expected)
-    assert machine.asked == ["cuda", "cpu", "cpu"]
+    # The second segment has the memory of the first.
+    assert machine.asked == ["cuda", "cpu"]
+
+
+def test_memory_for_the_gpu_makes_way_for_memory_for_the_processor(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that changes its device does not hold the memory of both."""
+    machine = _Machine("upload", None)
+    bench = _bench(family, tmp_path, machine, monkeypatch)
+    assert bench.projection.lanes == 1
+    with counted_buffers() as buffers:
+        bench.runner.run(0)
+        alone = buffers.most
+        for error in (_full, None, _full):
+            machine.error = error
+            bench.runner.run(1)
+        assert buffers.most == alone
+    assert machine.asked == ["cuda", "cuda", "cpu", "cuda", "cuda", "cpu"]
 
 
 def test_a_gpu_that_works_has_no_note(
@@ -144,7 +167,7 @@ def test_what_is_not_the_gpu_s_fault_is_raised(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of the disk would come again on the processor, and no note may hide it."""
-    machine = _Machine("upload", OSError("broken"))
+    machine = _Machine("upload", lambda: OSError("broken"))
     bench = _bench(family, tmp_path, machine, monkeypatch)
     with pytest.raises(OSError, match="broken"):
         bench.runner.run(0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import subprocess
+import sys
 
 import pytest
 
@@ -57,13 +60,50 @@ def test_without_glibc_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_system_is_asked_by_default() -> None:
-    HeapWatch(-1).check()
+    """Of memory that is taken as pages of its own, and more than the limit, so that free memory goes back."""
+    watch = HeapWatch(1 << 20)
+    watch.check()
+    before = watch.peak_bytes
+    # What the allocator has free and in memory from tests before would not count.
+    memory = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range(0, len(memory), mmap.PAGESIZE):
+        memory[page] = 1
+    watch.check()
+    assert 63 << 20 <= watch.peak_bytes - before <= 80 << 20
+    memory.close()
+    peak = watch.peak_bytes
+    watch.check()
+    assert watch.peak_bytes == peak
 
 
 def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:
     process = _Process(1000, free=80)
-    watch = _watch(process)
+    watch = HeapWatch(1000, measure=process.measure, resident=lambda: (1500, 1500))
     for resident in (1040, 1250, 1010):
         process.resident = resident
         watch.check()
     assert watch.peak_bytes == 250
+
+
+@pytest.mark.parametrize(("before", "peak"), [(1500, 700), (2199, 700), (2200, 40), (9000, 40)])
+def test_the_system_knows_of_peaks_between_two_looks(before: int, peak: int) -> None:
+    """But not where the process had been as large before."""
+    process, most = _Process(1000, free=0), [before]
+    watch = HeapWatch(1000, measure=process.measure, resident=lambda: (1500, most[0]))
+    process.resident = 1040
+    watch.check()
+    most[0] = max(before, 2200)
+    assert watch.peak_bytes == peak
+
+
+def test_what_was_freed_again_before_anybody_looked_is_in_the_peak() -> None:
+    """In a process of its own, which was never larger before."""
+    code = (
+        "from raymerge.execute.heap import HeapWatch\n"
+        "watch = HeapWatch(1 << 40)\n"
+        "memory = b'x' * (150 << 20)\n"
+        "del memory\n"
+        "watch.check()\n"
+        "assert 140 << 20 < watch.peak_bytes < 170 << 20, watch.peak_bytes\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

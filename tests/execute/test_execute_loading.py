@@ -1,12 +1,9 @@
-"""Reading ahead: as far as memory goes and no further, in the right order, and never over what is in use."""
+"""The buffer for loads: never more than may be, kept where it can be, not filled over what is in use."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.execute.assembled import Raw
-from raymerge.execute.loading import NOTHING, Loader
-from raymerge.execute.reading import LoadReader
+from raymerge.execute.loading import LoadBuffer
 from raymerge.execute.tiles import Load
-from raymerge.execute.transfers import Arrival, HostTransfers
+from raymerge.execute.transfers import HostTransfers
 
 USUAL, LIMIT = 100, 1000
 
@@ -31,7 +26,6 @@ class _Memory(HostTransfers):
         self.work = 0
         """Bytes that computing takes meanwhile."""
         self.most = 0
-        self.arrived: list[Arrival | None] = []
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         memory = np.zeros(nbytes, dtype=np.uint8)
@@ -49,36 +43,12 @@ class _Memory(HostTransfers):
         self.most = max(self.most, self.live + self.work)
 
 
-class _Reader(LoadReader):
-    """Fills a buffer with a load's number, and fails where it is told to."""
-
-    def __init__(self, *, broken: int = -1) -> None:
-        super().__init__(())
-        self.asked: list[int] = []
-        self.threads: set[int] = set()
-        self._broken = broken
-
-    def read(self, load: Load, buffer: torch.Tensor) -> tuple[Raw, ...]:
-        number = load.is_read_again  # A stand-in has no tiles to tell loads apart by.
-        assert buffer.numel() >= load.nbytes
-        self.asked.append(number)
-        self.threads.add(threading.get_ident())
-        if number == self._broken:
-            raise OSError("broken")
-        return ([buffer[: load.nbytes].fill_(number % 251)],)
+def _load(nbytes: int, work: int = 0) -> Load:
+    return Load((), nbytes, work)
 
 
-def _loads(sizes: Sequence[tuple[int, int]]) -> list[Load]:
-    return [Load((), nbytes, work, number) for number, (nbytes, work) in enumerate(sizes)]  # type: ignore[arg-type]
-
-
-@contextmanager
-def _loader(
-    reader: _Reader, memory: HostTransfers, *, limit: int = LIMIT, buffers: list[torch.Tensor] | None = None
-) -> Iterator[Loader]:
-    held = [NOTHING, NOTHING] if buffers is None else buffers
-    with ThreadPoolExecutor(1) as reading:
-        yield Loader(reader, reading, memory, held, usual_bytes=USUAL, limit=limit)
+def _buffer(memory: HostTransfers, *, limit: int = LIMIT) -> LoadBuffer:
+    return LoadBuffer(memory, usual_bytes=USUAL, limit=limit)
 
 
 @st.composite
@@ -91,145 +61,150 @@ def _sizes(draw: st.DrawFn) -> list[tuple[int, int]]:
     return found
 
 
-def _take_all(memory: _Memory, buffers: list[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> None:
-    loads = _loads(sizes)
-    with _loader(_Reader(), memory, buffers=buffers) as loader:
-        for load, after in zip(loads, [*loads[1:], None], strict=True):
-            memory.work = load.work_bytes
-            loader.take(load, after)
-            memory.look()
-    memory.work = 0
+def _filled(memory: _Memory, sizes: Sequence[tuple[int, int]]) -> LoadBuffer:
+    """A buffer that these loads were read into, one after the other."""
+    buffer = _buffer(memory)
+    for nbytes, work in sizes:
+        assert buffer.room(_load(nbytes, work)).numel() >= nbytes
+        memory.work = work
+        memory.look()
+        memory.work = 0
+        buffer.leave(None)
+    return buffer
 
 
-@given(segments=st.lists(_sizes(), max_size=3))
-@settings(deadline=None, max_examples=200)
-def test_buffers_and_work_together_never_pass_the_limit(segments: list[list[tuple[int, int]]]) -> None:
-    """In one segment after the other, that take over each other's buffers."""
-    memory, buffers = _Memory(), [NOTHING, NOTHING]
-    for sizes in segments:
-        _take_all(memory, buffers, sizes)
+@given(sizes=_sizes())
+@settings(deadline=None, max_examples=300)
+def test_the_buffer_and_the_work_together_never_pass_the_limit(sizes: list[tuple[int, int]]) -> None:
+    memory = _Memory()
+    buffer = _filled(memory, sizes)
     assert memory.most <= LIMIT
+    assert memory.live == buffer.room(_load(0)).numel()
 
 
 @given(sizes=_sizes())
 @settings(deadline=None, max_examples=200)
-def test_results_are_right_and_the_next_load_is_read_just_where_it_fits(sizes: list[tuple[int, int]]) -> None:
-    reader, memory = _Reader(), _Memory()
-    loads = _loads(sizes)
-    with _loader(reader, memory) as loader:
-        for number, (load, after) in enumerate(zip(loads, [*loads[1:], None], strict=True)):
-            (raw,) = loader.take(load, after)
-            (data,) = raw
-            assert isinstance(data, torch.Tensor)
-            mine = data.untyped_storage().nbytes()
-            ahead = loader._ahead
-            if after is not None:
-                fits = max(USUAL, after.nbytes) + mine + load.work_bytes <= LIMIT
-                assert (ahead is not None) is fits
-            if ahead is not None:
-                ahead.raws.result()
-            # The next one is there by now, and has not gone over this one.
-            assert reader.asked == list(range(number + 1 + (ahead is not None)))
-            assert data.numel() == load.nbytes
-            assert bool((data == number % 251).all())
-            del raw, data
-    assert len(reader.threads) <= 1
+def test_there_is_one_buffer_at_a_time(sizes: list[tuple[int, int]]) -> None:
+    """The old one is gone before a new one is asked for, whether or not both would fit."""
+    memory = _Memory()
+    buffer = _buffer(memory)
+    for nbytes, work in sizes:
+        before, given_before = memory.live, memory.given
+        found = buffer.room(_load(nbytes, work)).numel()
+        assert memory.live == found
+        assert found in (before, max(USUAL, nbytes))
+        # A new one only where the old one was too short, or too long for the work.
+        if memory.given > given_before:
+            assert before < nbytes or (before > USUAL and before + work > LIMIT)
 
 
-def test_loads_of_the_usual_size_take_turns_with_two_buffers() -> None:
-    reader, memory = _Reader(), _Memory()
-    loads = _loads([(90, 10), (100, 300), (1, 5), (0, 0)] * 5)
-    with _loader(reader, memory) as loader:
-        for load, after in zip(loads, [*loads[1:], None], strict=True):
-            loader.take(load, after)
-    assert (memory.given, memory.live) == (2, 2 * USUAL)
+@given(sizes=st.lists(st.tuples(st.integers(1, USUAL), st.integers(0, LIMIT - USUAL)), min_size=1))
+@settings(deadline=None, max_examples=50)
+def test_loads_of_the_usual_size_share_one_buffer_of_that_size(sizes: list[tuple[int, int]]) -> None:
+    memory = _Memory()
+    buffer = _filled(memory, sizes)
+    assert memory.given == 1
+    assert memory.live == buffer.room(_load(USUAL)).numel() == USUAL
+
+
+def test_a_buffer_of_the_usual_size_stays_even_beside_more_work_than_it_was_made_for() -> None:
+    """A shorter one would not be given either: every load has the usual size at least."""
+    memory = _Memory()
+    buffer = _buffer(memory)
+    first = buffer.room(_load(50))
+    assert buffer.room(_load(50, LIMIT)).data_ptr() == first.data_ptr()
+    assert memory.given == 1
+
+
+def test_a_large_buffer_is_kept_while_there_is_room_for_it() -> None:
+    memory = _Memory()
+    buffer = _filled(memory, [(600, 400), (100, 400), (599, 0), (600, 1)])
+    assert memory.given == 1
+    assert memory.live == buffer.room(_load(1)).numel() == 600
 
 
 def test_a_large_buffer_makes_way_for_work_that_needs_its_room() -> None:
-    """What is read ahead into a large old buffer must leave room for what computing it takes."""
     memory = _Memory()
-    _take_all(memory, [NOTHING, NOTHING], [(600, 0), (100, 100), (100, 800), (100, 800)])
+    buffer = _filled(memory, [(600, 0), (100, 401), (100, 800)])
+    assert memory.given == 2
+    assert memory.live == buffer.room(_load(1)).numel() == USUAL
     assert memory.most <= LIMIT
 
 
-def test_the_next_segment_has_the_buffers_of_the_one_before() -> None:
-    memory, buffers = _Memory(), [NOTHING, NOTHING]
-    for _ in range(3):
-        _take_all(memory, buffers, [(90, 10), (400, 0), (300, 100)])
+def test_a_longer_load_has_a_longer_buffer() -> None:
+    memory = _Memory()
+    buffer = _filled(memory, [(50, 0), (200, 0), (300, 0)])
     assert memory.given == 3
-    assert memory.live == sum(each.numel() for each in buffers) <= LIMIT
+    assert memory.live == buffer.room(_load(1)).numel() == 300
+    # Each took the place of the one before.
+    assert memory.most == 300
 
 
-def test_the_same_load_may_be_taken_again() -> None:
-    reader, memory = _Reader(), _Memory()
-    one, two = _loads([(50, 0), (60, 0)])
-    with _loader(reader, memory) as loader:
-        for load, after in ((one, two), (two, one), (one, two), (two, None)):
-            ((data,),) = loader.take(load, after)
-            assert isinstance(data, torch.Tensor)
-            assert data.tolist() == [load.is_read_again] * load.nbytes
-    assert reader.asked == [0, 1, 0, 1]
+def test_there_is_no_memory_before_the_first_load() -> None:
+    memory = _Memory()
+    _buffer(memory)
+    assert memory.given == 0
 
 
-def test_what_was_read_in_vain_is_read_over() -> None:
-    reader, memory = _Reader(), _Memory()
-    one, two, three = _loads([(50, 0), (60, 0), (70, 0)])
-    with _loader(reader, memory) as loader:
-        loader.take(one, two)
-        ((data,),) = loader.take(three, None)
-        assert isinstance(data, torch.Tensor)
-        assert data.tolist() == [2] * 70
-    assert reader.asked == [0, 1, 2]
-    assert memory.live <= 2 * USUAL
-
-
-@pytest.mark.parametrize("limit", [LIMIT, USUAL])
-def test_a_reader_s_error_comes_out_where_its_load_is_taken(limit: int) -> None:
-    reader, memory = _Reader(broken=1), _Memory()
-    one, two, three = _loads([(50, 0), (60, 0), (70, 0)])
-    with _loader(reader, memory, limit=limit) as loader:
-        loader.take(one, two)
-        with pytest.raises(OSError, match="broken"):
-            loader.take(two, three)
-    assert reader.asked == [0, 1]
-
-
-class _Slow(_Memory):
-    """Transfers whose copies leave a buffer only when they are waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-    def upload(  # type: ignore[override]
-        self, load: Load, raws: Sequence[Raw]
-    ) -> tuple[tuple[Raw, ...], Arrival]:
-        self.events.append(f"up {load.is_read_again:d}")
-        return tuple(raws), _Left(self.events, load.is_read_again)
-
-    def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
-        assert isinstance(arrival, _Left)
-        self.events.append(f"arrive {arrival.number:d}")
+# What is on its way out of the buffer
 
 
 class _Left:
-    def __init__(self, events: list[str], number: int) -> None:
-        self.number = number
-        self._events = events
+    """A copy out of the buffer that is under way until somebody waits for it."""
+
+    def __init__(self, waits: list[str], name: str, error: Exception | None = None) -> None:
+        self._waits, self._name, self._error = waits, name, error
 
     def synchronize(self) -> None:
-        self._events.append(f"left {self.number:d}")
+        self._waits.append(self._name)
+        if self._error is not None:
+            raise self._error
 
 
-def test_a_buffer_is_filled_again_only_when_its_bytes_have_left() -> None:
-    reader, memory = _Reader(), _Slow()
-    loads = _loads([(50, 0)] * 4)
-    with _loader(reader, memory) as loader:
-        for load, after in zip(loads, [*loads[1:], None], strict=True):
-            loader.take(load, after)
-            if loader._ahead is not None:
-                loader._ahead.raws.result()
-    assert memory.events == [
-        *("up 0", "arrive 0", "up 1", "arrive 1"),
-        *("left 0", "up 2", "arrive 2", "left 1", "up 3", "arrive 3"),
-    ]
+class _Noting(_Memory):
+    """Notes when it is asked for memory."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        self._notes.append(f"buffer {nbytes}")
+        return super().buffer(nbytes)
+
+
+def test_what_leaves_is_waited_for_before_the_buffer_is_filled_again_and_once() -> None:
+    notes: list[str] = []
+    buffer = _buffer(_Noting(notes))
+    for number in range(3):
+        buffer.room(_load(50))
+        notes.append(f"read {number}")
+        buffer.leave(_Left(notes, f"left {number}"))
+    buffer.room(_load(50))
+    buffer.room(_load(50))
+    assert notes == ["buffer 100", "read 0", "left 0", "read 1", "left 1", "read 2", "left 2"]
+
+
+def test_what_leaves_is_waited_for_before_the_buffer_goes() -> None:
+    """Memory that the device still reads must not go to anybody else."""
+    notes: list[str] = []
+    buffer = _buffer(_Noting(notes))
+    buffer.room(_load(50))
+    buffer.leave(_Left(notes, "left"))
+    buffer.room(_load(500))
+    assert notes == ["buffer 100", "left", "buffer 500"]
+
+
+def test_what_has_left_already_is_not_waited_for() -> None:
+    buffer = _buffer(_Memory())
+    first = buffer.room(_load(50))
+    buffer.leave(None)
+    assert buffer.room(_load(50)).data_ptr() == first.data_ptr()
+
+
+def test_a_device_that_fails_on_the_way_is_heard() -> None:
+    buffer = _buffer(_Memory())
+    buffer.room(_load(50))
+    buffer.leave(_Left([], "left", RuntimeError("the device failed")))
+    with pytest.raises(RuntimeError, match="the device failed"):
+        buffer.room(_load(50))

@@ -1,11 +1,9 @@
-"""Finished bytes: gathered into blocks, digested, checked, and written to all of their places."""
+"""Finished bytes: gathered into a block, digested, checked, and written to all of their places."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.transfers import Arrival
+from raymerge.execute.turn import Turn
 from raymerge.planner.expressions import Read, copy_expression
 from raymerge.storage.buffers import ALIGNMENT, address_of, aligned_buffer
 from raymerge.storage.local import LocalStore
@@ -36,16 +35,11 @@ class _Store:
         self.files: dict[str, bytearray] = {}
         self.writes: list[tuple[str, int, int]] = []
         self.shifts: list[tuple[int, int]] = []
-        self.gate = threading.Event()
-        self.gate.set()
         self.error: OSError | None = None
-        self.threads: set[int] = set()
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
-        assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        self.threads.add(threading.get_ident())
         self.writes.append((key, offset, buffer.nbytes))
         self.shifts.append((offset % ALIGNMENT, address_of(buffer) % ALIGNMENT))
         file = self.files.setdefault(key, bytearray())
@@ -67,11 +61,9 @@ def _row(
     )
 
 
-@contextmanager
-def _output(store: Any, *, block: int = 3 * ALIGNMENT) -> Iterator[Output]:
-    blocks = [torch.frombuffer(aligned_buffer(block), dtype=torch.uint8) for _ in range(2)]
-    with ThreadPoolExecutor(1) as writing:
-        yield Output(store, writing, blocks)
+def _output(store: Any, *, block: int = 3 * ALIGNMENT, turn: Turn | None = None) -> Output:
+    memory = torch.frombuffer(aligned_buffer(block), dtype=torch.uint8)
+    return Output(store, memory, turn or Turn(threading.Semaphore(1)))
 
 
 def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:
@@ -121,10 +113,10 @@ def test_bytes_go_to_all_of_their_places_and_are_digested(
     segment: list[tuple[RowJob, bytes]], cuts: list[int], blocks: int
 ) -> None:
     store = _Store()
-    with _output(store, block=blocks * ALIGNMENT) as output:
-        for row, data in segment:
-            _take(output, row, data, cuts)
-        output.flush()
+    output = _output(store, block=blocks * ALIGNMENT)
+    for row, data in segment:
+        _take(output, row, data, cuts)
+    output.flush()
     for row, data in segment:
         assert output.digests[str(row.index)] == xxhash.xxh3_128(data).hexdigest()
         for shard, begin in row.places if data else ():
@@ -133,7 +125,6 @@ def test_bytes_go_to_all_of_their_places_and_are_digested(
     written = sum(len(data) * len(row.places) for row, data in segment)
     assert output.written_bytes == written == sum(nbytes for _, _, nbytes in store.writes)
     assert output.shards == {shard for row, data in segment if data for shard, _ in row.places}
-    assert len(store.threads) <= 1
 
 
 @given(segment=_segments())
@@ -141,10 +132,10 @@ def test_bytes_go_to_all_of_their_places_and_are_digested(
 def test_bytes_lie_in_memory_as_they_do_in_their_first_place(segment: list[tuple[RowJob, bytes]]) -> None:
     """What is written direct has to; only what goes to further places may lie otherwise."""
     store = _Store()
-    with _output(store) as output:
-        for row, data in segment:
-            _take(output, _first_place_only(row), data)
-        output.flush()
+    output = _output(store)
+    for row, data in segment:
+        _take(output, _first_place_only(row), data)
+    output.flush()
     assert all(in_file == in_memory for in_file, in_memory in store.shifts)
 
 
@@ -156,24 +147,24 @@ def _first_place_only(row: RowJob) -> RowJob:
 def test_neighbours_are_one_write() -> None:
     store = _Store()
     rows = [_row(60, (("a", 100 + 60 * index), ("b", 7 + 60 * index)), index) for index in range(100)]
-    with _output(store) as output:
-        for row in rows:
-            _take(output, row, _bytes(60))
-        output.flush()
+    output = _output(store)
+    for row in rows:
+        _take(output, row, _bytes(60))
+    output.flush()
     assert store.writes == [("a.part", 100, 6000), ("b.part", 7, 6000)]
 
 
 def test_a_gap_between_rows_ends_a_write_and_leaves_the_gap_alone() -> None:
     store = _Store()
-    with _output(store) as output:
-        _take(output, _row(50, (("a", 0),)), _bytes(50))
-        _take(output, _row(50, (("a", 60),), 1), _bytes(50))
-        output.flush()
+    output = _output(store)
+    _take(output, _row(50, (("a", 0),)), _bytes(50))
+    _take(output, _row(50, (("a", 60),), 1), _bytes(50))
+    output.flush()
     assert store.writes == [("a.part", 0, 50), ("a.part", 60, 50)]
     assert store.files["a.part"][50:60] == b"\x55" * 10
 
 
-def test_a_row_longer_than_a_block_takes_several_and_one_of_them_is_written_meanwhile() -> None:
+def test_a_row_longer_than_the_block_fills_it_several_times() -> None:
     store = _Store()
     data = _bytes(10 * ALIGNMENT + 5)
     filled: list[int] = []
@@ -182,13 +173,25 @@ def test_a_row_longer_than_a_block_takes_several_and_one_of_them_is_written_mean
         filled.append(target.numel())
         _giving(data)(done, target)
 
-    store.gate.clear()
-    with _output(store, block=2 * ALIGNMENT) as output:
-        threading.Timer(0.05, store.gate.set).start()
-        output.take(_row(len(data), (("a", 1),)), 0, len(data), fill)
-        output.flush()
+    output = _output(store, block=2 * ALIGNMENT)
+    output.take(_row(len(data), (("a", 1),)), 0, len(data), fill)
+    # All but the last bytes are written by now, as the block was wanted for what came after.
+    assert output.written_bytes == len(data) - 6
+    output.flush()
     assert filled == [2 * ALIGNMENT - 1, *[2 * ALIGNMENT] * 4, 6]
     assert store.files["a.part"][1:] == data
+
+
+def test_what_was_written_is_not_written_again() -> None:
+    store = _Store()
+    output = _output(store)
+    _take(output, _row(60, (("a", 0),)), _bytes(60))
+    output.flush()
+    output.flush()
+    _take(output, _row(60, (("a", 60),), 1), _bytes(60, 1))
+    output.flush()
+    assert store.writes == [("a.part", 0, 60), ("a.part", 60, 60)]
+    assert store.files["a.part"] == _bytes(60) + _bytes(60, 1)
 
 
 def test_elements_are_never_cut_by_the_end_of_a_block() -> None:
@@ -201,9 +204,9 @@ def test_elements_are_never_cut_by_the_end_of_a_block() -> None:
         filled.append(target.numel())
         _giving(data)(done, target)
 
-    with _output(store, block=2 * ALIGNMENT) as output:
-        output.take(_row(len(data), (("a", 2),), dtype=DType.F32), 0, len(data), fill)
-        output.flush()
+    output = _output(store, block=2 * ALIGNMENT)
+    output.take(_row(len(data), (("a", 2),), dtype=DType.F32), 0, len(data), fill)
+    output.flush()
     assert all(count % 4 == 0 for count in filled)
     assert store.files["a.part"][2:] == data
 
@@ -211,10 +214,10 @@ def test_elements_are_never_cut_by_the_end_of_a_block() -> None:
 def test_what_is_there_is_digested_and_checked_but_not_written() -> None:
     store = _Store()
     there, absent = _row(64, (("a", 0),)), _row(64, (("a", 64),), 1)
-    with _output(store) as output:
-        output.take(there, 0, 64, _giving(_bytes(64)), is_there=True)
-        _take(output, absent, _bytes(64, 1))
-        output.flush()
+    output = _output(store)
+    output.take(there, 0, 64, _giving(_bytes(64)), is_there=True)
+    _take(output, absent, _bytes(64, 1))
+    output.flush()
     assert store.writes == [("a.part", 64, 64)]
     assert output.digests["0"] == xxhash.xxh3_128(_bytes(64)).hexdigest()
 
@@ -226,10 +229,10 @@ def test_a_row_that_is_not_finite_is_named_and_its_block_not_written(bad: float,
     values = np.ones(5000, dtype=np.float32)
     values[4000] = bad
     row = _row(20_000, (("a", 0),), 3, dtype=DType.F32, check_finite=True)
-    with _output(store, block=8 * ALIGNMENT) as output:
-        output.take(row, 0, 20_000, _giving(values.tobytes()), is_there=is_there)
-        with pytest.raises(NotFinite) as caught:
-            output.flush()
+    output = _output(store, block=8 * ALIGNMENT)
+    output.take(row, 0, 20_000, _giving(values.tobytes()), is_there=is_there)
+    with pytest.raises(NotFinite) as caught:
+        output.flush()
     assert caught.value.row is row
     assert store.writes == []
     assert output.digests == {}
@@ -238,22 +241,22 @@ def test_a_row_that_is_not_finite_is_named_and_its_block_not_written(bad: float,
 def test_what_need_not_be_finite_may_be_anything() -> None:
     store = _Store()
     row = _row(8, (("a", 0),), dtype=DType.F32)
-    with _output(store) as output:
-        _take(output, row, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
-        output.flush()
+    output = _output(store)
+    _take(output, row, np.array([np.nan, np.inf], dtype=np.float32).tobytes())
+    output.flush()
     assert store.writes == [("a.part", 0, 8)]
 
 
-def test_an_error_of_the_writing_thread_comes_out_soon_and_once() -> None:
+def test_an_error_in_writing_comes_out_where_the_block_is_full() -> None:
     store = _Store()
     store.error = OSError("broken")
-    with _output(store) as output:
-        with pytest.raises(OSError, match="broken"):
-            _take(output, _row(10 * ALIGNMENT, (("a", 0),)), _bytes(10 * ALIGNMENT))
-        assert store.writes == []
+    output = _output(store)
+    with pytest.raises(OSError, match="broken"):
+        _take(output, _row(10 * ALIGNMENT, (("a", 0),)), _bytes(10 * ALIGNMENT))
+    assert store.writes == []
 
 
-def test_a_block_is_written_only_when_what_comes_into_it_is_there() -> None:
+def test_the_block_is_written_only_when_what_comes_into_it_is_there() -> None:
     store = _Store()
     late: dict[str, Any] = {}
 
@@ -265,9 +268,9 @@ def test_a_block_is_written_only_when_what_comes_into_it_is_there() -> None:
         late.update(data=_bytes(target.numel()), target=target, done=done)
         return Late()
 
-    with _output(store) as output:
-        output.take(_row(100, (("a", 0),)), 0, 100, fill)
-        output.flush()
+    output = _output(store)
+    output.take(_row(100, (("a", 0),)), 0, 100, fill)
+    output.flush()
     assert store.files["a.part"] == late["data"]
     assert output.digests["0"] == xxhash.xxh3_128(late["data"]).hexdigest()
 
@@ -294,11 +297,11 @@ class _Copying(_Store):
 def test_the_file_system_copies_to_every_place(tmp_path: Path) -> None:
     store, source = _Copying(9), LocalStore(tmp_path)
     row = _row(400, (("a", 1000), ("b", 50)))
-    with _output(store) as output:
-        (read,) = row.inputs
-        assert isinstance(read, Read)
-        assert output.copy_from(source, read, row, (100, 300))
-        output.flush()
+    output = _output(store)
+    (read,) = row.inputs
+    assert isinstance(read, Read)
+    assert output.copy_from(source, read, row, (100, 300))
+    output.flush()
     assert store.copies == [("a.part", 1100, "f", 100, 300), ("b.part", 150, "f", 100, 300)]
     assert (output.written_bytes, output.shards, store.writes) == (600, {"a", "b"}, [])
 
@@ -306,8 +309,8 @@ def test_the_file_system_copies_to_every_place(tmp_path: Path) -> None:
 def test_where_one_place_cannot_be_copied_to_nothing_counts_as_copied(tmp_path: Path) -> None:
     store, source = _Copying(1), LocalStore(tmp_path)
     row = _row(400, (("a", 1000), ("b", 50)))
-    with _output(store) as output:
-        (read,) = row.inputs
-        assert isinstance(read, Read)
-        assert not output.copy_from(source, read, row, (0, 400))
+    output = _output(store)
+    (read,) = row.inputs
+    assert isinstance(read, Read)
+    assert not output.copy_from(source, read, row, (0, 400))
     assert (output.written_bytes, output.shards) == (0, set())

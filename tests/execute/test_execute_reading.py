@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,16 +68,16 @@ def _whole(row: RowJob) -> TileJob:
     return TileJob(row, 0, row.num_elements, 0)
 
 
-def _load(rows: Sequence[RowJob], *, again: bool = False) -> Load:
+def _load(rows: Sequence[RowJob]) -> Load:
     """What the executor makes of rows that are read together."""
     nbytes = sum(row.need.load_bytes(row.num_elements) for row in rows)
-    return Load(tuple(map(_whole, rows)), nbytes, 0, again)
+    return Load(tuple(map(_whole, rows)), nbytes, 0)
 
 
-def _read(reader: LoadReader, load: Load) -> list[list[bytes]]:
+def _read(reader: LoadReader, load: Load, *, again: bool = False) -> list[list[bytes]]:
     """The bytes of all inputs, read into a buffer that is no longer than was said."""
     buffer = torch.frombuffer(aligned_buffer(load.nbytes), dtype=torch.uint8)[: load.nbytes]
-    found = reader.read(load, buffer)
+    found = reader.read(load, buffer, again=again)
     return [[each.numpy().tobytes() for each in raw if isinstance(each, torch.Tensor)] for raw in found]
 
 
@@ -128,7 +126,7 @@ def test_bytes_that_are_wanted_twice_are_read_once() -> None:
 
 def test_what_is_read_again_is_said_to_be() -> None:
     store = _Store()
-    _read(_reader(store), _load([_row([(0, 8)])], again=True))
+    _read(_reader(store), _load([_row([(0, 8)])]), again=True)
     assert store.asked == [("f", 0, 8, True)]
 
 
@@ -198,32 +196,6 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
         runs = [(read.offset + 2 * first, 2 * length) for first, length in sample_runs(count)]
         assert data.numpy().tobytes() == b"".join(BYTES[first : first + n] for first, n in runs)
     assert reader.read_bytes == 2 * 2 * SAMPLE_RUNS * SAMPLE_LENGTH
-
-
-def test_bytes_are_counted_right_while_two_threads_read() -> None:
-    """A sample is taken on one thread while the other reads ahead."""
-    row = _row([(10, 6)] * 500)
-    reader, interval = _reader(_Store()), sys.getswitchinterval()
-    tile = _whole(row_of(expression("linear", sources=1), row.inputs[:1], (6,)))
-
-    load = _load([row])
-
-    def loads() -> None:
-        for _ in range(100):
-            _read(reader, load)
-
-    def samples() -> None:
-        for _ in range(4000):
-            reader._fill(tile.row.inputs[0], 0, torch.empty(5, dtype=torch.uint8))  # type: ignore[arg-type]
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(loads), threads.submit(samples)]:
-                done.result()
-    finally:
-        sys.setswitchinterval(interval)
-    assert reader.read_bytes == 100 * 500 * 6 + 4000 * 5
 
 
 # Rows

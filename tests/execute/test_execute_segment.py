@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import pytest
 import torch
 import xxhash
 from kits.checkpoint_maker import read_tensors, write_checkpoint, write_json
+from kits.memory_meter import AllocationMeter
 from kits.merge_cases import LEAST_MEMORY, Family, make_family, recipes
-from kits.method_kit import MemoryMeter
-from kits.segment_bench import Bench, PromptExecutor, counted_buffers, make_bench
+from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.api import plan
 from raymerge.checkpoints.layout import TensorSpec, lay_out
@@ -71,10 +70,9 @@ def _shifted(root: Path, shift: int, seed: int) -> Path:
 
 @pytest.mark.parametrize("method", ["linear", "ties", "arcee_fusion"])
 def test_elements_at_odd_bytes_take_no_more_memory_and_give_the_same_bytes(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path
 ) -> None:
     """Old files have headers of any length. All of the tensor is one load, which no copy of fits beside."""
-    monkeypatch.setattr("raymerge.execute.segment.ThreadPoolExecutor", PromptExecutor)
     found = []
     for shift in (0, 1):
         base, *tunes = (_shifted(tmp_path / f"{shift}-{seed}", shift, seed) for seed in range(4))
@@ -83,7 +81,7 @@ def test_elements_at_odd_bytes_take_no_more_memory_and_give_the_same_bytes(
         need = Jobs(plan(recipe).require()).rows(0)[0].need
         lane = (need.load_bytes(1 << 22) + need.work_bytes(need.piece)) * 7 // 5
         bench = make_bench(recipe, tmp_path / f"{shift}", budget=lane)
-        with counted_buffers() as buffers, MemoryMeter() as meter:
+        with counted_buffers() as buffers, AllocationMeter() as meter:
             _run_all(bench)
         assert 0 < meter.peak_bytes + buffers.most <= bench.projection.peak
         found.append(dict(bench.written()))
@@ -241,18 +239,6 @@ def test_a_weight_of_zero_does_not_hide_a_bad_value(tmp_path: Path) -> None:
 # Failures
 
 
-def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}
-
-
-def test_a_failed_segment_leaves_no_thread(tmp_path: Path) -> None:
-    before = _threads()
-    bench, _ = _bad(tmp_path, float("nan"))
-    with pytest.raises(NonFiniteError):
-        _run_all(bench)
-    assert _threads() == before
-
-
 def test_a_source_that_shrank_is_named(small: Family, tmp_path: Path) -> None:
     recipe = _pair(tmp_path, read_tensors(small.base), read_tensors(small.tunes[0]))
     bench = make_bench(recipe, tmp_path / "staging")
@@ -321,6 +307,6 @@ def test_segments_run_side_by_side_give_the_bytes_that_they_give_one_by_one(
     recipe = recipes(large)["slerp"]
     alone, together = make_bench(recipe, tmp_path / "a"), make_bench(recipe, tmp_path / "b")
     _run_all(alone)
-    with ThreadPoolExecutor(4) as threads:
-        assert len(list(threads.map(together.runner.run, together.segments))) == len(together.segments)
+    with ThreadPoolExecutor(4) as lanes:
+        assert len(list(lanes.map(together.runner.run, together.segments))) == len(together.segments)
     assert dict(alone.written()) == dict(together.written())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,15 +97,18 @@ class Buffers:
     def __init__(self) -> None:
         self.most = 0
         """Most bytes of it that there were at once."""
+        self.made = 0
+        """Buffers that were made."""
         self._live = 0
 
-    def made(self, nbytes: int) -> torch.Tensor:
-        """A new buffer, as the executor asks for one."""
+    def make(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A new buffer."""
         memory = np.frombuffer(aligned_buffer(nbytes), dtype=np.uint8)
+        self.made += 1
         self._live += memory.nbytes
         self.most = max(self.most, self._live)
         weakref.finalize(memory, self._gone, memory.nbytes)
-        return torch.from_numpy(memory)
+        return memory
 
     def _gone(self, nbytes: int) -> None:
         self._live -= nbytes
@@ -117,36 +119,5 @@ def counted_buffers() -> Iterator[Buffers]:
     """Counts the buffers of lanes on the processor: no tensor's memory, so that torch does not know of it."""
     buffers = Buffers()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTransfers, "buffer", lambda _, nbytes: buffers.made(nbytes))
+        patch.setattr(HostTransfers, "buffer", lambda _, nbytes: torch.from_numpy(buffers.make(nbytes)))
         yield buffers
-
-
-class PromptExecutor:
-    """Stands in for a thread pool: runs a call at once, and holds on to it until its result is taken.
-
-    A measurement of one thread then sees all that the pipeline keeps alive at the worst moment.
-    """
-
-    def __init__(self, workers: int) -> None:
-        del workers
-
-    def __enter__(self) -> PromptExecutor:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """The finished call."""
-        return _Held(call, args)
-
-
-class _Held(Future[Any]):
-    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        super().__init__()
-        self._args = args
-        self.set_result(call(*args))
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._args = ()
-        return super().result(timeout)

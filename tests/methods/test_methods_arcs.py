@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kits.memory_meter import AllocationMeter
 from kits.method_kit import (
     FEW_BYTES,
     Case,
-    MemoryMeter,
     MethodKit,
     make_settings,
     merge,
@@ -221,7 +221,7 @@ def test_the_numbers_of_many_vectors_stay_within_the_declaration(
     nbytes, columns = 4 * base.numel(), settings.row_length if method.kernel.passes(settings) else 0
     scratch = method.scratch * max(nbytes, 4 * BLOCK) + 2 * columns * method.state_bytes_per_column
     # ``merge`` makes four tensors: the matrix of both sources, the tile's result, what results are joined to.
-    with MemoryMeter() as tensors:
+    with AllocationMeter() as tensors:
         merge(method, settings, base, sources)
     tracemalloc.start()
     merge(method, settings, base, sources)

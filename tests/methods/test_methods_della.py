@@ -60,6 +60,8 @@ class TestDellaLinear(MethodKit):
         Case(sources=sources_of(0.5, 0.3, -0.2, density=0.4, epsilon=0.2)),
         Case({"normalize": True, "rescale": False}, sources_of(0.5, 0.3, density=0.7)),
         Case(sources=(*sources_of(0.5, density=0.5, epsilon=0.0), *sources_of(0.3))),
+        # A table for each of them, and not all at once.
+        Case(sources=tuple(source for d in range(2, 8) for source in sources_of(0.2, density=d / 10))),
     )
 
 

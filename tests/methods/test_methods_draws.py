@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import FEW_BYTES, MemoryMeter, same_bits, threads
+from kits.memory_meter import AllocationMeter
+from kits.method_kit import FEW_BYTES, same_bits, threads
 
 from raymerge.compiled.draws import fill_points
 from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
@@ -92,7 +93,7 @@ def test_an_empty_range(draw: Draw, start: int) -> None:
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("count", [300, BLOCK, 9 * BLOCK])
 def test_temporaries_stay_small(draw: Draw, count: int) -> None:
-    with MemoryMeter() as meter:
+    with AllocationMeter() as meter:
         numbers = draw(5, 3, count, CPU)
     assert meter.peak_bytes <= numbers.nbytes + 4 * 1.5 * max(count, BLOCK) + FEW_BYTES
 

@@ -19,8 +19,8 @@ from raymerge.methods.reduce import (
     PIECE,
     add_pair,
     add_pair_in_torch,
-    add_products,
     add_products_in_torch,
+    add_squares,
     add_values,
     add_values_in_torch,
 )
@@ -86,8 +86,7 @@ def same_numbers(left: npt.NDArray[np.float64] | float, right: npt.NDArray[np.fl
 def test_sums_of_one_and_of_two(length: int, seed: int, total: float) -> None:
     left, right = vectors(2, length, seed)
     assert same_numbers(add_values(total, left), add_values_in_torch(total, left))
-    assert same_numbers(add_products(total, left, left), add_products_in_torch(total, left, left))
-    assert same_numbers(add_products(total, left, right), add_products_in_torch(total, left, right))
+    assert same_numbers(add_squares(total, left), add_products_in_torch(total, left, left))
     found, expected = np.array([total, 0.0, 2.0]), np.array([total, 0.0, 2.0])
     add_pair(found, left, right)
     add_pair_in_torch(expected, left, right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ from raymerge.methods.reduce import (
     LANES,
     PIECE,
     RUN,
-    add_products,
+    add_pair,
     add_products_in_torch,
+    add_squares,
     add_values,
     chunks,
     elements,
@@ -29,6 +31,13 @@ from raymerge.methods.reduce import (
 CPU = torch.device("cpu")
 RUNS = range(0, PIECE, RUN)
 LENGTHS = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 333]
+
+
+def products(total: float, left: torch.Tensor, right: torch.Tensor) -> float:
+    """``total`` plus the products of both, of the three sums that are made together."""
+    totals = np.array([0.0, total, 0.0])
+    add_pair(totals, left, right)
+    return float(totals[1])
 
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:
@@ -75,22 +84,23 @@ def _by_definition(values: list[float]) -> float:
 def test_the_order_is_that_of_the_definition(count: int) -> None:
     left, right = numbers(count), numbers(count, 1)
     assert add_values(0.0, left) == _by_definition(left.tolist())
-    products = (left.double() * right.double()).tolist()
-    assert add_products(0.0, left, right) == _by_definition(products)
+    expected = (left.double() * right.double()).tolist()
+    assert products(0.0, left, right) == _by_definition(expected)
+    assert add_squares(0.0, left) == _by_definition((left.double() * left.double()).tolist())
 
 
 @pytest.mark.parametrize("count", LENGTHS)
 def test_sums_are_those_of_exact_arithmetic(count: int) -> None:
     left, right = numbers(count), numbers(count, 1)
     exact = math.fsum(float(x) * float(y) for x, y in zip(left.tolist(), right.tolist(), strict=True))
-    assert add_products(0.0, left, right) == pytest.approx(exact, rel=1e-12, abs=1e-10)
-    assert add_products(0.0, left, left) == pytest.approx(math.fsum(x * x for x in left.tolist()), rel=1e-13)
+    assert products(0.0, left, right) == pytest.approx(exact, rel=1e-12, abs=1e-10)
+    assert add_squares(0.0, left) == pytest.approx(math.fsum(x * x for x in left.tolist()), rel=1e-13)
     assert add_values(2.0, left) == pytest.approx(2.0 + math.fsum(left.tolist()), rel=1e-12, abs=1e-10)
 
 
 def test_products_do_not_overflow_or_cancel_in_float32() -> None:
     large = torch.full((1000,), 1e30)
-    assert add_products(0.0, large, large) == pytest.approx(1e63, rel=1e-6)
+    assert add_squares(0.0, large) == pytest.approx(1e63, rel=1e-6)
     near = torch.cat([torch.full((PIECE,), 1e8), torch.ones(PIECE), torch.full((PIECE,), -1e8)])
     assert add_values(0.0, near) == PIECE
 
@@ -102,16 +112,16 @@ def test_tiles_do_not_change_a_bit_of_a_sum(blocks: list[int]) -> None:
     bounds = sorted({0, left.numel(), *(block * BLOCK for block in blocks)})
     total = 0.0
     for begin, end in itertools.pairwise(bounds):
-        total = add_products(total, left[begin:end], right[begin:end])
-    assert total == add_products(0.0, left, right)
+        total = products(total, left[begin:end], right[begin:end])
+    assert total == products(0.0, left, right)
 
 
 def test_threads_and_chunks_do_not_change_a_bit_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = numbers(9 * BLOCK + 5), numbers(9 * BLOCK + 5, 1)
     with threads(1):
-        alone = add_products(0.0, left, right)
+        alone = products(0.0, left, right)
     with threads(2):
-        assert add_products(0.0, left, right) == alone
+        assert products(0.0, left, right) == alone
         assert add_products_in_torch(0.0, left, right) == alone
     monkeypatch.setattr(reduce_module, "_LONGEST_CPU_CHUNK", PIECE)
     assert add_products_in_torch(0.0, left, right) == alone
@@ -132,8 +142,8 @@ def test_a_matrix_is_seen_as_one_run_of_memory() -> None:
 def test_inputs_of_a_sum_are_left_as_they_are() -> None:
     left, right = numbers(3 * PIECE), numbers(3 * PIECE, 1)
     before = left.clone(), right.clone()
-    add_products(0.0, left, right)
-    add_products(0.0, left, left)
+    products(0.0, left, right)
+    add_squares(0.0, left)
     add_values(0.0, right)
     assert torch.equal(left, before[0])
     assert torch.equal(right, before[1])

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import FEW_BYTES, MemoryMeter, threads
+from kits.memory_meter import AllocationMeter
+from kits.method_kit import FEW_BYTES, threads
 
 from raymerge.methods.method import BLOCK, ROW_GROUP
-from raymerge.methods.reduce import PIECE, add_products
+from raymerge.methods.reduce import PIECE, add_products_in_torch
 from raymerge.methods.rows import (
     add_column_pairs,
     add_column_pairs_in_torch,
@@ -109,7 +110,7 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, int]) -> None
 def test_a_row_is_summed_as_a_vector(shape: tuple[int, int]) -> None:
     left, right = pair(shape)
     found = rows_of(left, right)[1].tolist()
-    assert found == [add_products(0.0, a, b) for a, b in zip(left, right, strict=True)]
+    assert found == [add_products_in_torch(0.0, a, b) for a, b in zip(left, right, strict=True)]
 
 
 @settings(deadline=None, max_examples=20)
@@ -153,11 +154,11 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
 def test_temporaries_take_a_tile(shape: tuple[int, int], of_rows: OfRows, add: Add) -> None:
     left, right = pair(shape)
     vectors, nbytes = stacked(left, right), max(left.nbytes, 4 * BLOCK)
-    with MemoryMeter() as rows:
+    with AllocationMeter() as rows:
         sums = of_rows(vectors, None, shape[1])
     assert rows.peak_bytes <= nbytes + sums.nbytes + FEW_BYTES
     totals = torch.zeros(3, shape[1], dtype=torch.float64)
-    with MemoryMeter() as columns:
+    with AllocationMeter() as columns:
         add(totals, vectors, None)
     assert columns.peak_bytes <= nbytes + FEW_BYTES
 

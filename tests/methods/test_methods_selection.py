@@ -10,10 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.memory_meter import AllocationMeter
 from kits.method_kit import threads
 
 from raymerge.methods import BLOCK, Tile, sample_of
+from raymerge.methods.reduce import add_values
 from raymerge.methods.selection import (
+    _MOST_BINS,
     HISTOGRAM_BYTES,
     Bracket,
     MagnitudeSelection,
@@ -289,3 +292,25 @@ def test_a_bracket_keeps_to_its_memory(
     assert 0 <= bracket.low < bracket.high <= LAST + 1
     assert 1 <= bracket.num_bins <= HISTOGRAM_BYTES // 8
     assert bracket.shift <= 15
+
+
+@pytest.mark.parametrize("occupied", [0.02, 0.5, 1.0])
+def test_counted_magnitudes_are_added_in_little_memory(occupied: float) -> None:
+    """As many bins as there may be: their magnitudes are never all there at once, which no bit shows."""
+    generator = np.random.default_rng(4)
+    counts = generator.integers(1, 9, _MOST_BINS) * (generator.random(_MOST_BINS) < occupied)
+    counts[1000:100_000] = 0
+    bracket = Bracket(0x3F00_0000, 0x3F00_0000 + 8 * _MOST_BINS, 3)
+    counts[:123], counts[123] = 0, 5
+    bins = np.flatnonzero(counts)
+    patterns = (bracket.low + (bins << bracket.shift)).astype(np.int32)
+    expected = add_values(1.5, torch.from_numpy(patterns.view(np.float32) * counts[bins].astype(np.float64)))
+    counts[:123], counts[123] = 7, 9
+    selection = MagnitudeSelection(1, CPU, with_sums=True)
+    # What is compiled is no part of it.
+    selection._add_counted(counts.copy(), bracket, 0, 1)
+    selection.sum_kept = 1.5
+    with AllocationMeter() as meter:
+        selection._add_counted(counts, bracket, 123, 5)
+    assert selection.sum_kept == expected
+    assert meter.peak_bytes < 5 * 4 * BLOCK

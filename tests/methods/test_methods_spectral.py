@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MemoryMeter, MethodKit, make_settings, merge, random_inputs
+from kits.memory_meter import AllocationMeter
+from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
 from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Access, Method, Tile, Value, find_method
@@ -359,7 +360,7 @@ def test_memory_of_matrices(name: str, shape: tuple[int, int], num_sources: int)
     base, sources = random_inputs(num_sources, shape)
     tile = Tile(base.flatten(), torch.stack([(source - base).flatten() for source in sources]), 0)
     assert base.numel() > BLOCK
-    with MemoryMeter() as meter:
+    with AllocationMeter() as meter:
         result = method.kernel.apply(tile, settings, None)
     assert meter.peak_bytes <= 4 * base.numel() * method.scratch + result.nbytes
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import FEW_BYTES, MemoryMeter, random_inputs, same_bits
+from kits.memory_meter import AllocationMeter
+from kits.method_kit import FEW_BYTES, random_inputs, same_bits
 
 from raymerge.methods import Settings, Tile
 from raymerge.methods.sums import (
@@ -69,10 +70,10 @@ def test_a_sum_takes_one_temporary(in_torch: bool) -> None:
     plain, on_base = (
         (sum_of_products_in_torch, sum_on_base_in_torch) if in_torch else (sum_of_products, sum_on_base)
     )
-    with MemoryMeter() as meter:
+    with AllocationMeter() as meter:
         plain(vectors, weights)
     assert meter.peak_bytes <= (1 + in_torch) * base.nbytes + FEW_BYTES
-    with MemoryMeter() as meter:
+    with AllocationMeter() as meter:
         on_base(Tile(base, vectors, 0), weights)
     assert meter.peak_bytes <= (1 + in_torch) * base.nbytes + FEW_BYTES
 

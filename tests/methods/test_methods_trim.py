@@ -15,8 +15,9 @@ from raymerge.methods import BLOCK, Settings, Tile, Value, find_method
 from raymerge.methods.sce import (
     deviations_in_torch,
     deviations_of,
-    merge_compiled,
+    merge_of,
     merge_selected_in_torch,
+    picks_by_spread,
     selected_deltas,
     selected_deltas_in_torch,
 )
@@ -123,13 +124,13 @@ def tiles(draw: st.DrawFn) -> Tile:
     return Tile(base, rows[:, :size], start)
 
 
-levels = st.sampled_from([0.5, 1.0, 1.5, 2.0])
+levels = st.sampled_from([0.5, 1.0, 1.5, 2.0, math.inf])
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> Cut:
     if draw(st.booleans()):
-        return draw(st.sampled_from([EVERYTHING, NOTHING, Cut(0.7), Cut(math.nan)]))
+        return draw(st.sampled_from([EVERYTHING, NOTHING, Cut(0.7)]))
     level = draw(levels)
     return Cut(level, level, draw(st.floats(0.0, 1.0)), draw(st.integers(0, (1 << 64) - 1)))
 
@@ -139,11 +140,18 @@ def trims(draw: st.DrawFn) -> Trim:
     """The second cut never takes more than the first gives: as ranks of one selection do."""
     gain = draw(st.sampled_from([1.0, 3.7]))
     kept = draw(cuts())
+    outliers = [NOTHING]
+    if kept.above < math.inf:
+        level = kept.above + 1
+        outliers += [Cut(level), Cut(level, level, draw(st.floats(0.0, 1.0)), kept.key)]
     if math.isnan(kept.tied):
-        return Trim(kept, gain=gain)
-    lower = Cut(kept.above, kept.tied, kept.share * draw(st.floats(0.0, 1.0)), kept.key)
-    higher = Cut(kept.above + 1, kept.above + 1, draw(st.floats(0.0, 1.0)), kept.key)
-    return Trim(kept, draw(st.sampled_from([NOTHING, lower, higher])), gain)
+        # Just what is kept, of which nothing is left then.
+        outliers.append(Cut(kept.above))
+    else:
+        outliers.append(Cut(kept.above, kept.tied, kept.share * draw(st.floats(0.0, 1.0)), kept.key))
+        # A cut without a choice at the same level takes all that is larger than the tied ones.
+        outliers.append(Cut(kept.above))
+    return Trim(kept, draw(st.sampled_from(outliers)), gain)
 
 
 @st.composite
@@ -170,6 +178,56 @@ def test_the_loop_trims_and_merges_as_torch_does(data: st.DataObject, tile: Tile
     assert alike(compiled, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
 
 
+@pytest.mark.parametrize("elect", [False, True])
+def test_a_cut_at_each_end_and_no_tie_at_either(*, elect: bool) -> None:
+    """The usual case of breadcrumbs: what lies between two magnitudes stays, nothing is chosen."""
+    generator = torch.Generator().manual_seed(3)
+    base, deltas = torch.zeros(3000), torch.randn((1, 3000), generator=generator)
+    method = find_method("ties")
+    assert method is not None
+    how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
+    chosen = [Trim(Cut(0.7), Cut(1.5))]
+    merged = TrimmedMerge(how, chosen, elect=elect).apply(Tile(base, deltas, 0))
+    assert alike(merged, merge_trimmed_in_torch(Tile(base, deltas, 0), how, chosen, elect=elect))
+    stays = (deltas[0].abs() > 0.7) & (deltas[0].abs() <= 1.5)
+    assert torch.equal(merged, deltas[0].where(stays, 0.0))
+    assert 500 < int(stays.sum()) < 2000
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_more_nan_than_outliers_leave_what_is_kept(share: float) -> None:
+    """A NaN is the largest magnitude; where all outliers are NaN no number may go with them."""
+    delta = torch.arange(1.0, 101.0)
+    delta[:10] = math.nan
+    kept = cut_of(select(delta, 50), 1)
+    outliers = cut_of(select(delta, round(10 * share)), 1)
+    assert not math.isnan(outliers.above)
+    method = find_method("breadcrumbs")
+    assert method is not None
+    how = make_settings(method, Case({"normalize": False}, ({"weight": 1.0},)))
+    tile, chosen = Tile(torch.zeros(100), delta[None], 0), [Trim(kept, outliers)]
+    merged = TrimmedMerge(how, chosen, elect=False).apply(tile)
+    assert alike(merged, merge_trimmed_in_torch(tile, how, chosen, elect=False))
+    assert bool(merged[:10].isnan().all())
+    assert torch.equal(merged[10:], delta[10:].where(delta[10:] > 60, 0.0))
+
+
+@pytest.mark.parametrize("elect", [False, True])
+def test_infinities_at_an_infinite_level_are_kept_or_make_nan(*, elect: bool) -> None:
+    """Where more are infinite than are kept: those that are chosen stay, the others are 0 times infinity."""
+    deltas = torch.full((2, 4096), math.inf)
+    deltas[1] = 1.0
+    tile = Tile(torch.zeros(4096), deltas, 0)
+    method = find_method("ties")
+    assert method is not None
+    how = make_settings(method, Case({}, ({"weight": 0.5},) * 2))
+    chosen = [Trim(Cut(math.inf, math.inf, 0.5, 11)), WHOLE]
+    merged = TrimmedMerge(how, chosen, elect=elect).apply(tile)
+    assert alike(merged, merge_trimmed_in_torch(tile, how, chosen, elect=elect))
+    assert 1500 < int((merged == math.inf).sum()) < 2500
+    assert bool((merged.isnan() | (merged == math.inf)).all())
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), tile=tiles(), elect=st.booleans(), gap=st.sampled_from([0, 5]))
 def test_the_loop_multiplies_and_merges_as_torch_does(
@@ -187,7 +245,7 @@ def test_the_loop_multiplies_and_merges_as_torch_does(
 @given(data=st.data(), tile=tiles(), cut=cuts())
 def test_the_loop_selects_and_merges_as_torch_does(data: st.DataObject, tile: Tile, cut: Cut) -> None:
     shares = tuple(data.draw(st.sampled_from([0.0, 0.25, 0.6])) for _ in tile.sources)
-    compiled = merge_compiled(tile, shares, compiled_cuts([(cut, NOTHING)]))
+    compiled = merge_of(picks_by_spread(cut), shares).apply(tile)
     assert alike(compiled, merge_selected_in_torch(tile, shares, cut))
 
 

@@ -93,7 +93,7 @@ def test_buffers_are_a_fixed_share_of_a_small_lane_and_no_more_than_helps(budget
         assert found % ALIGNMENT == 0
         assert share - ALIGNMENT < found <= share or found in (LOAD_MOST, WRITE_MOST)
     assert (lane.load_bytes, lane.write_bytes) <= (LOAD_MOST, WRITE_MOST)
-    assert 2 * lane.load_bytes + 2 * lane.write_bytes <= budget * 3 / 8
+    assert lane.load_bytes + lane.write_bytes <= budget * 3 / 16
 
 
 @given(case=_needs(), above=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 1 << 32)), passes=passes)
@@ -111,27 +111,22 @@ def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int)
 
 @given(case=_needs(), above=st.integers(0, 1 << 28), passes=passes)
 @settings(deadline=None, max_examples=300)
-def test_a_peak_counts_blocks_one_load_and_the_work_at_least(
-    case: tuple[Need, int], above: int, passes: int
-) -> None:
+def test_a_peak_is_a_block_a_load_and_the_work(case: tuple[Need, int], above: int, passes: int) -> None:
     need, num_elements = case
     lane = Lane(need.least_bytes + above)
     cut = tiling(need, num_elements, lane, passes=passes)
     load = max(lane.load_bytes, need.load_bytes(cut.elements))
-    used = 2 * lane.write_bytes + need.work_bytes(need.piece_of(cut.elements))
-    assert used + load <= cut.peak <= used + 2 * load
-    # The next load is counted wherever there is room for it.
-    assert cut.peak == used + 2 * load or used + 2 * load > lane.budget
+    assert cut.peak == lane.write_bytes + load + need.work_bytes(need.piece_of(cut.elements))
 
 
 @given(case=_needs(), passes=passes)
 @settings(deadline=None, max_examples=300)
 def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, int], passes: int) -> None:
     need, num_elements = case
-    least = need.load_bytes(need.least_elements) + need.work_bytes(need.piece_of(need.least_elements))
+    load, work = need.load_bytes(need.least_elements), need.work_bytes(need.piece_of(need.least_elements))
     for budget, fits in ((need.least_bytes, True), (need.least_bytes - _ROUNDING, False)):
         lane = Lane(budget)
-        assert (least + lane.load_bytes + 2 * lane.write_bytes <= budget) is fits
+        assert (max(load, lane.load_bytes) + work + lane.write_bytes <= budget) is fits
     assert tiling(need, num_elements, Lane(need.least_bytes), passes=passes).elements >= need.least_elements
 
 
@@ -265,7 +260,7 @@ def test_a_copy_takes_its_buffers_only() -> None:
     need = row_need(copy_expression(DType.F8_E4M3), reads, size)
     assert need.work_bytes(BLOCK) == 0
     assert need.load_bytes(BLOCK) == BLOCK + READ_ROOM
-    assert tiling(need, 10 * BLOCK, Lane(SMALLEST_BUDGET), passes=0).peak == 6 * MIB
+    assert tiling(need, 10 * BLOCK, Lane(SMALLEST_BUDGET), passes=0).peak == 3 * MIB
     assert expression_passes(copy_expression(DType.F8_E4M3)) == 0
 
 
@@ -343,5 +338,6 @@ def test_a_plan_keeps_the_least_budget_that_works(family: Family) -> None:
 def test_a_large_matrix_asks_for_no_more_than_itself_and_full_buffers() -> None:
     need = _need("iso_c", 1 << 22, columns=1 << 11)
     whole = need.load_bytes(1 << 22) + need.work_bytes(1 << 22)
-    assert need.least_bytes == whole + LOAD_MOST + 2 * WRITE_MOST
+    assert need.load_bytes(1 << 22) > LOAD_MOST
+    assert need.least_bytes == whole + WRITE_MOST
     assert tiling(need, 1 << 22, Lane(need.least_bytes), passes=0).peak <= need.least_bytes

@@ -22,9 +22,7 @@ AT_ONCE = {"overhead": 0.0, "driver": 0.0, "startup": 0.0}
 """A cluster that wastes no time."""
 
 
-def _loads(
-    reads: list[int], *, write_share: float = 0.25, seconds_per_byte: float = 0.0, load: int = 0
-) -> SegmentLoads:
+def _loads(reads: list[int], *, write_share: float = 0.25, seconds_per_byte: float = 0.0) -> SegmentLoads:
     read = np.array(reads, dtype=np.int64)
     written = (read * write_share).astype(np.int64)
     return SegmentLoads(
@@ -34,12 +32,11 @@ def _loads(
         source_bytes=read,
         thread_seconds=np.asarray(read * seconds_per_byte, dtype=np.float64),
         copy_seconds=np.zeros(len(read)),
-        load_bytes=np.minimum(read, load),
     )
 
 
 def _equal(count: int, nbytes: int = 400 * MB, **more: float) -> SegmentLoads:
-    return _loads([nbytes] * count, **more)  # type: ignore[arg-type]
+    return _loads([nbytes] * count, **more)
 
 
 def _cluster(**given: float | None) -> Cluster:
@@ -115,17 +112,53 @@ def test_one_huge_segment_bounds_the_run_and_runs_alone() -> None:
     assert made.busy_seconds.least < 5 < made.busy_seconds.most
 
 
-def test_one_segment_on_one_lane_takes_its_slowest_stage_and_one_load() -> None:
-    loads = _loads([1 * GB], seconds_per_byte=0.5e-9, load=100 * MB)
-    cluster = _cluster(lanes=1, storage=None, read=1 * GB, write=1 * GB)
-    # Reading sets the pace; the first load is computed and written after it was read.
-    assert run_segments(loads, cluster).seconds == pytest.approx(1 + 0.1 * (0.5 + 0.25), rel=1e-3)
+def test_one_segment_takes_the_sum_of_reading_computing_and_writing() -> None:
+    loads = _loads([1 * GB], seconds_per_byte=0.5e-9)
+    cluster = _cluster(storage=None, read=1 * GB, write=0.5 * GB)
+    assert run_segments(loads, cluster).seconds == pytest.approx(1 + 0.5 + 0.25 / 0.5, rel=1e-3)
+    # Of what the storage gives to both, as of a link, a lane has all while it does either.
+    for both in (_cluster(storage=1 * GB), _cluster(per_worker=1 * GB)):
+        assert run_segments(loads, both).seconds == pytest.approx(1 + 0.5 + 0.25, rel=1e-3)
 
 
-def test_a_second_lane_hides_the_first_loads() -> None:
-    loads = _equal(32, seconds_per_byte=0.5e-9, load=400 * MB)
-    one, two = (run_segments(loads, _cluster(lanes=lanes, storage=1 * GB)).seconds for lanes in (1, 3))
-    assert two < 0.9 * one
+def test_a_core_that_moves_bytes_does_so_while_its_lane_waits_for_them() -> None:
+    loads = _loads([1 * GB], seconds_per_byte=0.5e-9)
+    slow = _cluster(storage=0.5 * GB, per_core=1 * GB)
+    assert run_segments(loads, slow).seconds == pytest.approx(2.5 + 0.5, rel=1e-3)
+    fast = _cluster(storage=10 * GB, per_core=1 * GB)
+    assert run_segments(loads, fast).seconds == pytest.approx(1.25 + 0.5, rel=1e-3)
+
+
+def test_lanes_overlap_until_something_is_full() -> None:
+    """Each alone reads for 0.4 s, computes for 0.4 s and writes for 0.1 s."""
+    loads = _equal(60, seconds_per_byte=1e-9)
+
+    def seconds(**given: float | None) -> float:
+        return run_segments(loads, _cluster(storage=None, read=1 * GB, write=1 * GB, **given)).seconds
+
+    assert seconds(lanes=1) == pytest.approx(60 * 0.9, rel=5e-3)
+    assert seconds(lanes=2) == pytest.approx(60 * 0.9 / 2, rel=5e-3)
+    # From the third on the storage and the one thread are busy all the time.
+    assert seconds(lanes=3) == pytest.approx(60 * 0.4, rel=0.02)
+    assert seconds(lanes=9) == pytest.approx(60 * 0.4, rel=0.02)
+
+
+def test_a_worker_has_two_lanes_beside_its_threads() -> None:
+    assert [_cluster(threads=threads).wanted_lanes for threads in (1, 4)] == [3, 6]
+    assert _cluster(threads=4, lanes=2).wanted_lanes == 2
+    loads = _equal(60, seconds_per_byte=1e-9)
+    given = {"storage": 2 * GB, "threads": 2}
+    usual, named = (run_segments(loads, _cluster(lanes=lanes, **given)).seconds for lanes in (None, 4))
+    assert usual == named
+
+
+def test_time_that_nothing_holds_back_is_told_by_what_a_lane_does() -> None:
+    loads = _loads([1 * GB], seconds_per_byte=0.5e-9)
+    spent = run_segments(loads, _cluster(storage=None, read=1 * GB, write=1 * GB, per_core=0.5 * GB)).spent
+    found = {name: seconds for name, seconds in spent.items() if seconds}
+    assert found == pytest.approx(
+        {Limiter.READING: 1.0, Limiter.WRITING: 0.25, Limiter.CORES: 1.25, Limiter.COMPUTING: 0.5}, rel=1e-3
+    )
 
 
 def test_no_segments_take_no_time() -> None:
@@ -145,7 +178,7 @@ def test_the_driver_hands_out_one_after_the_other() -> None:
 @given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
 @settings(deadline=None, max_examples=60)
 def test_bytes_and_time_are_conserved(reads: list[int], cluster: Cluster, per_byte: float) -> None:
-    loads = _loads(reads, seconds_per_byte=per_byte, load=8 * MB)
+    loads = _loads(reads, seconds_per_byte=per_byte)
     course = run_segments(loads, cluster)
     assert course.moved_bytes.sum() == (loads.read_bytes + loads.write_bytes).sum()
     assert len(course.busy_seconds) == len(course.moved_bytes) == cluster.workers
@@ -167,9 +200,30 @@ def test_no_run_is_faster_than_its_limits(reads: list[int], cluster: Cluster, pe
         (read + written) / cluster.workers / (cluster.per_worker or np.inf),
         seconds / cluster.workers / min(cluster.threads, cluster.wanted_lanes),
         longest,
+        float(_alone(loads, cluster).max()),
     ]
     # Ends of segments that come close together are counted as one.
     assert run_segments(loads, cluster).seconds >= 0.98 * max(bounds)
+
+
+def _alone(loads: SegmentLoads, cluster: Cluster) -> Floats:
+    """Seconds of each segment on a cluster that has no other."""
+    both = [each for each in (cluster.storage, cluster.per_worker) if each is not None]
+    reading, writing = (min([*both, each or np.inf]) for each in (cluster.read, cluster.write))
+    waiting = loads.read_bytes / reading + loads.write_bytes / writing
+    moving = (loads.read_bytes + loads.write_bytes) / (cluster.per_core or np.inf)
+    return np.asarray(np.maximum(waiting, moving) + loads.thread_seconds)
+
+
+@given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
+@settings(deadline=None, max_examples=60)
+def test_one_lane_in_all_does_one_thing_at_a_time(
+    reads: list[int], cluster: Cluster, per_byte: float
+) -> None:
+    loads, one = _loads(reads, seconds_per_byte=per_byte), replace(cluster, workers=1, lanes=1)
+    expected = _alone(loads, one) + one.overhead + one.driver
+    # Segments of no length at all end together.
+    assert run_segments(loads, one).seconds == pytest.approx(expected.sum(), rel=0.02)
 
 
 @given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
@@ -189,7 +243,7 @@ def test_more_workers_are_not_slower_than_list_scheduling_allows(
 @given(reads=segment_sizes, cluster=clusters)
 @settings(deadline=None, max_examples=20)
 def test_two_calls_give_equal_results(reads: list[int], cluster: Cluster) -> None:
-    loads = _loads(reads, seconds_per_byte=1e-9, load=MB)
+    loads = _loads(reads, seconds_per_byte=1e-9)
     assert simulate(loads, cluster) == simulate(loads, cluster)
 
 
@@ -243,7 +297,7 @@ def test_the_json_has_the_same_numbers() -> None:
 
 def test_a_thousand_workers_and_thousands_of_segments_take_seconds() -> None:
     sizes = np.random.default_rng(0).integers(200 * MB, 500 * MB, 6600).tolist()
-    loads = _loads(sizes, seconds_per_byte=1e-9, load=8 * MB)
+    loads = _loads(sizes, seconds_per_byte=1e-9)
     cluster = Cluster(workers=1000, storage=100 * GB, per_worker=GB, threads=2, lanes=4)
     began = time.process_time()
     run_segments(loads, cluster)

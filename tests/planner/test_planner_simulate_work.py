@@ -64,11 +64,6 @@ def test_what_does_not_stay_in_memory_is_read_again_for_statistics(tmp_path: Pat
     assert (again.read_bytes == (1 + passes) * kept.read_bytes).all()
     for name in ("write_bytes", "source_bytes", "thread_seconds", "cost"):
         assert getattr(again, name).tolist() == getattr(kept, name).tolist()
-    # A row that is kept is read whole before the first of it can be computed with.
-    first = made.plan["segments"].column("first_row").to_pylist()[0]
-    reads = made.inputs(made.plan["rows"].to_pylist()[first])
-    assert kept.load_bytes[0] == sum(each["nbytes"] for each in reads)
-    assert again.load_bytes[0] == 0
 
 
 def test_elementwise_methods_read_once_in_any_memory(tmp_path: Path) -> None:
@@ -130,7 +125,8 @@ def test_a_plan_is_simulated_with_its_own_memory_and_lanes(tmp_path: Path) -> No
     made = planned(_merge("linear", _models(tmp_path, 2)))
     simulation = simulate_plan(made.plan, Cluster(storage=1e9, threads=2, lanes=4), 1 << 30)
     assert simulation.cluster.memory == 1 << 30
-    assert simulation.cluster.lanes == 4
+    # No more lanes than there is work for.
+    assert simulation.cluster.lanes == min(4, simulation.segments)
     assert simulation.segments == len(made.plan["segments"])
     assert simulation.read_bytes == 2 * _data_bytes(made)
     assert simulation.written_bytes == _data_bytes(made)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from raymerge.errors import OptionError
-from raymerge.planner.memory import SMALLEST_BUDGET
+from raymerge.planner.memory import SMALLEST_BUDGET, Projection
 from raymerge.runtime import budget as budget_module
 from raymerge.runtime import sizing
-from raymerge.runtime.budget import check_free, fit_units, free_memory, num_workers, usual_budget
+from raymerge.runtime.budget import check_free, fit_budget, fit_units, free_memory, num_workers, usual_budget
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.sizing import MOST_CPU_WORKERS
 
@@ -101,10 +101,38 @@ def test_there_is_one_worker_a_gpu_and_memory_for_either_choice(monkeypatch: pyt
 
 
 def test_the_default_is_half_of_what_is_free_shared_out() -> None:
-    assert usual_budget(RunOptions(), 16 * GIB) == GIB
-    assert usual_budget(RunOptions(inline=True), 16 * GIB) == 2 * GIB
-    assert usual_budget(RunOptions(inline=True), 2 * GIB) == GIB
+    assert usual_budget(RunOptions(), 4 * GIB) == GIB // 4
+    assert usual_budget(RunOptions(inline=True), 16 * GIB) == GIB // 2
+    assert usual_budget(RunOptions(inline=True), GIB // 2) == GIB // 4
     assert usual_budget(RunOptions(), 0) == SMALLEST_BUDGET
+
+
+def _default_for(least: int, options: RunOptions, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The budget that a plan gets whose least is given."""
+
+    def projected(plan: None, budget: int, *, lanes: int) -> Projection:
+        assert plan is None
+        return Projection(budget, lanes, 0, "a", least, "a", "linear")
+
+    monkeypatch.setattr(budget_module, "project", projected)
+    return fit_budget(None, options).budget  # type: ignore[arg-type]
+
+
+def test_a_plan_that_needs_more_than_is_usual_gets_it_where_it_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget_module, "free_memory", lambda: 16 * GIB)
+    inline = RunOptions(inline=True)
+    assert _default_for(GIB // 4, inline, monkeypatch) == GIB // 2
+    assert _default_for(3 * GIB, inline, monkeypatch) == 3 * GIB
+    for least, options in (
+        (9 * GIB, inline),
+        (3 * GIB, RunOptions(inline=True, memory=2 * GIB)),
+        (3 * GIB, RunOptions(address="far:6379")),
+        (3 * GIB, RunOptions(workers=8)),
+    ):
+        with pytest.raises(OptionError, match=f"smallest budget that works is {least} bytes"):
+            _default_for(least, options, monkeypatch)
 
 
 def test_a_running_cluster_is_not_judged_by_this_machine() -> None:
@@ -135,7 +163,7 @@ def _units(options: RunOptions, *, least: int, num_units: int = 1) -> int:
 
 
 def test_a_unit_gets_what_a_merge_would_get() -> None:
-    assert _units(RunOptions(workers=2), least=GIB) == 2 * GIB
+    assert _units(RunOptions(workers=2), least=GIB // 4) == GIB // 2
     assert _units(RunOptions(memory=3 * GIB), least=GIB) == 3 * GIB
     assert _units(RunOptions(address="auto"), least=GIB) == GIB
 

@@ -188,8 +188,7 @@ def test_too_little_memory_is_refused_before_anything_is_made(
 ) -> None:
     with pytest.raises(OptionError) as caught:
         _submit(chain, output, RunOptions(inline=True, memory=1 << 20))
-    assert "linear" in caught.value.problems[0].what
-    assert "slerp" in caught.value.problems[-1].what
+    assert all("too little for any merge" in problem.what for problem in caught.value.problems)
     assert list(output.parent.iterdir()) == []
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import Family, recipes
 
 from raymerge.api import plan
+from raymerge.planner.simulate_speeds import measured_speeds
 from raymerge.runtime.device_choice import Amounts, Choice, Probe, amounts_of, choose
+from raymerge.runtime.sizing import Crew
 
 GB = 10**9
 PROBE = Probe(
@@ -19,12 +26,12 @@ PROBE = Probe(
 )
 LINEAR = Amounts(60 * GB, 20 * GB, 60 * GB, 20 * GB, 60.0 * GB, 60.0 * GB)
 SPEEDS = st.floats(1e6, 1e13)
+STORAGE = st.none() | SPEEDS
+ONE = Crew(workers=1, machines=1)
 
 
-def _choice(
-    probe: Probe = PROBE, amounts: Amounts = LINEAR, *, cpu_workers: int = 1, gpus: int = 1
-) -> Choice:
-    return choose(probe, amounts, cpu_workers=cpu_workers, gpus=gpus)
+def _choice(probe: Probe = PROBE, amounts: Amounts = LINEAR, *, cpu: Crew = ONE, gpu: Crew = ONE) -> Choice:
+    return choose(probe, amounts, cpu=cpu, gpu=gpu)
 
 
 def test_where_storage_is_the_limit_the_gpu_is_left_alone() -> None:
@@ -57,16 +64,45 @@ def test_a_tenth_is_the_least_gain() -> None:
 
 def test_workers_and_gpus_count() -> None:
     heavy = replace(LINEAR, cpu_work=2000.0 * GB, gpu_work=2000.0 * GB)
-    assert _choice(amounts=heavy, cpu_workers=64).device == "cpu"
+    assert _choice(amounts=heavy, cpu=Crew(64, 1)).device == "cpu"
     slow = replace(PROBE, gpu=6 * GB)
     assert _choice(slow, heavy).device == "cuda"
-    assert _choice(slow, heavy, cpu_workers=8, gpus=8).device == "cuda"
-    assert _choice(slow, heavy, cpu_workers=8, gpus=2).device == "cpu"
+    assert _choice(slow, heavy, cpu=Crew(8, 1), gpu=Crew(8, 1)).device == "cuda"
+    assert _choice(slow, heavy, cpu=Crew(8, 1), gpu=Crew(2, 1)).device == "cpu"
+
+
+def test_storage_counts_for_each_machine_and_that_is_said() -> None:
+    """What is one machine's limit need not be that of four."""
+    heavy = replace(LINEAR, cpu_work=400.0 * GB, gpu_work=400.0 * GB)
+    four = Crew(workers=4, machines=4)
+    assert _choice(amounts=heavy).device == "cuda"
+    assert _choice(amounts=heavy, cpu=four, gpu=four).reason == (
+        "predicted 7.5 s on the GPU, 0:20 on the CPU, where arithmetic would be the limit; storage was "
+        "measured on one machine and counted for each (4 with CPU workers, 4 with GPUs)"
+    )
+    # All GPUs are in one machine, and what it reads is read by it alone.
+    found = _choice(amounts=heavy, cpu=four, gpu=Crew(workers=8, machines=1))
+    assert (found.device, found.reason.split(";")[0]) == (
+        "cpu",
+        "predicted 0:20 on the CPU, 0:30 on the GPU, where reading would be the limit",
+    )
+
+
+def test_storage_that_could_not_be_measured_is_no_limit_and_said() -> None:
+    unread = replace(PROBE, read=None)
+    assert _choice(unread).reason == (
+        "writing takes 0:20, and the GPU would not help; reading could not be measured"
+    )
+    unknown = replace(unread, write=None)
+    found = _choice(unknown, cpu=Crew(4, 2), gpu=Crew(2, 2))
+    assert found.device == "cuda"
+    assert found.reason.endswith("the limit; reading and writing could not be measured")
+    assert Probe.from_json(json.loads(json.dumps(unknown.to_json()))) == unknown
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    probe=st.builds(Probe, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS, SPEEDS, st.just("X")),
+    probe=st.builds(Probe, STORAGE, STORAGE, SPEEDS, SPEEDS, SPEEDS, SPEEDS, st.just("X")),
     work=st.floats(0, 1e15),
     faster=st.floats(1, 100),
 )
@@ -87,7 +123,8 @@ def test_faster_parts_only_speak_for_their_own_device(probe: Probe, work: float,
 
 
 def test_nothing_to_do_needs_no_gpu() -> None:
-    assert _choice(amounts=Amounts(0, 0, 0, 0, 0.0, 0.0)).device == "cpu"
+    found = _choice(amounts=Amounts(60 * GB, 60 * GB, 0, 0, 0.0, 0.0))
+    assert (found.device, found.reason) == ("cpu", "there is nothing to compute")
 
 
 def test_a_choice_travels_as_json() -> None:
@@ -114,8 +151,52 @@ def test_a_linear_merge_reads_all_and_computes_it(small: Family) -> None:
 
 def test_heavier_methods_count_more(small: Family) -> None:
     linear, ties = (_amounts(recipes(small)[name]) for name in ("linear", "ties"))
-    assert ties.cpu_work / ties.computed == 4
+    speeds = measured_speeds()
+    ratio = speeds.per_element("ties") / speeds.per_element("linear")
+    assert ties.cpu_work / ties.computed == pytest.approx(ratio)
+    assert ties.gpu_work / ties.computed == 3
     assert linear.cpu_work / linear.computed == 1
+
+
+def _one_tensor(root: Path, shape: tuple[int, ...], method: str) -> Amounts:
+    """What a merge of one tensor of this shape amounts to."""
+    config = {"architectures": ["Odd"], "model_type": "odd"}
+    models = [write_checkpoint(root / name, {"a.weight": torch.ones(shape)}, config) for name in "bx"]
+    recipe = {"merge_method": method, "base_model": str(models[0]), "models": [{"model": str(models[1])}]}
+    return _amounts(recipe)
+
+
+@pytest.mark.parametrize("method", ["iso_c", "tsv_m"])
+def test_decompositions_cost_the_more_the_larger_the_matrix(method: str, tmp_path: Path) -> None:
+    costs = {}
+    for shape in ((256, 512), (512, 1024), (1024, 512), (512, 4, 256)):
+        found = _one_tensor(tmp_path / f"{shape}", shape, method)
+        costs[shape] = found.cpu_work / found.computed
+        assert found.gpu_work / found.computed == pytest.approx(1.5 * min(shape[0], math.prod(shape[1:])))
+    assert costs[512, 1024] == pytest.approx(2 * costs[256, 512])
+    assert costs[512, 1024] == costs[1024, 512] == costs[512, 4, 256]
+    speeds = measured_speeds()
+    assert costs[512, 1024] == pytest.approx(
+        speeds.per_element(method) / speeds.per_element("linear") * 512 / 1024
+    )
+
+
+def test_of_vectors_there_is_no_decomposition(tmp_path: Path) -> None:
+    found = _one_tensor(tmp_path, (4096,), "iso_c")
+    assert found.cpu_work == found.gpu_work == found.computed > 0
+
+
+def test_a_matrix_that_is_not_decomposed_costs_no_more_for_its_size(tmp_path: Path) -> None:
+    """nuslerp by the first dimension sees a whole matrix at once, and only adds along it."""
+    models = []
+    for name in ("one", "two"):
+        tensors = {"a.weight": torch.ones(2048, 512)}
+        root = write_checkpoint(tmp_path / name, tensors, {"architectures": ["Odd"], "model_type": "odd"})
+        models.append({"model": str(root), "parameters": {"weight": 0.5}})
+    own = {"nuslerp_flatten": False}
+    found = _amounts({"merge_method": "nuslerp", "models": models, "parameters": own})
+    assert found.cpu_work < 10 * found.computed
+    assert found.gpu_work < 10 * found.computed
 
 
 def test_copies_cost_storage_alone(small: Family) -> None:

@@ -13,13 +13,16 @@ from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.errors import IncompleteError
 from raymerge.runtime import inline as inline_module
-from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.chain import Chain
+from raymerge.runtime.device_choice import Choice, GpuError, Probe
+from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.events import Event, SegmentDone, Started
 from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Measure
+from raymerge.runtime.sizing import Crew
 
 AUTO = RunOptions(inline=True, memory=64 << 20)
 SLOW_DISK = Probe(1e6, 1e6, 1e10, 1e10, 1e10, 1e12, "Paper 1")
@@ -128,11 +131,11 @@ def test_a_pool_takes_what_is_chosen(measured: list[Sample]) -> None:
 
     def choose(measure: Measure) -> Choice:
         found = measure(Sample("/models", "x", 1, "/out"))
-        seen.append((found.probe, found.cpu_workers, found.gpus))
+        seen.append((found.probe, found.cpu, found.gpu))
         return Choice("cuda", "because")
 
     pool.settle(choose)
-    assert seen == [(SLOW_DISK, 1, 1)]
+    assert seen == [(SLOW_DISK, Crew(1, 1), Crew(1, 1))]
     assert (pool.device, pool.choice) == ("cuda", Choice("cuda", "because"))
     assert pool.threads == 3
 
@@ -144,6 +147,54 @@ def test_a_device_that_was_named_is_not_chosen(device: Any, measured: list[Sampl
     pool.settle(lambda _: pytest.fail("there is nothing to choose"))
     assert (pool.device, pool.choice) == (device, None)
     assert pool.threads == 1 or device == "cpu"
+
+
+def _broken(*_: object, **__: object) -> Probe:
+    raise GpuError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+
+def test_a_gpu_that_cannot_be_measured_is_not_taken(
+    small: Family, tmp_path: Path, measured: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inline_module, "measure", _broken)
+    output = tmp_path / "out"
+    (started,) = merge(recipes(small)["linear"], output, AUTO).of(Started)
+    said = "the GPU cannot be measured: CUDA error: all CUDA-capable devices are busy or unavailable"
+    assert (started.device, started.device_reason) == ("cpu", said)
+    assert _record(output) == {"device": "cpu", "reason": said, "probe": None}
+
+
+def _with_stage(monkeypatch: pytest.MonkeyPatch) -> list[Choice | None]:
+    """A merge with a stage before it, up to where its work would begin; the choices that were made."""
+    found: list[Choice | None] = []
+
+    def carry_out(self: Chain, pool: InlinePool) -> None:
+        merges = [replace(each, stages=(object(),)) for each in self._merges]  # type: ignore[arg-type]
+        settle_device(pool, merges, self._output, ledgers=())
+        found.append(pool.choice)
+        raise IncompleteError("far enough")
+
+    monkeypatch.setattr(Chain, "carry_out", carry_out)
+    return found
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_stages_take_a_gpu_that_works(
+    works: bool, small: Family, tmp_path: Path, measured: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not works:
+        monkeypatch.setattr(inline_module, "measure", _broken)
+    found = _with_stage(monkeypatch)
+    with pytest.raises(IncompleteError, match="far enough"):
+        merge(recipes(small)["linear"], tmp_path / "out", AUTO)
+    (choice,) = found
+    assert choice is not None
+    if works:
+        reason = "what comes before the merge computes layers of a model"
+        assert choice == Choice("cuda", reason, SLOW_DISK)
+    else:
+        assert choice.device == "cpu"
+        assert choice.reason.startswith("the GPU cannot be measured: ")
 
 
 def test_a_fast_disk_and_a_slow_processor_take_the_gpu(

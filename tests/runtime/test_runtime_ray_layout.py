@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from raymerge.errors import OptionError
+from raymerge.errors import OptionError, Problem
 from raymerge.runtime import ray_pool
-from raymerge.runtime.device_choice import Choice, Probe
+from raymerge.runtime.device_choice import Choice, GpuError, Probe
 from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Measure
+from raymerge.runtime.pool import Measure, Measured
 from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.sizing import most_lanes
+from raymerge.runtime.sizing import Crew, most_lanes
 
 PROBE = Probe(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "Paper 1")
 SAMPLE = Sample("/models", "model.safetensors", 1, "/out")
@@ -35,11 +35,14 @@ class PaperActor:
 
     def _answer(self, name: str, *args: object) -> object:
         self.calls.append(name)
+        failure = self.ray.failures.get(name) if self.options["num_gpus"] else None
+        if failure is not None:
+            return failure
         if name == "probe":
             assert args[0] == SAMPLE
             self.ray.probed_threads.append(args[1])
             return PROBE.to_json()
-        kind = "cuda" if self.options["num_gpus"] else "cpu"
+        kind = "cuda" if self.options["num_gpus"] and not self.ray.blind else "cpu"
         return {"pid": 1, "numerics": {"device": kind, "torch": "2"}, "kernels": {"processor": kind}}
 
 
@@ -55,14 +58,33 @@ class PaperRay:
     """As much of ray as a pool needs to start and to settle."""
 
     class exceptions:  # noqa: N801 - as in ray
-        """Errors that it never raises."""
+        """Its errors."""
 
-        RayTaskError = GetTimeoutError = RayActorError = ZeroDivisionError
+        class RayError(Exception):
+            """Whatever goes wrong."""
+
+        class RayTaskError(RayError):
+            """What a worker raised."""
+
+            def __init__(self, cause: Exception) -> None:
+                super().__init__(str(cause))
+                self.cause = cause
+
+        class GetTimeoutError(RayError):
+            """No answer in time."""
+
+        class RayActorError(RayError):
+            """A worker died."""
 
     def __init__(self, *machines: tuple[int, int]) -> None:
         self.machines = machines
         self.actors: list[PaperActor] = []
         self.probed_threads: list[object] = []
+        self.failures: dict[str, Exception] = {}
+        """What calls of workers with a GPU end with."""
+        self.blind = False
+        """Whether torch sees no GPU where Ray does."""
+        self.timeouts: list[float | None] = []
 
     def nodes(self) -> list[dict[str, Any]]:
         """CPU slots and GPUs of each machine, and one that is gone."""
@@ -84,6 +106,10 @@ class PaperRay:
 
     def get(self, answers: Any, timeout: float | None = None) -> Any:
         """Answers are there at once."""
+        self.timeouts.append(timeout)
+        for answer in answers if isinstance(answers, list) else [answers]:
+            if isinstance(answer, Exception):
+                raise answer
         return answers
 
     def kill(self, actor: PaperActor) -> None:
@@ -221,8 +247,9 @@ def test_one_gpu_finds_out_and_the_others_follow(cluster: Callable[..., PaperRay
     pool = _started(RunOptions())
     assert _asked(ray) == [(1, 1, "auto")]
     pool.settle(_chooses("cuda", seen))
-    assert (seen[0].probe, seen[0].cpu_workers, seen[0].gpus) == (PROBE, 8, 4)
+    assert seen == [Measured(PROBE, cpu=Crew(8, 2), gpu=Crew(4, 2))]
     assert ray.probed_threads == [4]
+    assert None not in ray.timeouts
     assert _asked(ray) == [(1, 1, "auto")] * 4
     assert (pool.device, pool.threads, pool.choice) == ("cuda", 1, Choice("cuda", "because", PROBE))
     pool.settle(lambda _: pytest.fail("it is chosen"))
@@ -236,6 +263,132 @@ def test_processors_take_the_place_of_the_gpu_that_found_out(cluster: Callable[.
     assert (pool.device, pool.threads) == ("cpu", 4)
     assert pool.numerics["device"] == "cpu"
     assert pool.stage_numerics["processor"] == "cpu"
+
+
+def _chosen(ray: PaperRay) -> Choice:
+    """What a pool on four cores and two GPUs chooses, whose workers then are on processors."""
+    pool, seen = _started(RunOptions()), list[Any]()
+    pool.settle(_chooses("cuda", seen))
+    assert seen == []
+    assert _asked(ray) == [(4, 0, "cpu")]
+    assert (pool.device, pool.threads, pool.workers) == ("cpu", 4, ("worker-1",))
+    assert pool.choice is not None
+    return pool.choice
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (PaperRay.exceptions.RayTaskError(GpuError("CUDA error: busy")), "CUDA error: busy"),
+        (PaperRay.exceptions.GetTimeoutError(), "its worker does not answer within 60 s"),
+        (PaperRay.exceptions.RayActorError("It died.\nThe end"), "its worker was lost: It died"),
+    ],
+)
+def test_a_gpu_that_cannot_be_measured_leaves_processors(
+    failure: Exception, said: str, cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((4, 2))
+    ray.failures["probe"] = failure
+    assert _chosen(ray) == Choice("cpu", f"the GPU cannot be measured: {said}")
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (
+            PaperRay.exceptions.GetTimeoutError("Get timed out"),
+            "they did not start within 120 s (Get timed out)",
+        ),
+        (PaperRay.exceptions.RayActorError("It died"), "they did not start within 120 s (It died)"),
+        (
+            PaperRay.exceptions.RayTaskError(
+                OptionError(Problem("--device", "cuda cannot be used here: CUDA error.", "Look."))
+            ),
+            "cuda cannot be used here: CUDA error",
+        ),
+    ],
+)
+def test_a_gpu_on_which_no_worker_starts_leaves_processors(
+    failure: Exception, said: str, cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((4, 2))
+    ray.failures["ready"] = failure
+    reason = f"the GPU cannot be measured: its worker does not start ({said})"
+    assert _chosen(ray) == Choice("cpu", reason)
+
+
+def test_a_gpu_that_torch_does_not_see_leaves_processors(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((4, 2))
+    ray.blind = True
+    assert _chosen(ray) == Choice("cpu", "the GPU cannot be measured: its worker sees none")
+
+
+def test_a_gpu_that_was_named_and_is_broken_is_an_error(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((4, 2))
+    problem = Problem("--device", "cuda cannot be used here: CUDA error.", "Look at nvidia-smi.")
+    ray.failures["ready"] = PaperRay.exceptions.RayTaskError(OptionError(problem))
+    with pytest.raises(OptionError, match="cuda cannot be used here"):
+        _started(RunOptions(device="cuda"))
+
+
+def test_a_run_that_was_begun_on_a_gpu_does_not_go_on_without(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((4, 2))
+    ray.failures["ready"] = PaperRay.exceptions.RayActorError("It died")
+    pool = _started(RunOptions())
+    with pytest.raises(OptionError, match="did not start"):
+        pool.settle(lambda _: Choice("cuda", "what is there was begun on it"))
+
+
+def test_a_defect_of_the_probe_is_not_taken_for_the_gpu_s(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((4, 2))
+    ray.failures["probe"] = PaperRay.exceptions.RayTaskError(TypeError("no such argument"))
+    with pytest.raises(PaperRay.exceptions.RayTaskError, match="no such argument"):
+        _started(RunOptions()).settle(_chooses("cuda", []))
+
+
+def test_workers_are_spread_over_the_machines(cluster: Callable[..., PaperRay]) -> None:
+    """Ray would fill one machine after the other, though each reads and writes by itself."""
+    ray, seen = cluster((16, 4), (16, 0), (16, 0)), list[Any]()
+    pool = _started(RunOptions(workers=2))
+    pool.settle(_chooses("cpu", seen))
+    assert {each.options["scheduling_strategy"] for each in ray.actors} == {"SPREAD"}
+    assert (seen[0].cpu, seen[0].gpu) == (Crew(2, 2), Crew(2, 1))
+
+
+def test_gpus_count_where_cores_are_beside_them(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((4, 8), (64, 2), (64, 0), (0, 8))
+    _started(RunOptions(device="cuda"))
+    assert _asked(ray) == [(1, 1, "cuda")] * 6
+    ray = cluster((4, 8), (64, 2))
+    _started(RunOptions(device="cuda", threads=2))
+    assert _asked(ray) == [(2, 1, "cuda")] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            RunOptions(device="cuda", workers=7),
+            r"--workers: 7 workers were asked for, but the CPU slots of the cluster suffice for 6 of its 10 "
+            r"GPUs, at 1 for each on its own machine\. Give at most 6, or add CPU slots\.",
+        ),
+        (RunOptions(device="cuda", threads=99), "--device: .* the cluster has no CPU slots beside its GPUs"),
+    ],
+)
+def test_gpus_without_cores_are_refused_early(
+    options: RunOptions, said: str, cluster: Callable[..., PaperRay]
+) -> None:
+    ray = cluster((4, 8), (64, 2))
+    with pytest.raises(OptionError, match=said):
+        _started(options)
+    assert ray.actors == []
+
+
+def test_without_cores_beside_gpus_there_is_nothing_to_choose(cluster: Callable[..., PaperRay]) -> None:
+    ray = cluster((0, 8), (16, 0))
+    pool = _started(RunOptions())
+    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    assert _asked(ray) == [(4, 0, "cpu")] * 4
 
 
 def test_an_embedded_cluster_has_room_for_what_is_asked(cluster: Callable[..., PaperRay]) -> None:

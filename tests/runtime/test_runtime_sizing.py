@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ from raymerge.runtime.sizing import (
     MOST_CPU_WORKERS,
     MOST_THREADS,
     Layout,
+    Machine,
     cores_here,
+    embedded_slots,
     layout_of,
     local_layouts,
     most_lanes,
@@ -31,13 +32,16 @@ from raymerge.runtime.sizing import (
         (2, 1, 2),
         (3, 1, 3),
         (4, 1, 4),
-        (6, 1, 4),
+        (5, 1, 4),
+        (6, 2, 3),
+        (7, 2, 3),
         (8, 2, 4),
+        (11, 3, 3),
         (16, 4, 4),
         (256, MOST_CPU_WORKERS, 4),
     ],
 )
-def test_a_worker_has_up_to_four_cores(cores: int, workers: int, threads: int) -> None:
+def test_a_worker_has_up_to_four_cores_and_few_are_idle(cores: int, workers: int, threads: int) -> None:
     assert layout_of(RunOptions(), (cores,), 0) == Layout(workers, threads)
 
 
@@ -76,7 +80,8 @@ def test_a_gpu_has_one_worker_with_one_thread(options: RunOptions, layout: Layou
 def test_each_machine_of_a_cluster_counts_by_itself() -> None:
     # The head has no slots, or too few for a worker; no worker lies on two machines.
     assert layout_of(RunOptions(), (0, 64, 64), 0) == Layout(2 * MOST_CPU_WORKERS, 4)
-    assert layout_of(RunOptions(), (2, 6, 6), 0) == Layout(2, 4)
+    assert layout_of(RunOptions(), (2, 6, 6), 0) == Layout(4, 3)
+    assert layout_of(RunOptions(), (2, 9, 4), 0) == Layout(3, 4)
     assert layout_of(RunOptions(), (2, 2), 0) == Layout(2, 2)
     assert layout_of(RunOptions(workers=2), (1, 1), 0) == Layout(2, 1)
     assert layout_of(RunOptions(workers=3), (5, 5), 0) == Layout(3, 2)
@@ -107,44 +112,70 @@ def test_memory_is_shared_out_for_either_device(monkeypatch: pytest.MonkeyPatch)
     assert local_layouts(RunOptions()) == (Layout(2, 1), Layout(4, 4))
     assert local_layouts(RunOptions(device="cuda")) == (Layout(2, 1),)
     assert local_layouts(RunOptions(device="cpu")) == (Layout(4, 4),)
-    assert most_lanes(RunOptions()) == 5
-    assert most_lanes(RunOptions(device="cuda")) == 2
+    assert most_lanes(RunOptions()) == 6
+    assert most_lanes(RunOptions(device="cuda")) == 3
+    assert most_lanes(RunOptions(device="cuda", threads=2)) == 4
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert local_layouts(RunOptions()) == (Layout(4, 4),)
 
 
 def test_a_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "cores_here", lambda: 1)
-    assert most_lanes(RunOptions(address="far:6379")) == MOST_THREADS + 1
-    assert most_lanes(RunOptions(address="far:6379", threads=2)) == 3
-    assert most_lanes(RunOptions()) == 2
+    assert most_lanes(RunOptions(address="far:6379")) == MOST_THREADS + 2
+    assert most_lanes(RunOptions(address="far:6379", device="cpu")) == MOST_THREADS + 2
+    assert most_lanes(RunOptions(address="far:6379", threads=2)) == 4
+    assert most_lanes(RunOptions()) == 3
+
+
+def test_a_gpu_of_a_cluster_has_one_thread_and_lanes_for_that() -> None:
+    assert most_lanes(RunOptions(address="far:6379", device="cuda")) == 3
+    assert most_lanes(RunOptions(address="far:6379", device="cuda", threads=2)) == 4
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"),
+    ("options", "slots"),
     [
-        ("max 100000\n", 8),
-        ("200000 100000\n", 2),
-        ("50000 100000\n", 1),
-        ("9900000 100000\n", 8),
-        ("odd\n", 8),
+        (RunOptions(), 8),
+        (RunOptions(device="cuda"), 8),
+        (RunOptions(device="cpu"), 4),
+        (RunOptions(threads=2), 16),
+        (RunOptions(device="cuda", workers=3), 4),
+        (RunOptions(device="cpu", workers=100, threads=5), 500),
     ],
 )
-def test_a_quota_counts(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert cores_here(tmp_path) == 8
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "cpu.max").write_text(quota)
-    assert cores_here(tmp_path) == cores
+def test_an_embedded_cluster_has_slots_for_all_gpus(
+    options: RunOptions, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight GPUs in a container of four cores."""
+    monkeypatch.setattr(sizing, "cores_here", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert embedded_slots(options) == slots
+    assert all(layout.cores <= slots for layout in local_layouts(options))
+
+
+@pytest.mark.parametrize(
+    ("machine", "threads", "with_gpu", "room"),
+    [
+        (Machine(4, 8), 1, True, 4),
+        (Machine(4, 8), 4, True, 1),
+        (Machine(64, 8), 4, True, 8),
+        (Machine(64, 8), 4, False, 16),
+        (Machine(64), 4, True, 0),
+        (Machine(3), 4, False, 0),
+    ],
+)
+def test_a_machine_has_room_for_workers(machine: Machine, threads: int, with_gpu: bool, room: int) -> None:
+    assert machine.room(threads, with_gpu=with_gpu) == room
 
 
 def test_this_machine_has_cores() -> None:
     assert 1 <= cores_here() <= (os.cpu_count() or 1)
 
 
-def test_no_threads_are_refused() -> None:
+def test_no_threads_and_too_many_are_refused() -> None:
     with pytest.raises(OptionError, match=r"--threads: 0 threads compute nothing\. Give 1 or more\."):
         RunOptions(threads=0)
+    with pytest.raises(OptionError, match=r"--threads: 257 threads .* at most 256, and more --workers\."):
+        RunOptions(threads=257)
     with pytest.raises(OptionError, match=r"(?s)--workers.*--threads"):
         RunOptions(threads=-1, workers=0)

@@ -18,7 +18,7 @@ from kits.reflink_mount import reflink_mount
 
 from raymerge.errors import CheckpointError
 from raymerge.storage import copying
-from raymerge.storage.copying import file_system_of, inner_blocks
+from raymerge.storage.copying import inner_blocks, mount_of
 from raymerge.storage.extents import BLOCK_NBYTES
 from raymerge.storage.local import LocalStore
 from raymerge.storage.store import ReadStore
@@ -211,7 +211,7 @@ class TestServers:
     ) -> tuple[LocalStore, LocalStore]:
         """The stores as on a file server that shares no blocks, but copies."""
         count_clones(errno.EOPNOTSUPP)
-        monkeypatch.setattr(copying, "file_system_of", lambda _: "nfs4")
+        monkeypatch.setattr(copying, "mount_of", lambda _: ("nfs4", ("rw", "vers=4.2", "hard")))
         return stores
 
     @pytest.mark.parametrize("lead", [0, 5])
@@ -240,16 +240,40 @@ class TestServers:
         monkeypatch.setattr(os, "copy_file_range", stop)
         assert copied(on_server, source_offset=0, offset=0, nbytes=NBYTES) == 0
 
-    def test_a_local_disk_never_copies_in_the_kernel(
+    @pytest.mark.parametrize(
+        "mount",
+        [
+            ("ext4", ("rw", "vers=4.2")),
+            ("nfs", ("rw", "vers=3")),
+            ("nfs4", ("rw", "vers=4.0")),
+            ("nfs4", ("rw", "vers=4.1", "minorversion=1")),
+            ("nfs4", ()),
+            ("ceph", ("rw", "acl")),
+            ("", ()),
+        ],
+    )
+    def test_elsewhere_the_kernel_is_not_asked_to_copy(
         self,
         stores: tuple[LocalStore, LocalStore],
         monkeypatch: pytest.MonkeyPatch,
         count_clones: Callable[[int], list[int]],
+        mount: tuple[str, tuple[str, ...]],
     ) -> None:
+        """Of NFS before 4.2, and of Ceph unless mounted for it, it would do so through this machine."""
         count_clones(errno.EOPNOTSUPP)
-        monkeypatch.setattr(copying, "file_system_of", lambda _: "ext4")
+        monkeypatch.setattr(copying, "mount_of", lambda _: mount)
         monkeypatch.setattr(os, "copy_file_range", None)
         assert copied(stores, source_offset=0, offset=0, nbytes=NBYTES) == 0
+
+    @pytest.mark.parametrize("mount", [("cifs", ("rw", "vers=3.1.1")), ("ceph", ("rw", "copyfrom"))])
+    def test_other_servers_are_asked(
+        self,
+        on_server: tuple[LocalStore, LocalStore],
+        monkeypatch: pytest.MonkeyPatch,
+        mount: tuple[str, tuple[str, ...]],
+    ) -> None:
+        monkeypatch.setattr(copying, "mount_of", lambda _: mount)
+        assert copied(on_server, source_offset=0, offset=0, nbytes=NBYTES) == NBYTES
 
 
 class TestMounts:
@@ -260,18 +284,26 @@ class TestMounts:
 
     @pytest.mark.parametrize(
         ("device", "found"),
-        [(os.makedev(254, 0), "ext4"), (os.makedev(0, 33), "nfs4"), (os.makedev(9, 9), "")],
+        [
+            (os.makedev(254, 0), ("ext4", ("rw", "discard"))),
+            (os.makedev(0, 33), ("nfs4", ("rw", "vers=4.2"))),
+            (os.makedev(9, 9), ("", ())),
+        ],
     )
-    def test_the_kind_is_found_by_device(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int, found: str
+    def test_kind_and_options_are_found_by_device(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        device: int,
+        found: tuple[str, tuple[str, ...]],
     ) -> None:
         table = tmp_path / "mountinfo"
         table.write_text(self.MOUNTS)
         monkeypatch.setattr(copying, "_MOUNTS", table)
-        assert file_system_of(device) == found
+        assert mount_of(device) == found
 
     def test_without_a_mount_table_it_is_not_known(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(copying, "_MOUNTS", tmp_path / "gone")
-        assert file_system_of(os.makedev(254, 0)) == ""
+        assert mount_of(os.makedev(254, 0)) == ("", ())

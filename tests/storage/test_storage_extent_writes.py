@@ -195,7 +195,7 @@ class TestChoice:
 
     @pytest.mark.usefixtures("direct_writes")
     def test_copies_take_no_more_memory_than_they_say(self, tmp_path: Path) -> None:
-        assert LocalStore.BOUNCE_BYTES == 16 << 20
+        assert writing.BOUNCE_BYTES == 4 << 20
         with LocalStore(tmp_path) as store, ThreadPoolExecutor(8) as pool:
             store.create("x", NBYTES)
             list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import pickle
 import threading
@@ -357,6 +358,27 @@ class TestFullDisk:
         store.create("x", 5000)
         store.sync("x")
         assert (store.root / "x").stat().st_size == 5000
+
+    @pytest.mark.parametrize("can", [True, False])
+    def test_on_macos_the_disk_s_own_memory_is_emptied_too(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, can: bool
+    ) -> None:
+        """And where a file system there cannot do that, it is asked for as much as it can."""
+        asked: list[object] = []
+
+        def full_sync(descriptor: int, request: int) -> int:
+            asked.append((os.fstat(descriptor).st_size, request))
+            if not can:
+                raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+            return 0
+
+        store.create("x", 5000)
+        monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+        monkeypatch.setattr(fcntl, "fcntl", full_sync)
+        monkeypatch.delattr(os, "fdatasync")
+        monkeypatch.setattr(os, "fsync", lambda _: asked.append("fsync"))
+        store.sync("x")
+        assert asked == ([(5000, 51)] if can else [(5000, 51), "fsync"])
 
 
 class TestNames:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -97,6 +99,82 @@ def test_a_dropped_file_lives_until_its_last_user_ends(paths: list[str], action:
             files.close()
         assert os.pread(descriptor, 1, 0) == b"\x03"
     assert not is_open(descriptor)
+
+
+class SlowServer:
+    """Opening a file waits there until the test lets it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+        self.began, self.goes_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.opened: list[int] = []
+        whole = os.open
+
+        def opening(path: str, flags: int) -> int:
+            descriptor = whole(path, flags)
+            if path == slow:
+                self.opened.append(descriptor)
+                self.began.release()
+                assert self.goes_on.acquire(timeout=10)
+            return descriptor
+
+        monkeypatch.setattr(os, "open", opening)
+
+
+def read_first(files: OpenFiles, path: str) -> int:
+    with files.borrow(path, writable=False) as descriptor:
+        return os.pread(descriptor, 1, 0)[0]
+
+
+def test_nobody_waits_for_a_file_that_another_opens(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(read_first, files, paths[0])
+        assert server.began.acquire(timeout=10)
+        assert [read_first(files, path) for path in paths[1:]] == [1, 2, 3, 4]
+        assert not slow.done()
+        server.goes_on.release()
+        assert slow.result() == 0
+    files.close()
+
+
+def test_of_two_that_open_one_file_the_first_is_kept(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(read_first, files, paths[0]) for _ in range(2)]
+        for _ in both:
+            assert server.began.acquire(timeout=10)
+        server.goes_on.release(2)
+        assert [each.result() for each in both] == [0, 0]
+    assert sorted(map(is_open, server.opened)) == [False, True]
+    with files.borrow(paths[0], writable=False) as kept:
+        assert kept in server.opened
+    files.close()
+    assert not any(map(is_open, server.opened))
+
+
+@pytest.mark.parametrize("action", ["forget", "close"])
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_kept(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """Who opened it may have the old one or the new; whoever comes later has the new."""
+    files, server = OpenFiles(4), SlowServer(monkeypatch, paths[0])
+    with ThreadPoolExecutor(1) as thread:
+        early = thread.submit(read_first, files, paths[0])
+        assert server.began.acquire(timeout=10)
+        os.replace(paths[1], paths[0])
+        if action == "forget":
+            files.forget(paths[0])
+        else:
+            files.close()
+        server.goes_on.release(2)
+        assert early.result() == 0
+    assert not is_open(server.opened[0])
+    assert read_first(files, paths[0]) == 1
+    files.close()
 
 
 def test_a_forgotten_file_is_opened_anew(paths: list[str]) -> None:

@@ -106,6 +106,24 @@ class TestWriting:
         measure_write(store, "scratch", 5000)
         assert synced == ["scratch"]
 
+    def test_has_no_name_once_it_is_begun(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that is killed here leaves nothing on the disk."""
+        names: list[list[str]] = []
+        whole = store.write_extent
+
+        def write(key: str, offset: int, buffer: memoryview) -> None:
+            names.append(os.listdir(store.root))
+            whole(key, offset, buffer)
+
+        monkeypatch.setattr(store, "write_extent", write)
+        assert measure_write(store, "scratch", 10_000_000, threads=1, seconds=60) > 0
+        assert [sorted(each) for each in names] == [["scratch", "x"], ["x"], ["x"]]
+
+    def test_reserves_nothing(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the file system cannot, the C library writes a byte to each block: a gigabyte's time."""
+        monkeypatch.setattr(os, "posix_fallocate", None)
+        assert measure_write(store, "scratch", 1 << 40, seconds=0.01) > 0
+
     def test_a_failure_leaves_nothing(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: object) -> None:
             raise OptionError(())

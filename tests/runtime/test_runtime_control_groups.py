@@ -1,0 +1,102 @@
+"""What control groups allow: of both versions, the process's own and all that it lies in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raymerge.runtime.control_groups import core_quotas, memory_rooms
+from raymerge.runtime.sizing import cores_here
+
+GIB = 1 << 30
+V2 = "sys/fs/cgroup"
+
+
+def _machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """A machine whose process is in these groups, with files of groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_machine_without_groups_has_no_limits(tmp_path: Path) -> None:
+    assert list(core_quotas(tmp_path)) == []
+    assert list(memory_rooms(tmp_path)) == []
+
+
+def test_every_group_of_version_2_above_the_process_counts(tmp_path: Path) -> None:
+    files = {
+        f"{V2}/cpu.max": "900000 100000\n",
+        f"{V2}/job/cpu.max": "max 100000\n",
+        f"{V2}/job/step/cpu.max": "150000 50000\n",
+        f"{V2}/other/cpu.max": "100000 100000\n",
+        f"{V2}/job/memory.max": f"{4 * GIB}\n",
+        f"{V2}/job/memory.current": f"{3 * GIB}\n",
+        f"{V2}/job/memory.stat": f"inactive_file {GIB}\n",
+        f"{V2}/job/step/memory.max": "max\n",
+    }
+    root = _machine(tmp_path, "0::/job/step\n", files)
+    assert sorted(core_quotas(root)) == [3.0, 9.0]
+    assert list(memory_rooms(root)) == [2 * GIB]
+
+
+def test_groups_of_version_1_count_for_what_they_limit(tmp_path: Path) -> None:
+    files = {
+        f"{V2}/cpu/batch/job/cpu.cfs_quota_us": "250000\n",
+        f"{V2}/cpu/batch/job/cpu.cfs_period_us": "100000\n",
+        f"{V2}/cpu/batch/cpu.cfs_quota_us": "-1\n",
+        f"{V2}/cpu/batch/cpu.cfs_period_us": "100000\n",
+        f"{V2}/cpu/cpu.cfs_quota_us": "800000\n",
+        f"{V2}/cpu/cpu.cfs_period_us": "100000\n",
+        f"{V2}/cpuset/batch/cpu.cfs_quota_us": "100000\n",
+        f"{V2}/cpuset/batch/cpu.cfs_period_us": "100000\n",
+        f"{V2}/memory/memory.limit_in_bytes": f"{GIB}\n",
+    }
+    groups = "9:cpuset:/batch\n5:cpu,cpuacct:/batch/job\n4:memory:/gone\n1:name=systemd:/x\n"
+    root = _machine(tmp_path, groups, files)
+    assert sorted(core_quotas(root)) == [2.5, 8.0]
+    assert list(memory_rooms(root)) == [GIB]
+
+
+def test_both_versions_at_once(tmp_path: Path) -> None:
+    files = {
+        f"{V2}/cpu/cpu.cfs_quota_us": "300000\n",
+        f"{V2}/cpu/cpu.cfs_period_us": "100000\n",
+        f"{V2}/memory.max": f"{GIB}\n",
+    }
+    root = _machine(tmp_path, "3:cpu:/\n0::/\n", files)
+    assert list(core_quotas(root)) == [3.0]
+    assert list(memory_rooms(root)) == [GIB]
+
+
+def test_in_a_container_the_path_may_be_the_host_s(tmp_path: Path) -> None:
+    root = _machine(tmp_path, "0::/kubepods/pod7/abc\n", {f"{V2}/cpu.max": "200000 100000\n"})
+    assert list(core_quotas(root)) == [2.0]
+
+
+@pytest.mark.parametrize("text", ["", "odd\n", "max\n", "0 100000\n", "100000 0\n", "-1 5\n", "\u00b2 1\n"])
+def test_what_says_no_number_is_no_limit(tmp_path: Path, text: str) -> None:
+    assert list(core_quotas(_machine(tmp_path, "0::/\n", {f"{V2}/cpu.max": text}))) == []
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("odd", 8)],
+)
+def test_cores_are_those_of_the_affinity_and_the_narrowest_quota(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cores_here(tmp_path) == 8
+    files = {f"{V2}/job/cpu.max": quota, f"{V2}/cpu.max": "700000 100000" if cores < 8 else "max 1"}
+    assert cores_here(_machine(tmp_path, "0::/job\n", files)) == cores
+
+
+def test_this_machine_answers() -> None:
+    assert all(quota > 0 for quota in core_quotas(Path("/")))
+    assert all(isinstance(room, int) for room in memory_rooms(Path("/")))
