@@ -31,9 +31,9 @@ from raymerge.units import format_size
 if TYPE_CHECKING:
     from raymerge.errors import Problem
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
-    from raymerge.planner.memory import Projection
     from raymerge.planner.plan import Plan
     from raymerge.planner.planned import PlannedMerge
+    from raymerge.planner.projection import Projection
     from raymerge.planner.simulate import Cluster, Simulation
     from raymerge.runtime.options import RunOptions
 
@@ -228,7 +228,7 @@ def _explained(merge: PlannedMerge, options: RunOptions) -> Explanation:
 def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
-    from raymerge.planner.memory import SMALLEST_BUDGET, project
+    from raymerge.planner.projection import SMALLEST_BUDGET, project
     from raymerge.runtime.budget import fit_budget
 
     try:

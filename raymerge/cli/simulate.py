@@ -16,7 +16,7 @@ from raymerge.errors import OptionError, Problem
 from raymerge.units import format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
-    from raymerge.planner.memory import Projection
+    from raymerge.planner.projection import Projection
     from raymerge.planner.simulate import Cluster, Simulation, Spread
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"

@@ -92,7 +92,7 @@ class _CodeFiles:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-        for other in self._directory.glob(f"{self._stem}.*.nbc"):
+        for other in self._directory.glob(f"{self._stem}.*"):
             if not other.name.startswith(f"{self._stem}.{_SOURCES}."):
                 other.unlink(missing_ok=True)
 

@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from typing import NamedTuple
 
 import psutil
 
 from raymerge.allocator import return_free_memory
+
+
+class Resident(NamedTuple):
+    """Bytes of a process that are in memory."""
+
+    now: int
+    """All of them."""
+    most: int
+    """The most that there were so far."""
+    shared: int
+    """Those now that are of files, or shared with others."""
 
 
 class HeapWatch:
@@ -24,14 +36,14 @@ class HeapWatch:
         *,
         measure: Callable[[], int] | None = None,
         release: Callable[[], None] | None = None,
-        resident: Callable[[], tuple[int, int]] | None = None,
+        resident: Callable[[], Resident] | None = None,
     ) -> None:
         """
         Args:
             limit: bytes that the process may grow by, beyond what it has now.
             measure: bytes of memory that the process has; None asks the system.
             release: gives free memory back; None asks the C library, where it can do that (glibc).
-            resident: bytes of the process in memory, now and at most so far; None asks the system.
+            resident: what of the process is in memory; None asks the system.
         """
         self._limit = limit
         self._measure = measure or _own_bytes
@@ -46,11 +58,12 @@ class HeapWatch:
         """Most bytes that the process has grown by.
 
         Between two looks at it the system itself keeps its peak: of use when it is higher than any that there
-        was before this watch.
+        was before this watch. What has come into memory of files, libraries above all, is no growth.
         """
-        now, earlier = self._at_first
-        most = self._resident()[1]
-        return max(self._most, most - now if most > earlier else 0)
+        first, found = self._at_first, self._resident()
+        if found.most <= first.most:
+            return self._most
+        return max(self._most, found.most - first.now - max(0, found.shared - first.shared))
 
     def check(self) -> None:
         """Look, and give free memory back if it is time; cheap enough for every load."""
@@ -75,12 +88,13 @@ def _own_bytes() -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
-def _resident_bytes() -> tuple[int, int]:
-    """All that is in memory of this process, and the most that was."""
+def _resident_bytes() -> Resident:
+    """Of this process."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             lines = dict(line.split(b":", 1) for line in file.read(1 << 14).splitlines())
-        now, most = (int(lines[name].split()[0]) << 10 for name in (b"VmRSS", b"VmHWM"))
+        names = (b"VmRSS", b"VmHWM", b"RssFile", b"RssShmem")
+        now, most, of_files, shared = (int(lines[name].split()[0]) << 10 for name in names)
     except (OSError, KeyError):  # not Linux
-        return 0, 0
-    return now, most
+        return Resident(0, 0, 0)
+    return Resident(now, most, of_files + shared)

@@ -114,8 +114,8 @@ class Lane:
             load: what to read.
             again: whether it will be read once more.
         """
-        self._shop.watch()
         self._turn.rest()
+        self._shop.watch()
         if self._shop.aborted.is_set():
             raise IncompleteError("the segment was given up, since the run ends.")
         read = self._reader.read(load, self._buffer.room(load), again=again)

@@ -70,7 +70,14 @@ class Output:
             staging: where shards grow, under their names with ``UNFINISHED``.
             memory: uint8, page-aligned.
             turn: the leave to compute, given up while it writes.
+
+        Raises:
+            ValueError: the memory is too short for an element wherever it lies in its file.
         """
+        if memory.numel() < 2 * ALIGNMENT:
+            raise ValueError(
+                f"{memory.numel()} bytes are too few for finished bytes: {2 * ALIGNMENT} are wanted"
+            )
         self.written_bytes = 0
         """Bytes written, every copy of a row counted."""
         self.digests: dict[str, str] = {}
@@ -125,14 +132,15 @@ class Output:
         offset, nbytes = span
         skipped = offset - read.offset
         for shard, begin in row.places:
-            done = self._staging.copy_range(
-                shard + UNFINISHED,
-                begin + skipped,
-                source=source,
-                source_key=read.key,
-                source_offset=offset,
-                nbytes=nbytes,
-            )
+            with self._turn.away():
+                done = self._staging.copy_range(
+                    shard + UNFINISHED,
+                    begin + skipped,
+                    source=source,
+                    source_key=read.key,
+                    source_offset=offset,
+                    nbytes=nbytes,
+                )
             if done < nbytes:
                 return False
         self.shards.update(shard for shard, _ in row.places)

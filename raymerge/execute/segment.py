@@ -20,11 +20,12 @@ from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.tiles import stretches
-from raymerge.execute.transfers import HostTransfers, transfers_for
+from raymerge.execute.transfers import transfers_for
 from raymerge.execute.turn import Turn
 from raymerge.execute.warmup import DeviceError, warm_up
 from raymerge.planner.expressions import Expression
-from raymerge.planner.memory import Projection
+from raymerge.planner.memory import Lane as Share
+from raymerge.planner.projection import Projection
 from raymerge.planner.tables import Plan
 from raymerge.storage.store import ReadStore, WriteStore
 
@@ -124,11 +125,11 @@ class SegmentRunner:
         reader, turn = LoadReader(self._sources), Turn(self._turns)
         equipment = self._equipment(device)
         output = Output(self._staging, equipment.block, turn)
-        rows = stretches(self._jobs.rows(segment), self._projection.lane, device)
+        rows = stretches(self._jobs.rows(segment), self._share(device), device)
         try:
             Lane(self._shop, turn, reader, output, equipment).run(tuple(rows))
         except NotFinite as found:
-            raise self._blame(found.row, reader) from None
+            raise self._blame(found.row, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.
         self._idle.append(equipment)
         for shard in sorted(output.shards):
@@ -153,14 +154,20 @@ class SegmentRunner:
         # What there is, is for another device; it makes way, so that there is never more than for all lanes.
         with suppress(IndexError):
             self._idle.pop()
-        share, transfers = self._projection.lane, transfers_for(device)
+        share, transfers = self._share(device), transfers_for(device)
         mine = (self._projection.peak - self._projection.shared) // self._projection.lanes
+        limit = min(mine, share.budget) - share.write_bytes
         return Equipment(
             transfers=transfers,
-            buffer=LoadBuffer(transfers, usual_bytes=share.load_bytes, limit=mine - share.write_bytes),
+            buffer=LoadBuffer(transfers, usual_bytes=share.load_bytes, limit=limit),
             block=transfers.buffer(share.write_bytes),
             scratch=Scratch(transfers.device),
         )
+
+    def _share(self, device: torch.device) -> Share:
+        """What a lane asks for. Page-locked memory, which a GPU wants, may be twice as much as that."""
+        lane = self._projection.lane
+        return lane if device.type == "cpu" else Share(lane.budget // 2)
 
     def _idle_one(self, device: torch.device) -> Equipment | None:
         for equipment in tuple(self._idle):
@@ -170,12 +177,11 @@ class SegmentRunner:
                     return equipment
         return None
 
-    def _blame(self, row: RowJob, reader: LoadReader) -> NonFiniteError:
-        """What made a row NaN or infinite."""
+    def _blame(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
+        """What made a row NaN or infinite; it is read once more, into memory of the host."""
         cut = stretches([row], self._projection.lane, _PROCESSOR)
         loads = [load for stretch in cut for load in stretch.loads]
-        buffer = HostTransfers().buffer(max(load.nbytes for load in loads))
-        read = ((load, reader.read(load, buffer)) for load in loads)
+        read = ((load, reader.read(load, buffer.room(load))) for load in loads)
         return NonFiniteError(find_cause(row, read, self._names))
 
 

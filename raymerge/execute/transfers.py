@@ -104,7 +104,9 @@ class CudaTransfers:
         return self._device
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory; the driver gives whole pages."""
+        """Page-locked memory, of pages. torch takes the next power of two bytes for it, and keeps it."""
+        # What lanes have done with would stay beside what they get.
+        torch._C._host_emptyCache()
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival]:

@@ -50,7 +50,7 @@ def warm_up(expressions: Iterable[Expression], device: torch.device) -> None:
     if device.type != "cpu":
         _reach(device)
     # Copies are looked at, too.
-    first_non_finite(np.zeros(2, np.uint8), DType.BF16)
+    first_non_finite(np.zeros(64, np.uint8), DType.BF16)
     done: set[tuple[str, int]] = set()
     for expression in expressions:
         method = find_method(expression.method)

@@ -51,6 +51,8 @@ class DellaKernel(SinglePass):
         """The same in one loop, of whole rows."""
         from raymerge.compiled.elect_stored import merge_ranked_stored
 
+        if not stored.count:
+            return True
         how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
         merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
         return True

@@ -14,8 +14,9 @@ from raymerge.planner.assemblies import input_bytes
 from raymerge.planner.dispositions import Disposition
 from raymerge.planner.duplicates import Duplicates, planned_duplicates
 from raymerge.planner.expressions import Expression
-from raymerge.planner.memory import Projection, expression_passes
+from raymerge.planner.memory import expression_passes
 from raymerge.planner.plan import Plan
+from raymerge.planner.projection import Projection
 from raymerge.planner.sources import Holding, Source, holdings
 
 _EXAMPLES = 5

@@ -13,21 +13,14 @@ cache; where a row cannot be streamed (views, rows gathered by token, whole matr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from raymerge.dtypes import DType
-from raymerge.errors import Problem
 from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
-from raymerge.planner.assembly_memory import AssemblyNeed, assembly_needs, group_multiple
-from raymerge.planner.columns import ints, last_values, lists, sums
+from raymerge.planner.assembly_memory import AssemblyNeed, group_multiple
 from raymerge.planner.expressions import Expression
-from raymerge.planner.plan import Plan
 from raymerge.storage.buffers import ALIGNMENT, round_up
-from raymerge.storage.writing import BOUNCE_BYTES
-from raymerge.units import format_size
 
 LOAD_MOST = 8 << 20
 """Stored bytes that are read at once; more only costs cache. A row that is read once for several passes may
@@ -38,8 +31,6 @@ TILE_MOST = 1 << 20
 """Elements of the largest tile of a row that is not computed in pieces."""
 READ_ROOM = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
-SMALLEST_BUDGET = 16 << 20
-"""No worker is run with less, in bytes."""
 
 _LOAD_SHARE, _WRITE_SHARE = 8, 16
 
@@ -108,7 +99,8 @@ class Need:
     @property
     def least_bytes(self) -> int:
         """Bytes of the smallest lane that the row can be made in."""
-        load, work = self.load_bytes(self.least_elements), self.work_bytes(self.piece_of(self.least_elements))
+        elements = max(1, self.least_elements)
+        load, work = self.load_bytes(elements), self.work_bytes(self.piece_of(elements))
         # Both buffers are shares of the lane, up to what they are at most; the least load may take more.
         beside = 1 - 1 / _WRITE_SHARE
         in_shares = math.ceil(max((load + work) / beside, work / (beside - 1 / _LOAD_SHARE))) + 1
@@ -117,55 +109,6 @@ class Need:
 
 def _whole_pages(nbytes: int) -> int:
     return nbytes // ALIGNMENT * ALIGNMENT
-
-
-def too_little_memory(option: str, budget: int, least: int, what: str) -> Problem:
-    """Says that a worker's memory is too little for something, and how much is enough."""
-    return Problem(
-        option,
-        f"{format_size(budget)} a worker are too little for {what}.",
-        f"The smallest budget that works is {least} bytes ({format_size(least)}).",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """Peak memory of a plan under a budget, beyond an idle worker."""
-
-    budget: int
-    """Bytes that a worker may use."""
-    lanes: int
-    """Segments that it makes side by side."""
-    peak: int
-    """Bytes that it will use at most."""
-    tensor: str
-    """The output that sets the peak."""
-    least_budget: int
-    """Smallest budget, in bytes, that this plan can be run with."""
-    least_tensor: str
-    """The output that sets the smallest budget."""
-    least_method: str
-    """The method that makes it."""
-    shared: int = 0
-    """Bytes of the budget that are no lane's: for writing what goes to several places."""
-
-    def shortage(self, option: str = "--memory") -> Problem | None:
-        """What there is to say if the budget is too small for the plan.
-
-        Args:
-            option: gave the budget.
-        """
-        if self.budget >= self.least_budget:
-            return None
-        what = f"{self.least_tensor} with {self.least_method}"
-        if self.least_budget <= SMALLEST_BUDGET:
-            what = "any merge"
-        return too_little_memory(option, self.budget, self.least_budget, what)
-
-    @property
-    def lane(self) -> Lane:
-        """The share of one lane."""
-        return Lane((self.budget - self.shared) // self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,78 +262,6 @@ def _affordable(need: Need, lane: Lane) -> int:
     # The buffer has a usual load's length even where a tile is shorter.
     beside = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
     return int(min(TILE_MOST, fitting, beside, lane.load_bytes / stored))
-
-
-def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
-    """Peak memory of a plan under a budget, and the smallest budget it can be run with.
-
-    Args:
-        plan: what is to be made.
-        budget: bytes that a worker may use.
-        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many,
-            or the plan has not as many.
-    """
-    names = plan["tensors"].column("name")
-    found = list(_needs(plan))
-    least, least_tensor, least_method = max(
-        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in found),
-        default=(0, 0, ""),
-        key=lambda each: each[0],
-    )
-    shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
-    lanes = max(1, min(lanes, (budget - shared) // max(1, least), plan["segments"].num_rows))
-    lane = Lane((budget - shared) // lanes)
-    peak, peak_tensor = max(
-        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
-        default=(0, 0),
-        key=lambda each: each[0],
-    )
-    named = len(names) > 0
-    return Projection(
-        budget,
-        lanes,
-        peak * lanes + shared,
-        names[peak_tensor].as_py() if named else "",
-        max(least + shared, SMALLEST_BUDGET),
-        names[least_tensor].as_py() if named else "",
-        least_method,
-        shared,
-    )
-
-
-def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
-    """Every distinct need of a plan's rows: tensor, elements, need, expression, passes."""
-    expressions = plan.expressions
-    inputs, rows = plan["inputs"], plan["rows"]
-    assemblies = assembly_needs(plan)
-    reads = [
-        (dtype, nbytes, assemblies[number] if number >= 0 else None)
-        for dtype, nbytes, number in zip(
-            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly")), strict=True
-        )
-    ]
-    wanted = ("tensor", "num_elements", "expression", "is_flat", "num_parts", "first_input", "num_inputs")
-    seen: set[tuple[object, ...]] = set()
-    for columns, rank, tensor, count, index, is_flat, parts, first, num_inputs in zip(
-        *_shapes(plan), *(rows.column(name).to_pylist() for name in wanted), strict=True
-    ):
-        own = tuple(reads[first : first + num_inputs])
-        key = (count, index, is_flat, parts, columns, rank, own)
-        if key in seen:
-            continue
-        seen.add(key)
-        kinds = [InputNeed(DType(dtype), nbytes, assembly) for dtype, nbytes, assembly in own]
-        size = RowSize(count, parts, columns, rank, is_flat)
-        need = row_need(expressions[index], kinds, size)
-        yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
-
-
-def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
-    """Of each row: elements of a logical row, summed over its parts, and the dimensions of the parts."""
-    lengths, sizes = lists(plan["parts"], "shape")
-    columns = np.maximum(1, last_values(lengths, sizes, default=1))
-    first = ints(plan["rows"], "first_part")
-    return sums(ints(plan["rows"], "num_parts"), columns).tolist(), lengths[first].tolist()
 
 
 def expression_passes(expression: Expression, shape: tuple[int, ...] = ()) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from raymerge.errors import OptionError
-from raymerge.planner.memory import project
 from raymerge.planner.plan import Plan
+from raymerge.planner.projection import project
 from raymerge.planner.simulate_cluster import Cluster
 from raymerge.planner.simulate_run import Course, Limiter, run_segments
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymerge.errors import OptionError, Problem
-
-_LANES_BESIDE = 2
-"""Segments that a worker has in flight beside those that it computes, as real ones have."""
+from raymerge.planner.lanes import lanes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class Cluster:
     @property
     def wanted_lanes(self) -> int:
         """Segments that a worker is to have in flight."""
-        return self.lanes or self.threads + _LANES_BESIDE
+        return self.lanes or lanes_of(self.threads)
 
     @property
     def reading(self) -> float:

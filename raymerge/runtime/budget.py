@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from raymerge.errors import OptionError, Problem
-from raymerge.planner.memory import SMALLEST_BUDGET, Projection, project, too_little_memory
+from raymerge.planner.projection import SMALLEST_BUDGET, Projection, project, too_little_memory
 from raymerge.planner.tables import Plan
 from raymerge.runtime.control_groups import memory_rooms
 from raymerge.runtime.options import RunOptions

@@ -66,10 +66,8 @@ class Ledger:
         text = _line(entry)
         if not _ends_whole(self._path):
             text = "\n" + text
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with LocalStore(self._path.parent) as store:
+            store.append(self._path.name, text.encode())
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -115,6 +115,10 @@ class RayPool:
         """Connect and start the workers; see ``Pool.start``."""
         self._connection.open()
         self._gpus = self._usable_gpus()
+        lack = self._lack(self._gpus)
+        if self._is_open and lack is not None:
+            # More workers are wanted than there are GPUs for, and nobody has insisted on GPUs.
+            self._choice, self._gpus = Choice("cpu", lack.what.rstrip(".")), 0
         self._layout = self._fitting(self._gpus)
         if self._is_open:
             self._try_gpu()
@@ -168,16 +172,23 @@ class RayPool:
             raise OptionError(no_gpu(machines))
         return 0 if self._options.device == "cpu" else gpus
 
+    def _wanted(self, gpus: int) -> Layout:
+        """The layout for the machines of the cluster, of as many workers as have something to do."""
+        layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
+        if self._parts is None:
+            return layout
+        return replace(layout, workers=min(layout.workers, max(1, self._parts)))
+
+    def _lack(self, gpus: int) -> Problem | None:
+        """What the cluster lacks for that layout."""
+        return no_room(self._options, self._wanted(gpus), self._machines(), with_gpu=gpus > 0)
+
     def _fitting(self, gpus: int) -> Layout:
-        """The layout on the machines of the cluster, of as many workers as have something to do."""
-        machines = self._machines()
-        layout = layout_of(self._options, [machine.cores for machine in machines], gpus)
-        if self._parts is not None:
-            layout = replace(layout, workers=min(layout.workers, max(1, self._parts)))
-        problem = no_room(self._options, layout, machines, with_gpu=gpus > 0)
-        if problem is not None:
-            raise OptionError(problem)
-        return layout
+        """That layout, if the cluster has room for it."""
+        lack = self._lack(gpus)
+        if lack is not None:
+            raise OptionError(lack)
+        return self._wanted(gpus)
 
     def _try_gpu(self) -> None:
         """Start a worker on a GPU: where processors may turn out to do as well, one is enough to find out."""

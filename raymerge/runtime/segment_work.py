@@ -11,7 +11,7 @@ import torch
 
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
-from raymerge.planner.memory import Projection
+from raymerge.planner.projection import Projection
 from raymerge.planner.tables import Plan
 from raymerge.runtime.pool import Runner
 from raymerge.storage.open import open_store

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymerge.errors import Problem
+from raymerge.planner.lanes import lanes_of
 from raymerge.runtime.control_groups import core_quotas
 from raymerge.runtime.options import RunOptions
 
@@ -15,10 +16,6 @@ MOST_THREADS = 4
 """Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
 MOST_CPU_WORKERS = 8
 """CPU workers that are started on one machine unless more are asked for: beyond that storage is its limit."""
-_CPU_LANES_BESIDE = 2
-"""Segments in hand on processors beside those that are computed: one is read, one is written."""
-_GPU_LANES_BESIDE = 2
-"""The same on a GPU: while kernels of one are begun, bytes of two others are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +100,10 @@ def most_lanes(options: RunOptions) -> int:
     of machines with many cores, and with GPUs unless they are not to be used.
     """
     if options.address is None:
-        threads = [(layout_of(options, (cores_here(),), gpus).threads, gpus) for gpus in _local_gpus(options)]
+        threads = [layout_of(options, (cores_here(),), gpus).threads for gpus in _local_gpus(options)]
     else:
-        kinds = {"cpu": (0,), "cuda": (1,), "auto": (1, 0)}[options.device]
-        threads = [(options.threads or (1 if gpus else MOST_THREADS), gpus) for gpus in kinds]
-    return max(each + (_GPU_LANES_BESIDE if gpus else _CPU_LANES_BESIDE) for each, gpus in threads)
+        threads = [options.threads or (1 if options.device == "cuda" else MOST_THREADS)]
+    return lanes_of(max(threads))
 
 
 def no_room(
@@ -123,8 +119,11 @@ def no_room(
         has = f"the CPU slots of the cluster suffice for {room} of its {gpus} GPUs"
         what = f"{wanted} were asked for, but {has}, at {layout.threads} for each on its own machine."
         return Problem("--workers", what, f"Give at most {room}, or add CPU slots.")
-    if with_gpu or layout.threads == 1:
-        what = f"{wanted} were asked for, but the cluster has {room} {'GPUs' if with_gpu else 'CPU slots'}."
+    if with_gpu:
+        what = f"{wanted} were asked for, but the cluster has {gpus} GPU{'' if gpus == 1 else 's'}."
+        return Problem("--workers", what, f"Give at most {room}, or --device cpu.")
+    if layout.threads == 1:
+        what = f"{wanted} were asked for, but the cluster has {room} CPU slots."
         return Problem("--workers", what, f"Give at most {room}, or add machines.")
     where = "--threads" if options.workers is None else "--workers"
     what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."

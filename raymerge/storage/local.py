@@ -21,7 +21,7 @@ from raymerge.storage.open_files import OpenFiles
 from raymerge.storage.ranges import Range
 from raymerge.storage.reading import ExtentReader
 from raymerge.storage.store import Buffer, FileInfo, ReadStore
-from raymerge.storage.transfers import read_fully
+from raymerge.storage.transfers import read_fully, write_fully
 from raymerge.storage.writing import ExtentWriter
 from raymerge.units import format_size
 
@@ -111,7 +111,7 @@ class LocalStore:
         with _reading(path, offset), self._open_files.borrow(path, writable=False) as descriptor:
             done = read_fully(descriptor, offset, _as_bytes(buffer))
         if done < buffer.nbytes:
-            raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes, got=done))
+            raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes))
 
     def read_extent(
         self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
@@ -131,7 +131,7 @@ class LocalStore:
         with _reading(path, offset):
             done = self._reader.read(path, Range(offset, nbytes), _as_bytes(buffer), again=again)
         if done < nbytes:
-            raise CheckpointError(_ends_early(path, offset, wanted=nbytes, got=done))
+            raise CheckpointError(_ends_early(path, offset, wanted=nbytes))
         return offset % ALIGNMENT
 
     # Writing
@@ -221,8 +221,24 @@ class LocalStore:
             return share_extents(source, with_offset, target, offset, nbytes)
 
     def sync(self, key: str) -> None:
-        """Return once the file's bytes would survive a power cut."""
-        with self._open_files.borrow(self.location(key), writable=True) as descriptor:
+        """Return once the file's bytes would survive a power cut.
+
+        Raises:
+            OptionError: the file system has no room for what was written.
+        """
+        path = self.location(key)
+        with _writing(path, 0), self._open_files.borrow(path, writable=True) as descriptor:
+            _sync_data(descriptor)
+
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a file and return when that is durable.
+
+        Raises:
+            OptionError: the file system has no room for it.
+        """
+        path = self.location(key)
+        with _writing(path, len(data)), self._open_files.borrow(path, writable=True) as descriptor:
+            write_fully(descriptor, os.fstat(descriptor).st_size, memoryview(data))
             _sync_data(descriptor)
 
     def sync_directory(self, key: str = ".") -> None:
@@ -360,8 +376,8 @@ def _unreadable(path: str, offset: int, error: OSError) -> Problem:
     return Problem(path, what, "Check that the file is there, whole and readable, then run again.")
 
 
-def _ends_early(path: str, offset: int, *, wanted: int, got: int) -> Problem:
-    what = f"ends at byte {offset + got}, but bytes {offset} to {offset + wanted} were wanted."
+def _ends_early(path: str, offset: int, *, wanted: int) -> Problem:
+    what = f"ends at byte {os.stat(path).st_size}, but bytes {offset} to {offset + wanted} were wanted."
     return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
 
 

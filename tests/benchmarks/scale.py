@@ -91,7 +91,7 @@ def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def project(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Project its memory."""
-    from raymerge.planner.memory import project
+    from raymerge.planner.projection import project
     from raymerge.planner.tables import load_plan
 
     made = load_plan(place / name)

@@ -19,7 +19,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
 from raymerge.methods import Access, BaseUse, Method, find_method
 from raymerge.planner.expressions import Expression, Output, Part, Row, copy_expression
-from raymerge.planner.memory import project
+from raymerge.planner.projection import project
 from raymerge.planner.tables import Plan
 from raymerge.storage.local import LocalStore
 from raymerge.storage.store import ReadStore

@@ -30,7 +30,8 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Method, StoredKernel, methods
 from raymerge.planner.expressions import Assembly, Expression, Output, Part, Row, assembled
-from raymerge.planner.memory import SMALLEST_BUDGET, expression_passes, project
+from raymerge.planner.memory import expression_passes
+from raymerge.planner.projection import SMALLEST_BUDGET, project
 from raymerge.planner.tables import Plan
 from raymerge.storage.local import LocalStore
 
@@ -135,7 +136,8 @@ import torch
 from kits.assembly_maker import bench_of
 from raymerge.allocator import return_free_memory
 from raymerge.api import plan, submit
-from raymerge.planner.memory import SMALLEST_BUDGET, expression_passes, project
+from raymerge.planner.memory import expression_passes
+from raymerge.planner.projection import SMALLEST_BUDGET, project
 from raymerge.runtime.budget import fit_budget
 from raymerge.runtime.options import RunOptions
 

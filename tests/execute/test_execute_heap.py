@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from raymerge.execute.heap import HeapWatch
+from raymerge.execute.heap import HeapWatch, Resident
 
 
 class _Process:
@@ -78,7 +78,7 @@ def test_the_system_is_asked_by_default() -> None:
 
 def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:
     process = _Process(1000, free=80)
-    watch = HeapWatch(1000, measure=process.measure, resident=lambda: (1500, 1500))
+    watch = HeapWatch(1000, measure=process.measure, resident=lambda: Resident(1500, 1500, 200))
     for resident in (1040, 1250, 1010):
         process.resident = resident
         watch.check()
@@ -89,7 +89,7 @@ def test_the_peak_is_the_most_that_was_found_beyond_the_idle_process() -> None:
 def test_the_system_knows_of_peaks_between_two_looks(before: int, peak: int) -> None:
     """But not where the process had been as large before."""
     process, most = _Process(1000, free=0), [before]
-    watch = HeapWatch(1000, measure=process.measure, resident=lambda: (1500, most[0]))
+    watch = HeapWatch(1000, measure=process.measure, resident=lambda: Resident(1500, most[0], 200))
     process.resident = 1040
     watch.check()
     most[0] = max(before, 2200)

@@ -167,3 +167,10 @@ def test_a_defect_of_a_method_ends_the_worker(
     with pytest.raises(ValueError, match="no such axis"):
         make_bench(recipes(family)["linear"], tmp_path, device="cuda")
     assert found == ["cuda"]
+
+
+def test_copies_find_the_check_for_finite_values_ready() -> None:
+    from raymerge.compiled.finite import has_full
+
+    warm_up([], torch.device("cpu"))
+    assert has_full.signatures  # type: ignore[attr-defined]

@@ -21,8 +21,8 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.methods import Method, Settings, find_method
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
-from raymerge.planner.memory import project
 from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
+from raymerge.planner.projection import project
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.tables import make_tables
 from raymerge.storage.local import LocalStore

@@ -12,7 +12,7 @@ from kits.checkpoint_maker import tiny_llama
 
 from raymerge.api import plan, submit
 from raymerge.methods import find_method
-from raymerge.planner.memory import project
+from raymerge.planner.projection import project
 from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import RunResult

@@ -19,7 +19,8 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.execute.tiles import TileJob, stretches
 from raymerge.execute.transfers import HostTransfers
-from raymerge.planner.memory import Lane, Projection, project
+from raymerge.planner.memory import Lane
+from raymerge.planner.projection import Projection, project
 from raymerge.planner.sources import open_sources
 from raymerge.planner.tables import Plan
 from raymerge.storage.buffers import aligned_buffer

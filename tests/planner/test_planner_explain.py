@@ -19,8 +19,8 @@ from kits.merges import MEAN, STACK, make_models
 from raymerge.errors import Problem
 from raymerge.planner.build import build_plan
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
-from raymerge.planner.memory import project
 from raymerge.planner.plan import Plan
+from raymerge.planner.projection import project
 from raymerge.planner.sources import Source, open_sources
 from raymerge.recipes import Recipe, parse_recipe
 

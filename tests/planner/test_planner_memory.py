@@ -26,7 +26,6 @@ from raymerge.planner.expressions import Expression, copy_expression
 from raymerge.planner.memory import (
     LOAD_MOST,
     READ_ROOM,
-    SMALLEST_BUDGET,
     TILE_MOST,
     WRITE_MOST,
     InputNeed,
@@ -34,10 +33,10 @@ from raymerge.planner.memory import (
     Need,
     RowSize,
     expression_passes,
-    project,
     row_need,
     tiling,
 )
+from raymerge.planner.projection import SMALLEST_BUDGET, project
 from raymerge.storage.buffers import ALIGNMENT
 
 MIB = 1 << 20
@@ -328,7 +327,7 @@ def test_a_plan_keeps_the_least_budget_that_works(family: Family) -> None:
     made = plan(recipes(family)["linear"]).require()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raymerge.planner.memory.BLOCK", 1 << 20)
-        patch.setattr("raymerge.planner.memory.SMALLEST_BUDGET", 1)
+        patch.setattr("raymerge.planner.projection.SMALLEST_BUDGET", 1)
         least = project(made, 1).least_budget
         assert 1 < project(made, least).peak <= least
         assert project(made, least, lanes=3).lanes == 1
@@ -341,3 +340,12 @@ def test_a_large_matrix_asks_for_no_more_than_itself_and_full_buffers() -> None:
     assert need.load_bytes(1 << 22) > LOAD_MOST
     assert need.least_bytes == whole + WRITE_MOST
     assert tiling(need, 1 << 22, Lane(need.least_bytes), passes=0).peak <= need.least_bytes
+
+
+def test_no_lane_is_too_small_for_its_blocks(family: Family) -> None:
+    """However many threads there are, and however short the rows."""
+    made = plan(recipes(family)["linear"]).require()
+    for lanes in (1, 16, 1000):
+        projection = project(made, SMALLEST_BUDGET, lanes=lanes)
+        assert projection.lane.write_bytes >= 2 * ALIGNMENT
+        assert projection.lane.load_bytes >= 2 * ALIGNMENT

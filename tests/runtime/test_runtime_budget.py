@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymerge.errors import OptionError
-from raymerge.planner.memory import SMALLEST_BUDGET, Projection
+from raymerge.planner.projection import SMALLEST_BUDGET, Projection
 from raymerge.runtime import budget as budget_module
 from raymerge.runtime import sizing
 from raymerge.runtime.budget import check_free, fit_budget, fit_units, free_memory, num_workers, usual_budget

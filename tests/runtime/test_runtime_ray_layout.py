@@ -226,6 +226,17 @@ def test_more_workers_than_gpus_are_refused(cluster: Callable[..., PaperRay]) ->
         _started(RunOptions(workers=3, device="cuda"))
 
 
+def test_more_workers_than_gpus_compute_on_processors_where_nobody_named_a_device(
+    cluster: Callable[..., PaperRay],
+) -> None:
+    ray = cluster((8, 1))
+    pool = _started(RunOptions(workers=3))
+    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    assert _asked(ray) == [(2, 0, "cpu")] * 3
+    assert pool.choice is not None
+    assert pool.choice.reason == "3 workers were asked for, but the cluster has 1 GPU"
+
+
 def test_a_gpu_that_was_named_is_taken_by_all(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((8, 2), (8, 2))
     pool = _started(RunOptions(device="cuda"))

@@ -1,0 +1,145 @@
+"""What a plan takes of a worker's memory: its lanes, its peak, and the smallest budget that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.planner.assembly_memory import assembly_needs
+from raymerge.planner.columns import ints, last_values, lists, sums
+from raymerge.planner.expressions import Expression
+from raymerge.planner.memory import InputNeed, Lane, Need, RowSize, expression_passes, row_need, tiling
+from raymerge.planner.plan import Plan
+from raymerge.storage.writing import BOUNCE_BYTES
+from raymerge.units import format_size
+
+SMALLEST_BUDGET = 16 << 20
+"""No worker is run with less, in bytes."""
+_SMALLEST_LANE = 1 << 20
+"""Bytes: in the shares of a smaller one nothing is read or written at once that is worth the asking."""
+
+
+def too_little_memory(option: str, budget: int, least: int, what: str) -> Problem:
+    """Says that a worker's memory is too little for something, and how much is enough."""
+    return Problem(
+        option,
+        f"{format_size(budget)} a worker are too little for {what}.",
+        f"The smallest budget that works is {least} bytes ({format_size(least)}).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Peak memory of a plan under a budget, beyond an idle worker."""
+
+    budget: int
+    """Bytes that a worker may use."""
+    lanes: int
+    """Segments that it makes side by side."""
+    peak: int
+    """Bytes that it will use at most."""
+    tensor: str
+    """The output that sets the peak."""
+    least_budget: int
+    """Smallest budget, in bytes, that this plan can be run with."""
+    least_tensor: str
+    """The output that sets the smallest budget."""
+    least_method: str
+    """The method that makes it."""
+    shared: int = 0
+    """Bytes of the budget that are no lane's: for writing what goes to several places."""
+
+    def shortage(self, option: str = "--memory") -> Problem | None:
+        """What there is to say if the budget is too small for the plan.
+
+        Args:
+            option: gave the budget.
+        """
+        if self.budget >= self.least_budget:
+            return None
+        what = f"{self.least_tensor} with {self.least_method}"
+        if self.least_budget <= SMALLEST_BUDGET:
+            what = "any merge"
+        return too_little_memory(option, self.budget, self.least_budget, what)
+
+    @property
+    def lane(self) -> Lane:
+        """The share of one lane."""
+        return Lane((self.budget - self.shared) // self.lanes)
+
+
+def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
+    """Peak memory of a plan under a budget, and the smallest budget it can be run with.
+
+    Args:
+        plan: what is to be made.
+        budget: bytes that a worker may use.
+        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many,
+            or the plan has not as many.
+    """
+    names = plan["tensors"].column("name")
+    found = list(_needs(plan))
+    least, least_tensor, least_method = max(
+        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in found),
+        default=(0, 0, ""),
+        key=lambda each: each[0],
+    )
+    shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
+    most = (budget - shared) // max(_SMALLEST_LANE, least)
+    lanes = max(1, min(lanes, most, plan["segments"].num_rows))
+    lane = Lane((budget - shared) // lanes)
+    peak, peak_tensor = max(
+        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
+        default=(0, 0),
+        key=lambda each: each[0],
+    )
+    named = len(names) > 0
+    return Projection(
+        budget,
+        lanes,
+        peak * lanes + shared,
+        names[peak_tensor].as_py() if named else "",
+        max(least + shared, SMALLEST_BUDGET),
+        names[least_tensor].as_py() if named else "",
+        least_method,
+        shared,
+    )
+
+
+def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
+    """Every distinct need of a plan's rows: tensor, elements, need, expression, passes."""
+    expressions = plan.expressions
+    inputs, rows = plan["inputs"], plan["rows"]
+    assemblies = assembly_needs(plan)
+    reads = [
+        (dtype, nbytes, assemblies[number] if number >= 0 else None)
+        for dtype, nbytes, number in zip(
+            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly")), strict=True
+        )
+    ]
+    wanted = ("tensor", "num_elements", "expression", "is_flat", "num_parts", "first_input", "num_inputs")
+    seen: set[tuple[object, ...]] = set()
+    for columns, rank, tensor, count, index, is_flat, parts, first, num_inputs in zip(
+        *_shapes(plan), *(rows.column(name).to_pylist() for name in wanted), strict=True
+    ):
+        own = tuple(reads[first : first + num_inputs])
+        key = (count, index, is_flat, parts, columns, rank, own)
+        if key in seen:
+            continue
+        seen.add(key)
+        kinds = [InputNeed(DType(dtype), nbytes, assembly) for dtype, nbytes, assembly in own]
+        size = RowSize(count, parts, columns, rank, is_flat)
+        need = row_need(expressions[index], kinds, size)
+        yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
+
+
+def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
+    """Of each row: elements of a logical row, summed over its parts, and the dimensions of the parts."""
+    lengths, sizes = lists(plan["parts"], "shape")
+    columns = np.maximum(1, last_values(lengths, sizes, default=1))
+    first = ints(plan["rows"], "first_part")
+    return sums(ints(plan["rows"], "num_parts"), columns).tolist(), lengths[first].tolist()
