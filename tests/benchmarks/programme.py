@@ -19,6 +19,8 @@ DIRECT, BUFFERED = "the limit, direct reads", "the limit, buffered reads"
 INLINE, RAY = "raymerge --inline", "raymerge"
 TIGHT = "raymerge --inline --memory 256MiB"
 ONE, TWO = "raymerge --workers 1 --threads 1", "raymerge --workers 2 --threads 1"
+SCALED = "della"
+"""The merge of those two: what it computes takes several times as long as what it reads and writes."""
 PLAN, SUBMIT, IDLE, SMALL = "plan of a 7B pair", "submit of a tiny model", "idle", "linear, small models"
 
 ON_RAY = ("linear", "ties")
@@ -87,7 +89,7 @@ def warm_group(yard: Yard, method: str) -> Group:
         programs.append(Program(RAY, ours.submit(path, *yard.options)))
     if method == "linear":
         programs.append(Program(TIGHT, ours.submit(path, "--inline", "--memory", "256MiB")))
-    if method == "ties":
+    if method == SCALED:
         # By itself a worker computes with as many threads as there are cores for it: one would have both.
         for name, workers in ((ONE, "1"), (TWO, "2")):
             limits = ("--workers", workers, "--threads", "1")

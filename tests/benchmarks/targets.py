@@ -44,9 +44,9 @@ def targets(results: Results) -> Iterator[Target]:
     yield from _of_memory(results)
     yield _least(
         results,
-        "ties: 2 workers against 1, one thread each, in the run",
+        f"{run.SCALED}: 2 workers against 1, one thread each, in the run",
         1.7,
-        ("ties", run.ONE, run.TWO),
+        (run.SCALED, run.ONE, run.TWO),
         in_run,
     )
     plan = middle(results, run.PLAN, "raymerge plan", whole)

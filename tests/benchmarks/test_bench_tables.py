@@ -123,7 +123,7 @@ def test_two_workers_are_compared_with_one_of_as_many_threads(
     monkeypatch.setattr(run.Yard, "parents", lambda *_: [tmp_path / f"p{n}" for n in range(4)])
     yard = run.Yard(tmp_path, "10MB", None, options=("--memory", "1GiB"))
     commands = {
-        each.name: list(each.command(tmp_path / "out")) for each in run.warm_group(yard, "ties").programs
+        each.name: list(each.command(tmp_path / "out")) for each in run.warm_group(yard, run.SCALED).programs
     }
     one, two = commands[run.ONE], commands[run.TWO]
     assert one[-6:] == ["--workers", "1", "--threads", "1", "--memory", "1GiB"]
@@ -131,7 +131,7 @@ def test_two_workers_are_compared_with_one_of_as_many_threads(
     assert "--inline" not in (*one, *two)
     results = Results()
     for name, seconds in ((run.ONE, 9.0), (run.TWO, 5.0)):
-        results.add("ties", name, 0, _sample(seconds))
+        results.add(run.SCALED, name, 0, _sample(seconds))
     (found,) = [each for each in targets(results) if "2 workers" in each.text]
     assert (found.measured, found.is_met) == (1.8, True)
 
