@@ -9,6 +9,7 @@ raymerge/planner/simulate_speeds.toml has it. Nothing else should run meanwhile.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import statistics
@@ -130,6 +131,8 @@ def seconds_of_run(merged: Mapping[str, Any], output: Path, options: RunOptions)
             ends.append(time.perf_counter())
             begins.append(ends[-1] - event.seconds)
 
+    # What was made or removed before is not to be written back meanwhile.
+    os.sync()
     try:
         submit(merged, output, options, on_event=note)
     finally:
