@@ -124,6 +124,10 @@ class Pieces:
             self._kernel.apply(tile, self._settings, state)
 
 
+class TakesPieces(Exception):  # noqa: N818 - no error: the method has no such form
+    """A kernel does not take these settings, or this pass, as it is stored."""
+
+
 class Tiles:
     """A tensor that a kernel is given as it is stored."""
 
@@ -142,14 +146,14 @@ class Tiles:
         self._kernel, self._settings = kernel, settings
 
     def observe(self, state: object, index: int) -> None:
-        """One pass; raises NotImplementedError where the kernel wants pieces."""
+        """One pass; raises TakesPieces where the kernel does."""
         if not self._kernel.observe_stored(state, self._stored, self._settings, index):
-            raise NotImplementedError
+            raise TakesPieces
 
     def apply(self, state: object) -> None:
-        """The result; raises NotImplementedError where the kernel wants pieces."""
+        """The result; raises TakesPieces where the kernel does."""
         if not self._kernel.apply_stored(self._stored, self._settings, state, self._out):
-            raise NotImplementedError
+            raise TakesPieces
 
 
 class Stopwatch:
@@ -165,7 +169,7 @@ class Stopwatch:
         """Seconds by stage."""
 
     def run(self) -> None:
-        """Merge once; raises NotImplementedError where the method cannot be done in this form."""
+        """Merge once; raises TakesPieces where the method cannot be done in this form."""
         kernel, settings = self._method.kernel, self._settings
         usual, index, wants_more = kernel.passes(settings), 0, False
         if usual:
@@ -212,7 +216,7 @@ def lines_of(method: Method, rounds: int = ROUNDS) -> list[str]:
         try:
             for _ in range(rounds):
                 watch.run()
-        except NotImplementedError:
+        except TakesPieces:
             continue
         found.append(watch.line())
     return found

@@ -339,3 +339,29 @@ def test_loads_of_all_sizes_come_and_go_within_the_projection(tmp_path: Path) ->
     assert largest < buffers.most < 2 * largest
     assert buffers.made <= 1 + len(rows)
     assert 0 < meter.peak_bytes + buffers.most <= bench.projection.peak <= budget
+
+
+def test_only_passes_that_are_not_the_last_leave_what_they_read_in_the_cache(
+    long: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a merge is through with would only push out what will be read again."""
+    asked: list[tuple[str, int, bool]] = []
+    real = LocalStore.read_extent
+
+    def noted(self: LocalStore, key: str, offset: int, *args: Any, again: bool = False) -> int:
+        asked.append((self.location(key), offset, again))
+        return real(self, key, offset, *args, again=again)
+
+    monkeypatch.setattr(LocalStore, "read_extent", noted)
+    for method, passes in (("ties", 1), ("linear", 0)):
+        bench = make_bench(recipes(long)[method], tmp_path / method, budget=LEAST_MEMORY)
+        for segment in bench.segments:
+            asked.clear()
+            bench.runner.run(segment)
+            kept = [each[:2] for each in asked if each[2]]
+            last = [each[:2] for each in asked if not each[2]]
+            # Short tensors are read once for all passes; of the others every pass reads the same.
+            assert set(kept) <= set(last)
+            assert len(kept) % max(1, len(set(kept))) == 0
+            assert len(last) == len(set(last))
+        assert bool(kept) is (passes > 0)
