@@ -20,8 +20,8 @@ class RunOptions:
     workers: int | None = None
     """Number of workers; None: one per GPU, or where there is none one for each 4 CPU cores."""
     memory: int | None = None
-    """Bytes that a worker may use beyond an idle one; None: a share of what is free here, or 1 GiB where
-    ``address`` is given."""
+    """Bytes that a worker may use beyond an idle one; None: a share of what is free here and at most 512 MiB, or
+    what the plan needs; 1 GiB where ``address`` is given."""
     device: Device = "auto"
     """Where arithmetic runs; ``auto`` takes a GPU where there is one that makes the run faster."""
     address: str | None = None
