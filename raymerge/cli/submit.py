@@ -60,7 +60,7 @@ def submit(
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Workers; by default one per GPU, else one for each 4 CPU cores."),
+        typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
     ] = None,
     threads: Annotated[
         int | None,

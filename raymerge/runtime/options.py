@@ -18,9 +18,10 @@ class RunOptions:
     """Run options of one submission."""
 
     workers: int | None = None
-    """Number of workers; None: one per GPU, or where there is none one for each 4 CPU cores."""
+    """Number of workers; None: one per GPU, or where there is none one for each 3 or 4 CPU
+    cores, at most 8 on a machine."""
     memory: int | None = None
-    """Bytes that a worker may use beyond an idle one; None: a share of what is free here and at most 512 MiB, or
+    """Bytes that a worker may use beyond an idle one; None: a share of what is free here, at most 512 MiB or
     what the plan needs; 1 GiB where ``address`` is given."""
     device: Device = "auto"
     """Where arithmetic runs; ``auto`` takes a GPU where there is one that makes the run faster."""
