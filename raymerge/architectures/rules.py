@@ -13,7 +13,9 @@ from typing import Any, Literal
 Projection = Literal["gate", "up", "down", "gate_up"]
 """A matrix of a gated feed-forward network, or two stored as one."""
 
-LayoutKind = Literal["out_in", "in_out", "in_out_interleaved", "rows", "rows_transposed", "unknown"]
+LayoutKind = Literal[
+    "out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed", "unknown"
+]
 """How fused experts lie: [E, P*F, d]; [E, d, P*F]; the same with columns taking turns; [E*F, d]; [E*F, d]
 whose logical matrix is [d, F]; or not to be told from config and family."""
 

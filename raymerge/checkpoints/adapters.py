@@ -110,6 +110,19 @@ class Adapter:
     """Every other file that belongs to it (tokenizer, licence)."""
 
     @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that a tensor consists of: itself."""
+        return (name,)
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one belongs to: itself."""
+        return stored
+
+    @property
     def num_changes(self) -> int:
         """Tensors of the model that the adapter changes."""
         weights = {f"{module}.weight" for module in self.factors}

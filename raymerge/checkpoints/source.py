@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
@@ -18,6 +18,9 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local import LocalStore
 from raymerge.storage.store import FileInfo, ReadStore
+
+if TYPE_CHECKING:
+    from raymerge.checkpoints.numbers import Packs
 
 CONFIG_FILE = "config.json"
 """The file that describes the model's architecture."""
@@ -93,6 +96,22 @@ class Checkpoint:
     """What stands for the files of a checkpoint that is yet to be made; None where they are there."""
     is_single_file: bool = False
     """Whether it is one file and not a directory: what lies beside that file is no part of it."""
+    packs: Packs | None = None
+    """What of it is codes with scales, where ``tensors`` has each of those as one tensor of numbers."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors if self.packs is None else self.packs.stored
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the tensor of a name consists of."""
+        packed = None if self.packs is None else self.packs.packed.get(name)
+        return (name,) if packed is None else packed.stored
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one is, or belongs to."""
+        return stored if self.packs is None else self.packs.members.get(stored, stored)
 
     @property
     def is_raw(self) -> bool:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-FusedKind = Literal["out_in", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
+FusedKind = Literal["out_in", "out_in_interleaved", "in_out", "in_out_interleaved", "rows", "rows_transposed"]
 """How experts are stored together.
 
-``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``in_out_interleaved`` the same with the projections taking
-turns column by column; ``rows`` [E*F, d]; ``rows_transposed`` [E*F, d] whose logical matrix is [d, F].
-The first three also hold biases [E, P*F].
+``out_in`` [E, P*F, d]; ``in_out`` [E, d, P*F]; ``out_in_interleaved`` and ``in_out_interleaved`` the same
+with the projections taking turns row by row or column by column; ``rows`` [E*F, d]; ``rows_transposed``
+[E*F, d] whose logical matrix is [d, F]. All but the last two also hold biases [E, P*F].
 """
 
 
@@ -125,7 +125,7 @@ def _row_views(
 
 def _check_stack(kind: FusedKind, shape: tuple[int, ...], num_projections: int, num_experts: int) -> None:
     fits = len(shape) in (2, 3) and num_projections >= 1 and num_experts >= 1 and shape[0] == num_experts
-    joined = -1 if kind != "out_in" or len(shape) == 2 else 1
+    joined = 1 if kind in ("out_in", "out_in_interleaved") and len(shape) == 3 else -1
     if not fits or shape[joined] % num_projections:
         raise ValueError(
             f"a tensor of kind {kind} with {num_experts} experts and {num_projections} projections "
@@ -138,13 +138,14 @@ def _stack_view(
 ) -> View:
     expert, projection = place
     start = expert * prod(shape[1:])
-    step = num_projections if kind == "in_out_interleaved" else 1
+    step = num_projections if kind in ("in_out_interleaved", "out_in_interleaved") else 1
     if len(shape) == 2:
         size = shape[1] // num_projections
         return View(start + projection * (1 if step > 1 else size), (size,), (step,))
-    if kind == "out_in":
+    if kind in ("out_in", "out_in_interleaved"):
         rows, columns = shape[1] // num_projections, shape[2]
-        return View(start + projection * rows * columns, (rows, columns), (columns, 1))
+        first = projection * (1 if step > 1 else rows) * columns
+        return View(start + first, (rows, columns), (step * columns, 1))
     inputs, outputs = shape[1], shape[2] // num_projections
     first = projection if step > 1 else projection * outputs
     return View(start + first, (outputs, inputs), (step, shape[2]))

@@ -19,6 +19,7 @@ from raymerge.cli.adapters import (
 )
 from raymerge.cli.messages import guarded
 from raymerge.cli.screen import counted, make_console, own_stdout, put_json
+from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def extract_lora(
     """Write what a model changed of its base as a LoRA adapter that peft loads."""
 
     def verb() -> int:
-        from raymerge.api import ExtractOptions, Limits, Selection
+        with heavy_imports():
+            from raymerge.api import ExtractOptions, Limits, Selection
 
         selection = Selection(tuple(include or ()), tuple(exclude or ()), embeddings, rest)
         options = ExtractOptions(Limits(rank, energy), selection, device)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from raymerge.cli.messages import guarded
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, put_json
+from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def inspect(
 
 
 def _inspect(model: str, *, as_json: bool) -> int:
-    from raymerge.api import inspect
+    with heavy_imports():
+        from raymerge.api import inspect
 
     with own_stdout() as stdout:
         found = inspect(model)

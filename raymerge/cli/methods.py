@@ -10,6 +10,7 @@ from rich.console import Console
 
 from raymerge.cli.messages import guarded
 from raymerge.cli.screen import heading, make_console, make_table
+from raymerge.runtime.importing import heavy_imports
 
 if TYPE_CHECKING:
     from raymerge.methods import Method, Parameter
@@ -33,8 +34,9 @@ def _methods(name: str | None) -> int:
 
 
 def _find(name: str) -> Method:
+    with heavy_imports():
+        from raymerge.methods import find_method, methods
     from raymerge.errors import OptionError, Problem
-    from raymerge.methods import find_method, methods
     from raymerge.recipes import did_you_mean
 
     found = find_method(name)
@@ -46,7 +48,8 @@ def _find(name: str) -> Method:
 
 
 def _show_all(console: Console) -> None:
-    from raymerge.methods import methods
+    with heavy_imports():
+        from raymerge.methods import methods
 
     rows = [(m.name, f"{m.base}", f"{m.access}", m.paper, m.summary) for m in methods().values()]
     console.print(make_table(("method", "base_model", "access", "arXiv", "what it does"), rows))

@@ -26,6 +26,7 @@ from raymerge.cli.simulate import (
     show_total,
     taken_for_recipe,
 )
+from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -193,8 +194,9 @@ def read_memory(memory: str | None) -> int | None:
 
 def explain_all(recipe: str, output: str, options: RunOptions) -> tuple[Account, ...]:
     """The merges of a recipe's file under run options, in the order in which they are carried out."""
-    from raymerge.api import plan_for
-    from raymerge.runtime.chain import kept_steps
+    with heavy_imports():
+        from raymerge.api import plan_for
+        from raymerge.runtime.chain import kept_steps
 
     merges = plan_for(recipe, output)
     made = kept_steps(merges, Path(output))

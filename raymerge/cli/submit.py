@@ -28,6 +28,7 @@ from raymerge.cli.progress import make_progress
 from raymerge.cli.routing import show_routing
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
+from raymerge.runtime.importing import heavy_imports
 from raymerge.runtime.options import Device, RunOptions
 from raymerge.units import format_size
 
@@ -133,7 +134,8 @@ def _terminable() -> Iterator[None]:
 def _carry_out(request: Request, stdout: IO[str]) -> int:
     with _terminable():
         with make_console(sys.stderr).status("reading the recipe"):
-            from raymerge.api import merges_adapters
+            with heavy_imports():
+                from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
         return _merge_adapters(request, stdout) if is_of_adapters else _submit(request, stdout)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.screen import counted, make_console, printable, put_json
+from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def verify(
 
 
 def _verify(out: str, *, as_json: bool) -> int:
-    from raymerge.api import verify
+    with heavy_imports():
+        from raymerge.api import verify
 
     verdict = verify(out)
     if as_json:

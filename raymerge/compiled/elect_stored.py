@@ -75,13 +75,13 @@ def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[n
         load_deltas(inputs.words, inputs.places, begin, size, rows)
         for source in range(num_sources):
             row = rows[1 + source, :size]
-            _write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
+            write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
         merge_factors(rows[0, :size], deltas, thinned, how, merged[:size])
         narrow(merged[:size], out[begin : begin + size])
 
 
 @compiled
-def _write_factors(
+def write_factors(
     delta: NDArray[np.float32], ranked: Ranked, source: int, start: int, out: NDArray[np.float32]
 ) -> None:
     """What each element of some rows of a delta is multiplied by."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -48,6 +49,18 @@ class _LoopCache(FunctionCache):
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._cache_file: Any = _CodeFiles(Path(self._cache_path), self._impl.filename_base)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for these types; None if nothing was.
+
+        numba has its compiler ready before it looks, which takes several times as long as the rest of the
+        import of numba, with 20 MB of memory that stay. What is compiled already needs only what it calls;
+        a compiler that is wanted after all gets itself ready.
+        """
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled; a full or read-only disk is no reason not to go on with it."""

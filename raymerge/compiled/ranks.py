@@ -1,16 +1,21 @@
 """Rows thinned by the rank of each element's magnitude, for DELLA.
 
-Ranks need a sort, and this one takes a few nanoseconds an element: a map from magnitude to bucket that fits
-most rows spreads them to about one for every two buckets, and insertion puts right what shares a bucket.
-Where the map does not fit, and that costs more than it should, the row is sorted digit by digit instead.
+Differences of 16-bit numbers have few magnitudes, a few hundred in a row of thousands, so their ranks come
+from counting: how many are smaller, and how many equal ones are before. All others need a sort, which takes
+a few nanoseconds an element: a map from magnitude to bucket that fits most rows spreads them to about one for
+every two buckets, and insertion puts right what shares a bucket. Where the map does not fit, and that costs
+more than it should, the row is sorted digit by digit instead.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.compiled.jit import compiled
+from raymerge.compiled.jit import compiled, inlined
+from raymerge.compiled.selection import RUN, Finder, make_finder, places
 
 # Magnitudes are ordered as the bits of their float32, without the sign. All NaN are equal, above infinity.
 _MAGNITUDE, _NAN = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0001)
@@ -23,6 +28,38 @@ _MOST_BUCKETS = 1 << 24
 _LARGEST_MEAN = 1e30
 # Twice over all that a row whose elements are spread evenly takes, many times over.
 _MOVES_PER_ELEMENT = 2
+
+# A level holds the magnitudes that differ in no more than these bits, and counting knows the levels of the 16
+# octaves below the largest magnitude. Each has two buckets: the first for the one magnitude that has none of
+# those bits, the second for the others, which are few and need an order of their own.
+_LOST, _LOST_BITS = np.uint32(16), np.uint32(0xFFFF)
+_TOP_LEVEL = np.uint32(2047)
+# Bucket b lies at (b % _STEPS) * _BANDS + b // _STEPS, so that bands of them are added up side by side.
+_STEPS, _BANDS, _STEP_BITS, _BAND_BITS = 16, 256, np.uint32(4), np.uint32(8)
+# That bit of where it lies tells a second bucket.
+_OTHER = np.uint16(_BANDS)
+# Rows whose places 16 bits tell, and that are worth the counts of all buckets.
+_SHORTEST, _LONGEST = 1024, 1 << 16
+_MOST_OTHERS = 8
+
+
+class Counted(NamedTuple):
+    """Arrays for rows that are counted, most of them in the memory in which other rows are sorted."""
+
+    buckets: NDArray[np.uint16]
+    """Where each element's bucket lies."""
+    counts: NDArray[np.uint16]
+    """Of each bucket, and then how many elements come before its next one."""
+    others: NDArray[np.uint32]
+    """Indices of the elements that share a level with other magnitudes."""
+    ranks: NDArray[np.uint32]
+    """Ranks that they have among them."""
+    numbers: NDArray[np.int32]
+    """Numbers of those elements."""
+    places: NDArray[np.uint64]
+    """Those elements by rank, 0 for none."""
+    finder: Finder
+    """Finds them."""
 
 
 @compiled
@@ -38,16 +75,147 @@ def thin_rows(delta: NDArray[np.float32], ranks: NDArray[np.int64], out: NDArray
         out: ``[n]``; as int32, the elements' numbers. Overwritten.
     """
     length, numbers = ranks.size, out.view(np.int32)
-    places, spare = np.empty(length, np.uint64), np.empty(length, np.uint64)
+    order, spare = np.zeros(length, np.uint64), np.empty(length, np.uint64)
     counts = np.empty(min(2 * length, _MOST_BUCKETS) + 1, np.uint32)
+    counted, is_counted = _make_counted(order, spare, counts), _SHORTEST <= length < _LONGEST
     for first in range(0, out.size, length):
         row, own = delta[first : first + length], numbers[first : first + length]
-        if not _sort_by_buckets(row, places, spare.view(np.uint32)[:length], counts):
-            _sort_by_digits(row, places, spare)
+        # A row that has many magnitudes is seldom followed by one that has few.
+        is_counted = is_counted and _thin_by_counts(row, ranks, own, counted)
+        if is_counted:
+            continue
+        if not _sort_by_buckets(row, order, spare.view(np.uint32)[:length], counts):
+            _sort_by_digits(row, order, spare)
         for rank in range(length):
-            index, entry = np.int64(places[rank] & _INDEX), ranks[rank]
-            # One read of both, before the comparison, leaves no branch to guess wrongly half of the time.
-            own[index] = np.int32(entry) if np.int64(own[index]) <= entry >> 32 else np.int32(0)
+            index = np.int64(order[rank] & _INDEX)
+            own[index] = _thinned(own[index], ranks[rank])
+
+
+@inlined
+def _thinned(number: np.int32, entry: np.int64) -> np.int32:
+    """What becomes of an element with that number, by what becomes of its rank.
+
+    All is read before the comparison, which leaves no branch to guess wrongly half of the time.
+    """
+    return np.int32(entry) if np.int64(number) <= entry >> 32 else np.int32(0)
+
+
+@inlined
+def _make_counted(
+    order: NDArray[np.uint64], spare: NDArray[np.uint64], counts: NDArray[np.uint32]
+) -> Counted:
+    """For rows of that length, of which none is counted any more once one is sorted; ``order`` is all 0."""
+    length, most = order.size, order.size // _MOST_OTHERS
+    return Counted(
+        buckets=counts.view(np.uint16)[:length],
+        counts=np.empty((1 + _STEPS) * _BANDS, np.uint16),
+        others=counts[length : length + most],
+        ranks=counts[length + most : length + 2 * most],
+        numbers=spare.view(np.int32)[:length],
+        places=order,
+        finder=make_finder(),
+    )
+
+
+@compiled
+def _thin_by_counts(
+    row: NDArray[np.float32], ranks: NDArray[np.int64], own: NDArray[np.int32], room: Counted
+) -> bool:
+    """Overwrite the numbers of a row by factors; False, and nothing done, where it has many magnitudes."""
+    buckets, counts = room.buckets, room.counts
+    if _write_buckets(row, buckets) * _MOST_OTHERS > row.size:
+        return False
+    counts[:] = 0
+    following = counts[_BANDS:]
+    for bucket in buckets:
+        following[bucket] += np.uint16(1)
+    num_others, crowd = _list_others(buckets, room.others, room.finder), 0
+    for index in room.others[:num_others]:
+        crowd += following[buckets[index]]
+    if crowd > _MOVES_PER_ELEMENT * row.size:
+        return False
+    _add_up(counts)
+    _order_others(row, own, room, num_others)
+    for index in range(row.size):
+        bucket = buckets[index]
+        rank = counts[bucket]
+        counts[bucket] = rank + np.uint16(1)
+        own[index] = _thinned(own[index], ranks[rank])
+    for rank in room.ranks[:num_others]:
+        index = np.int64(room.places[rank] & _INDEX)
+        own[index] = _thinned(room.numbers[index], ranks[rank])
+        room.places[rank] = 0
+    return True
+
+
+@compiled
+def _write_buckets(row: NDArray[np.float32], buckets: NDArray[np.uint16]) -> int:
+    """Write where each element's bucket lies, and return how many are not alone in their level."""
+    patterns, top, others = row.view(np.uint32), np.uint32(0), np.uint32(0)
+    for index in range(patterns.size):
+        magnitude = np.uint32(patterns[index] & _MAGNITUDE)
+        top = max(top, magnitude)
+    top = np.uint32(min(top, _NAN) >> _LOST)
+    low = np.uint32((max(top, _TOP_LEVEL) - _TOP_LEVEL) << _LOST)
+    for index in range(patterns.size):
+        magnitude = min(np.uint32(patterns[index] & _MAGNITUDE), _NAN)
+        # What is below all levels, but 0, counts as one of several magnitudes of the lowest.
+        below = np.uint32(1) if magnitude != np.uint32(0) else np.uint32(0)
+        distance = np.uint32(magnitude - low) if magnitude > low else below
+        other = np.uint32(1) if distance & _LOST_BITS else np.uint32(0)
+        others = np.uint32(others + other)
+        bucket = np.uint32(np.uint32(distance >> _LOST << np.uint32(1)) | other)
+        step = np.uint32(np.uint32(bucket & np.uint32(_STEPS - 1)) << _BAND_BITS)
+        buckets[index] = np.uint16(step | np.uint32(bucket >> _STEP_BITS))
+    return int(others)
+
+
+@inlined
+def _list_others(buckets: NDArray[np.uint16], others: NDArray[np.uint32], finder: Finder) -> int:
+    """Write the indices of what is in the second bucket of a level, in no order; how many there are."""
+    num_others = 0
+    for begin in range(0, buckets.size, RUN):
+        run = buckets[begin : begin + RUN]
+        for index in range(run.size):
+            finder.flags[index] = (run[index] & _OTHER) != np.uint16(0)
+        finder.flags[run.size :] = 0
+        for place in finder.found[: places(finder)]:
+            others[num_others] = begin + place
+            num_others += 1
+    return num_others
+
+
+@inlined
+def _add_up(counts: NDArray[np.uint16]) -> None:
+    """From the counts of the buckets, each a step further on, how many elements are in those before each."""
+    for begin in range(_BANDS, counts.size - _BANDS, _BANDS):
+        counted, following = counts[begin : begin + _BANDS], counts[begin + _BANDS : begin + 2 * _BANDS]
+        for band in range(_BANDS):
+            following[band] += counted[band]
+    bands, before = counts[counts.size - _BANDS :], 0
+    for band in range(_BANDS):
+        count = bands[band]
+        bands[band] = before
+        before += count
+    for begin in range(0, counts.size - _BANDS, _BANDS):
+        counted = counts[begin : begin + _BANDS]
+        for band in range(_BANDS):
+            counted[band] += bands[band]
+
+
+@inlined
+def _order_others(row: NDArray[np.float32], own: NDArray[np.int32], room: Counted, num_others: int) -> None:
+    """Find the ranks of what shares a bucket with other magnitudes, and put the numbers aside."""
+    counts, places = room.counts, room.places
+    for number in range(num_others):
+        index = room.others[number]
+        bucket, place = room.buckets[index], _place(row, index)
+        rank = counts[bucket]
+        counts[bucket] = rank + np.uint16(1)
+        places[_make_room(places, rank, place)] = place
+        room.ranks[number], room.numbers[index] = rank, own[index]
+    for index in room.others[:num_others]:
+        counts[room.buckets[index]] -= np.uint16(1)
 
 
 @compiled
@@ -109,7 +277,7 @@ def _sum_up(counts: NDArray[np.uint32]) -> None:
         total += count
 
 
-@compiled
+@inlined
 def _place(row: NDArray[np.float32], index: int) -> np.uint64:
     """An element's magnitude and index as one number."""
     magnitude = min(row.view(np.uint32)[index] & _MAGNITUDE, _NAN)
@@ -138,7 +306,7 @@ def _insert(places: NDArray[np.uint64], most_moves: int) -> bool:
     return True
 
 
-@compiled
+@inlined
 def _make_room(places: NDArray[np.uint64], gap: int, place: np.uint64) -> int:
     """Move what is larger than ``place`` up by one, from below ``gap`` on; where the gap then is."""
     while gap > 0 and places[gap - 1] > place:

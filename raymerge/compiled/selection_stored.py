@@ -6,61 +6,78 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.compiled.bf16 import CHUNK, load_deltas, widened
+from raymerge.compiled.elect_few import MOST, FewInputs
 from raymerge.compiled.jit import compiled, inlined
-from raymerge.compiled.selection import EVERY, RUN, Bins, count, make_finder, places, spread
+from raymerge.compiled.selection import RUN, Bins, add_one, count, make_finder, places, spread
+from raymerge.compiled.spread_few import count_spread_few, counts_few
 from raymerge.compiled.sums import add_values
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
+# What is above each of two places is counted in one number.
+_BITS_OF_OVER, _ALL_OF_OVER = 16, np.uint32(0xFFFF)
 
 
 @compiled
 def count_delta(
-    words: NDArray[np.uint16], first: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
-) -> tuple[int, int]:
+    words: NDArray[np.uint16],
+    first: NDArray[np.int64],
+    size: int,
+    bins: tuple[Bins, ...],
+    counts: tuple[NDArray[np.int64], ...],
+    above: NDArray[np.int64],
+) -> None:
     """Count the magnitudes of one delta as ``selection.count`` does, never writing them down.
 
     Args:
         words: memory that holds base and source.
         first: where in it they begin, ``[2]``.
         size: elements of each.
-        bins: where to count.
-        counts: one for each bin, added to.
-
-    Returns:
-        how many are not below ``bins.high``, and all distances of those inside from ``bins.low``, or-ed.
+        bins: where to count, one place or two: not everywhere, which is ``count_every``.
+        counts: for each place one for each bin, added to.
+        above: for each place how many are not below its ``high``, added to.
     """
-    if bins.high - bins.low == EVERY:
-        return 0, _count_all(words[first[0] :][:size], words[first[1] :][:size], bins.shift, counts)
-    above, bits, finder = 0, 0, make_finder()
-    low, width = bins.low, np.uint32(bins.high - bins.low)
+    finder = make_finder()
     for begin in range(0, size, RUN):
         length, over = min(RUN, size - begin), np.uint32(0)
         base = words[first[0] + begin : first[0] + begin + length]
         source = words[first[1] + begin : first[1] + begin + length]
         finder.flags[length:] = 0
         for i in range(length):
-            magnitude = _magnitude(source[i], base[i])
-            finder.flags[i] = np.uint32(magnitude - low) < width
-            over = np.uint32(over + np.uint32(magnitude >= bins.high))
-        above += int(over)
-        for place in finder.found[: places(finder)]:
-            distance = np.uint32(_magnitude(source[place], base[place]) - low)
-            counts[distance >> bins.shift] += 1
-            bits |= int(distance)
-    return above, bits
+            magnitude, is_inside = _magnitude(source[i], base[i]), False
+            for place in range(len(bins)):
+                is_inside |= _is_inside(magnitude, bins[place])
+                # A run is too short to overflow 16 bits.
+                one = np.uint32(1 << _BITS_OF_OVER * place)
+                over = np.uint32(over + (one if magnitude >= bins[place].high else np.uint32(0)))
+            finder.flags[i] = is_inside
+        for place in range(len(bins)):
+            above[place] += (over >> np.uint32(_BITS_OF_OVER * place)) & _ALL_OF_OVER
+        for element in finder.found[: places(finder)]:
+            at = np.uint64(element)
+            magnitude = _magnitude(source[at], base[at])
+            for place in range(len(bins)):
+                if _is_inside(magnitude, bins[place]):
+                    add_one(np.uint32(magnitude - bins[place].low), bins[place].shift, counts[place])
+
+
+@inlined
+def _is_inside(magnitude: np.uint32, bins: Bins) -> bool:
+    """Whether a magnitude is counted."""
+    return bool(np.uint32(magnitude - bins.low) < np.uint32(bins.high - bins.low))
 
 
 @compiled
-def _count_all(
-    base: NDArray[np.uint16], source: NDArray[np.uint16], shift: np.uint32, counts: NDArray[np.int64]
-) -> int:
-    """``selection.count_all`` of a delta."""
-    bits = 0
-    for i in range(base.size):
-        magnitude = _magnitude(source[i], base[i])
-        counts[magnitude >> shift] += 1
-        bits |= int(magnitude)
-    return bits
+def count_every(
+    words: NDArray[np.uint16],
+    first: NDArray[np.int64],
+    size: int,
+    shift: np.uint32,
+    counts: NDArray[np.int64],
+) -> None:
+    """``selection.count_all`` of a delta; see ``count_delta``."""
+    base, source = words[first[0] :][:size], words[first[1] :][:size]
+    for i in range(size):
+        add_one(_magnitude(source[i], base[i]), shift, counts)
 
 
 @inlined
@@ -69,10 +86,9 @@ def _magnitude(source: np.uint16, base: np.uint16) -> np.uint32:
     return np.float32(widened(source) - widened(base)).view(np.uint32) & _MAGNITUDE
 
 
-@compiled
 def count_spread(
     words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Count how far the deltas of each element lie apart, as ``selection.spread`` has it.
 
     Args:
@@ -83,18 +99,36 @@ def count_spread(
         counts: one for each bin, added to.
 
     Returns:
-        the numbers of ``count_delta``, and in how many elements deltas differ.
+        the number of ``count_delta``, and in how many elements deltas differ.
     """
-    above, bits, differing = 0, 0, 0
+    if not 1 < places.size - 1 <= MOST:
+        return count_spread_of_rows(words, places, size, bins, counts)
+    return _count_spread_of_few(FewInputs(words, tuple(places.astype(np.uint64)), 0), size, bins, counts)
+
+
+@compiled
+def _count_spread_of_few(
+    inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]
+) -> tuple[int, int]:
+    """The same of few sources, compiled with both ways."""
+    if counts_few(bins):
+        return count_spread_few(inputs, size, bins, counts)
+    return count_spread_of_rows(inputs.words, np.array(inputs.places).astype(np.int64), size, bins, counts)
+
+
+@compiled
+def count_spread_of_rows(
+    words: NDArray[np.uint16], places: NDArray[np.int64], size: int, bins: Bins, counts: NDArray[np.int64]
+) -> tuple[int, int]:
+    """The same, source by source."""
+    above, differing = 0, 0
     rows, deviations = np.empty((places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
     for begin in range(0, size, CHUNK):
         length = min(CHUNK, size - begin)
         load_deltas(words, places, begin, length, rows)
         differing += spread(rows[1:].reshape(-1), CHUNK, places.size - 1, deviations[:length])
-        more, others = count(deviations[:length].view(np.uint32), bins, counts)
-        above += more
-        bits |= others
-    return above, bits, differing
+        above += count(deviations[:length].view(np.uint32), bins, counts)
+    return above, differing
 
 
 @compiled

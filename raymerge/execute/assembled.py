@@ -120,10 +120,24 @@ class RawRows:
     """Bytes of the factors of each term's product, the same for every tile of a row."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RawCodes:
+    """The bytes of what a tile takes of an input that is stored as codes with scales."""
+
+    codes: torch.Tensor
+    """uint8, whole bands of rows."""
+    scales: torch.Tensor
+    """Those of the bands, uint8."""
+
+    def to(self, device: torch.device) -> RawCodes:
+        """Both on a device; copied there without waiting for it."""
+        return RawCodes(*(each.to(device, non_blocking=True) for each in (self.codes, self.scales)))
+
+
 Input: TypeAlias = Read | AssembledInput
 """What feeds a part: bytes as they are stored, or rows of several matrices."""
 
-RawInput: TypeAlias = torch.Tensor | RawRows
+RawInput: TypeAlias = torch.Tensor | RawCodes | RawRows
 """What a tile takes of an input: uint8 bytes on the host."""
 
 Raw: TypeAlias = Sequence[RawInput]

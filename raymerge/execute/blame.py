@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+import torch
+
+from raymerge.checkpoints.codecs import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows, Taken
+from raymerge.execute.assembled import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, Taken
+from raymerge.execute.decoding import numbers
 from raymerge.execute.finite import first_non_finite
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.planner.expressions import Read, Term
+
+
+class StoredByte(NamedTuple):
+    """One byte of a source."""
+
+    source: int
+    """Index of the source."""
+    key: str
+    """Its file."""
+    byte: int
+    """Place in that file."""
 
 
 def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
@@ -26,13 +43,13 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
             for each, held in zip(row.inputs, raw, strict=True):
                 found = non_finite_byte(tile, each, held)
                 if found is not None:
-                    source, place = found
                     return Problem(
-                        f"{names[source.source]}: {row.tensor}",
-                        f"the source holds NaN or infinity, here first at byte {place} of {source.key}.",
+                        f"{names[found.source]}: {row.tensor}",
+                        f"the source holds NaN or infinity, here first at byte {found.byte} of {found.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
-    cast = row.expression.cast
+    # Codes can hold whatever float32 can: their scales are made to fit.
+    cast = DType.F32 if row.expression.encode is not None else row.expression.cast
     wider = "a wider out_dtype (bfloat16, float32) or " if cast is DType.F16 else ""
     return Problem(
         row.tensor,
@@ -41,31 +58,49 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
     )
 
 
-def non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> tuple[Read, int] | None:
-    """The first NaN or infinity of an input's bytes for a tile: whose it is, and at which byte of its file.
-
-    None where all of them are finite.
-    """
+def non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte | None:
+    """The first NaN or infinity of an input's bytes for a tile; None where all of them are finite."""
     if isinstance(source, AssembledInput):
         return _in_rows(source, raw) if isinstance(raw, RawRows) else None
     if isinstance(raw, RawRows):
         return None
+    if isinstance(raw, RawCodes):
+        return _in_codes(tile, source, raw)
     found = first_non_finite(raw.numpy(), source.dtype)
-    return None if found is None else (source, tile.span(source)[0] + source.dtype.nbytes(found))
+    return None if found is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(found))
 
 
-def _in_rows(source: AssembledInput, raw: RawRows) -> tuple[Read, int] | None:
+def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
+    """A scale that is not finite, or else a code that makes no finite number with its scale."""
+    scales = source.scales
+    if scales is None:
+        return None
+    dtype = scales.encoding.scale_dtype
+    lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
+    if len(lost):
+        return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
+    values = numbers(raw, replace(source, view=None)).view(torch.uint8)
+    found = first_non_finite(values.numpy(), DType.F32)
+    # Several codes may lie in one byte.
+    return None if found is None else _at(source, tile.span(source)[0] + found * source.dtype.bits // 8)
+
+
+def _in_rows(source: AssembledInput, raw: RawRows) -> StoredByte | None:
     for number, term in enumerate(source.terms):
         found = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
         if found is not None:
             place = _element(term, raw.taken[number], found, source.num_columns)
-            return term.read, term.read.offset + term.read.dtype.nbytes(place)
+            return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
         factors = term.product.factors if term.product is not None else ()
         for factor, data in zip(factors, raw.factors[number], strict=True):
             found = first_non_finite(data.numpy(), factor.dtype)
             if found is not None:
-                return factor, factor.offset + factor.dtype.nbytes(found)
+                return _at(factor, factor.offset + factor.dtype.nbytes(found))
     return None
+
+
+def _at(read: Read, byte: int) -> StoredByte:
+    return StoredByte(read.source, read.key, byte)
 
 
 def _element(term: Term, taken: Taken, found: int, num_columns: int) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import AssembledInput, Input, Raw, RawInput, RawRows
+from raymerge.execute.assembled import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows
 from raymerge.execute.assembler import Assembler
-from raymerge.execute.decoding import is_aligned, typed
+from raymerge.execute.decoding import is_aligned, numbers, typed
 from raymerge.execute.jobs import JobPart
 from raymerge.methods import (
     Access,
@@ -24,7 +24,7 @@ from raymerge.methods import (
     find_method,
     gather,
     random_key,
-    sample_runs,
+    sampled,
 )
 from raymerge.planner.expressions import Expression, Read
 from raymerge.storage.buffers import aligned_buffer
@@ -202,13 +202,7 @@ class PartComputation:
 
     def sample_within(self, raw: Raw) -> Tile:
         """The sample of the tensor where all of it is there."""
-        runs = sample_runs(self._num_elements)
-        return self.sample(
-            [
-                torch.cat([each[s.dtype.nbytes(first) :][: s.dtype.nbytes(count)] for first, count in runs])
-                for each, s in self._plain(raw)
-            ]
-        )
+        return self.sample([sampled(each, self._num_elements) for each, _ in self._plain(raw)])
 
     def _typed(self, raw: Raw) -> list[torch.Tensor]:
         """The elements of all inputs as they are stored, in logical order."""
@@ -241,6 +235,8 @@ class PartComputation:
             return typed(raw, source, self._scratch.device)
         if isinstance(raw, RawRows) and assembler is not None:
             return assembler.elements(raw)
+        if isinstance(raw, RawCodes) and isinstance(source, Read):
+            return numbers(raw, source)
         raise TypeError(f"an input of {self._part.logical} was read as another kind of input")
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
+from raymerge.execute.assembled import RawCodes
 from raymerge.execute.jobs import RowJob
 from raymerge.planner.elements import strided, torch_dtype
 from raymerge.planner.expressions import Read
@@ -36,6 +38,22 @@ def is_aligned(raw: torch.Tensor, dtype: DType) -> bool:
 def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
     """Stored bytes as a new float32 ``[n]`` tensor on the device, in logical order; see ``typed``."""
     return typed(raw, source, device).to(torch.float32, copy=True)
+
+
+def numbers(raw: RawCodes, source: Read) -> torch.Tensor:
+    """Codes with scales as float32 ``[n]`` on their device, in logical order.
+
+    Args:
+        raw: whole bands of rows.
+        source: what they mean, and their view.
+    """
+    scales = source.scales
+    if scales is None:
+        raise TypeError("an input of numbers was read as codes")
+    rows = raw.codes.numel() * 8 // source.dtype.bits // scales.columns
+    packing = scales.encoding.packing((rows, scales.columns))
+    found = codec_of(packing.format).decode(packing, raw.codes, raw.scales).flatten()
+    return found if source.view is None else strided(found, source.view).contiguous().flatten()
 
 
 def rounded(result: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -14,9 +14,17 @@ _EXPONENTS: dict[DType, tuple[type[np.unsignedinteger], int]] = {
     DType.F32: (np.uint32, 0x7F800000),
     DType.F64: (np.uint64, 0x7FF0000000000000),
 }
+_WORD = 8
+_LANES = {
+    dtype: tuple(
+        np.uint64(sum(bits << shift for shift in range(0, 8 * _WORD, 8 * np.dtype(kind).itemsize)))
+        for bits in (mask, 1, 1 << (8 * np.dtype(kind).itemsize - 1))
+    )
+    for dtype, (kind, mask) in _EXPONENTS.items()
+}
+"""For every element of a word: the exponent bits, the lowest bit and the highest."""
 _CHUNK = 1 << 15
 """Elements looked at together, so that looking takes no memory worth counting."""
-_WORD = 8
 
 
 def first_non_finite(data: npt.NDArray[np.uint8], dtype: DType) -> int | None:
@@ -48,8 +56,6 @@ def _has_any(data: npt.NDArray[np.uint8], dtype: DType) -> bool:
     if lead % width or count <= 0:
         return data.size > 0
     words = data[lead : lead + count * _WORD].view(np.uint64)
-    lanes = [8 * width * lane for lane in range(_WORD // width)]
-    each = (np.uint64(sum(bits << shift for shift in lanes)) for bits in (mask, 1, 1 << (8 * width - 1)))
-    ends = (data[:lead], data[lead + count * _WORD :])
+    ends = (end for end in (data[:lead], data[lead + count * _WORD :]) if end.size)
     full = any(bool((end.view(kind) & kind(mask) == mask).any()) for end in ends)
-    return full or has_full(words, *each)
+    return full or has_full(words, *_LANES[dtype])

@@ -17,6 +17,7 @@ from raymerge.planner.assembly_memory import assembly_need
 from raymerge.planner.columns import RunReader, ints
 from raymerge.planner.expressions import Expression, Read
 from raymerge.planner.memory import InputNeed, Need, RowSize, row_need
+from raymerge.planner.scales import read_scales
 from raymerge.planner.tables import Plan
 
 
@@ -56,6 +57,8 @@ class RowJob:
     """Its logical tensors."""
     places: tuple[tuple[str, int], ...]
     """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
+    scales: RowJob | None = None
+    """The row of the scales that are made with it, where its bytes are codes."""
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -78,7 +81,7 @@ class RowJob:
 
 def _input_need(source: Input) -> InputNeed:
     if isinstance(source, Read):
-        return InputNeed(source.dtype, source.nbytes)
+        return InputNeed(source.dtype, source.nbytes, scales=source.scales)
     read = source.terms[0].read
     return InputNeed(read.dtype, read.nbytes, source.need)
 
@@ -94,6 +97,8 @@ class _Row(NamedTuple):
     expression: int
     is_flat: bool
     copy_of: int
+    made_with: int
+    scales: int
     also: list[int]
     first_part: int
     num_parts: int
@@ -114,6 +119,7 @@ class _Input(NamedTuple):
     view_shape: list[int]
     view_strides: list[int]
     assembly: int
+    scales: int
 
 
 class Jobs:
@@ -130,6 +136,8 @@ class Jobs:
         self._places = RunReader(plan["rows"], "shard", "offset")
         self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
         self._inputs = RunReader(plan["inputs"], *_Input._fields)
+        self._scales = RunReader(plan["scales"], *plan["scales"].column_names)
+        self._encodings = plan.encodings
 
     def rows(self, segment: int) -> tuple[RowJob, ...]:
         """The rows that a segment makes, in order; those that another row writes are left out."""
@@ -144,7 +152,7 @@ class Jobs:
         return tuple(
             self._row(first + position, row, self._job_parts(own, reads))
             for position, (row, own, reads) in enumerate(made)
-            if row.copy_of < 0
+            if row.copy_of < 0 and row.made_with < 0
         )
 
     def _row(self, index: int, row: _Row, parts: tuple[JobPart, ...]) -> RowJob:
@@ -160,6 +168,7 @@ class Jobs:
             is_flat=row.is_flat,
             parts=parts,
             places=tuple((self._shards[shard], offset) for shard, offset in places),
+            scales=self._row(row.scales, _Row(*self._rows.row(row.scales)), ()) if row.scales >= 0 else None,
         )
 
     def _job_parts(
@@ -179,7 +188,10 @@ class Jobs:
             return self._assembled(row.assembly)
         view = read_view(row.view_offset, row.view_shape, row.view_strides)
         dtype = self._dtypes[row.dtype]
-        return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view)
+        scales = None
+        if row.scales >= 0:
+            scales = read_scales(self._scales.row(row.scales), self._encodings)
+        return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view, scales=scales)
 
     def _assembled(self, number: int) -> AssembledInput:
         (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()

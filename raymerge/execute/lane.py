@@ -14,14 +14,15 @@ from math import prod
 
 import torch
 
+from raymerge.checkpoints.codecs import codec_of
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
-from raymerge.execute.assembled import Raw
+from raymerge.execute.assembled import Raw, RawCodes
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import scatter
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.loading import NOTHING, LoadBuffer
-from raymerge.execute.output import Fill, Output
+from raymerge.execute.output import Fill, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
@@ -156,7 +157,7 @@ class Lane:
             self._apply(tile, raw, part)
             return
         results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
-        self._emit(row, [results[0] if row.is_flat else scatter(results, row)], 0)
+        self._emit(row, [results[0] if row.is_flat else scatter(results, row)], 0, raw)
 
     def _long(self, stretch: Stretch) -> None:
         """A row of several tiles, or one with padding."""
@@ -212,28 +213,25 @@ class Lane:
         if not isinstance(data, torch.Tensor):
             raise TypeError("a copy of bytes is made of rows")
 
-        def fill(done: int, target: torch.Tensor) -> None:
-            target.copy_(data[done : done + target.numel()])
-
         row, (read,) = tile.row, tile.row.inputs
         skipped = row.expression.cast.nbytes(tile.start)
         is_there = isinstance(read, Read) and self._output.copy_from(
             self._reader.store(read), read, row, tile.span(read)
         )
-        self._output.take(row, skipped, data.numel(), fill, is_there=is_there)
+        self._output.take_stored(row, skipped, data, is_there=is_there)
 
     def _apply(self, tile: TileJob, raw: Raw, part: PartComputation) -> None:
         """Make one tile of a row that is made of one part and in order."""
         row, skipped = tile.row, tile.row.expression.cast.nbytes(tile.start)
         if not tile.piece:
-            self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped)
+            self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped, raw)
             return
         is_plain = row.expression.cast is DType.BF16 and row.places[0][1] % 2 == 0
         is_plain = is_plain and part.unit_bytes <= self._output.most_together
         stored = part.stored(raw, tile.first_element) if is_plain else None
         if stored is None or not part.apply_stored(stored.part(0, 0), NOTHING):
             pieces = part.pieces(raw, tile.first_element, tile.piece)
-            self._emit(row, map(part.apply, pieces), skipped)
+            self._emit(row, map(part.apply, pieces), skipped, raw)
             return
 
         def fill(done: int, target: torch.Tensor) -> None:
@@ -241,13 +239,39 @@ class Lane:
 
         self._output.take(row, skipped, 2 * stored.count, fill, unit=part.unit_bytes)
 
-    def _emit(self, row: RowJob, results: Iterable[torch.Tensor], skipped: int) -> None:
+    def _emit(self, row: RowJob, results: Iterable[torch.Tensor], skipped: int, raw: Raw) -> None:
         """Round results to the output's dtype, one after the other, and hand them over."""
         cast = row.expression.cast
         for result in results:
             nbytes = cast.nbytes(result.numel())
-            self._output.take(row, skipped, nbytes, self._encoder(result, cast))
+            if row.expression.encode is None:
+                self._output.take(row, skipped, nbytes, self._encoder(result, cast))
+            else:
+                self._emit_codes(row, result, raw, skipped)
             skipped += nbytes
+
+    def _emit_codes(self, row: RowJob, result: torch.Tensor, raw: Raw, skipped: int) -> None:
+        """Encode whole bands of a row, and hand over codes and scales."""
+        encode, columns = row.expression.encode, row.parts[0].shape[-1]
+        if encode is None:
+            raise TypeError("a row of numbers is not encoded")
+        if not bool(torch.isfinite(result).all()):
+            raise NotFinite(row)
+        values = result.view(-1, columns)
+        packing = encode.packing((len(values), columns))
+        kept = _kept(row, raw)
+        codes, scales = codec_of(packing.format).encode(packing, values, kept=kept)
+        self._output.take(row, skipped, codes.numel(), self._fetcher(codes))
+        if row.scales is not None:
+            first = skipped * 8 // row.expression.cast.bits // (encode.band * columns)
+            before = first * encode.scales_nbytes(columns)
+            self._output.take(row.scales, before, scales.numel(), self._fetcher(scales))
+
+    def _fetcher(self, data: torch.Tensor) -> Fill:
+        def fill(done: int, target: torch.Tensor) -> Arrival | None:
+            return self._transfers.fetch(data[done : done + target.numel()], target)
+
+        return fill
 
     def _encoder(self, result: torch.Tensor, cast: DType) -> Fill:
         def fill(done: int, target: torch.Tensor) -> Arrival | None:
@@ -288,6 +312,14 @@ def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     # Without a sample, as for one that is made in several tiles: where sums are split is in their last bits.
     part.gather(lambda: (whole,), None)
     return part.apply(whole)
+
+
+def _kept(row: RowJob, raw: Raw) -> torch.Tensor | None:
+    """The scales that a tile's codes had in the first input, where that is stored as the output is."""
+    first, held = row.inputs[0], raw[0]
+    if not isinstance(first, Read) or first.scales is None or not isinstance(held, RawCodes):
+        return None
+    return held.scales if first.scales.encoding == row.expression.encode else None
 
 
 def _by_part(row: RowJob, raw: Raw) -> list[Raw]:

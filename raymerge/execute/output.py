@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -16,11 +16,13 @@ from raymerge.execute.jobs import RowJob
 from raymerge.execute.transfers import Arrival
 from raymerge.execute.turn import Turn
 from raymerge.planner.expressions import Read
-from raymerge.storage.buffers import ALIGNMENT
+from raymerge.storage.buffers import ALIGNMENT, lies_like
 from raymerge.storage.store import ReadStore, WriteStore
 
 UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
+_LEAST_STORED = 1 << 20
+"""Bytes that are worth a write of their own; fewer are written together with their neighbours."""
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], Arrival | None]
 """Writes some bytes of a row, from an offset on, into uint8 ``[n]``, and says when they are there."""
@@ -43,12 +45,6 @@ class _Share:
     nbytes: int
     skipped: int
     """Bytes of the row before these."""
-    is_there: bool
-    """Whether they are in their places already."""
-
-    @property
-    def ends_row(self) -> bool:
-        return self.skipped + self.nbytes == self.row.expression.cast.nbytes(self.row.num_elements)
 
 
 @dataclass(slots=True)
@@ -57,6 +53,8 @@ class _Block:
 
     used: int = 0
     shares: list[_Share] = field(default_factory=list)
+    checked: int = 0
+    """How many of them were looked at."""
     arrival: Arrival | None = None
     """When the last bytes are in; None: all are."""
 
@@ -88,20 +86,20 @@ class Output:
         self._memory = memory
         self._turn = turn
         self._block = _Block()
-        self._hasher = xxhash.xxh3_128()
+        self._hashers: dict[int, xxhash.xxh3_128] = {}
 
-    def take(
-        self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0, is_there: bool = False
-    ) -> None:
+    def take(self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0) -> None:
         """Take bytes of a row.
 
         Args:
-            row: whose they are; its bytes come in order, and so do rows.
+            row: whose they are; its bytes come in order.
             skipped: bytes of it before these.
             nbytes: how many come.
             fill: writes them, in one call or several.
             unit: bytes that ``fill`` is given no part of, at most ``most_together``; 0 for one element.
-            is_there: whether they are in their places already, and only to be checked and digested.
+
+        Raises:
+            NotFinite: a row holds NaN or infinity, this one or one before it.
         """
         done, unit = 0, unit or max(1, row.expression.cast.bits // 8)
         while done < nbytes:
@@ -109,11 +107,39 @@ class Output:
             block = self._block
             count = min(nbytes - done, (self._memory.numel() - place) // unit * unit)
             block.arrival = fill(done, self._memory[place : place + count]) or block.arrival
-            block.shares.append(_Share(row, place, count, skipped + done, is_there))
+            block.shares.append(_Share(row, place, count, skipped + done))
             block.used = place + count
             done += count
+            if block.arrival is None:
+                # While the processor's cache has the bytes.
+                self._check_block(block)
         if not nbytes and not skipped:
             self.digests[str(row.index)] = xxhash.xxh3_128().hexdigest()
+
+    def take_stored(self, row: RowJob, skipped: int, data: torch.Tensor, *, is_there: bool) -> None:
+        """Take bytes of a row as they are, and write them from where they lie if that does as well.
+
+        Args:
+            row: whose they are; as in ``take``.
+            skipped: bytes of it before these.
+            data: uint8; free for other bytes afterwards.
+            is_there: whether they are in their places already, and only to be checked and digested.
+
+        Raises:
+            NotFinite: as in ``take``.
+        """
+        nbytes = data.numel()
+        lies_well = nbytes >= _LEAST_STORED and lies_like(row.places[0][1] + skipped, data.numpy().data)
+        if not is_there and not lies_well:
+            self.take(row, skipped, nbytes, lambda done, part: _copy(data[done : done + part.numel()], part))
+            return
+        if self._block.arrival is not None:
+            # Digests are made in order.
+            self.flush()
+        self._check(row, skipped, data)
+        if not is_there:
+            view = data.numpy().data
+            self._write([(shard, begin + skipped, view) for shard, begin in row.places])
 
     @property
     def most_together(self) -> int:
@@ -153,14 +179,18 @@ class Output:
         if block.arrival is not None:
             with self._turn.away():
                 block.arrival.synchronize()
-        for share in block.shares:
-            self._finish(share)
+        self._check_block(block)
         view = self._memory.numpy().data
+        runs = _runs(block.shares)
+        self._write((shard, offset, view[begin : begin + nbytes]) for shard, offset, begin, nbytes in runs)
+
+    def _write(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
+        """Write bytes to their shards, from offsets on."""
         with self._turn.away():
-            for shard, offset, begin, nbytes in _runs([each for each in block.shares if not each.is_there]):
-                self._staging.write_extent(shard + UNFINISHED, offset, view[begin : begin + nbytes])
+            for shard, offset, view in pieces:
+                self._staging.write_extent(shard + UNFINISHED, offset, view)
                 self.shards.add(shard)
-                self.written_bytes += nbytes
+                self.written_bytes += len(view)
 
     def _room(self, row: RowJob, skipped: int, unit: int) -> int:
         """The place for a row's next byte, where an element fits: at the same byte of a page as it has within
@@ -172,15 +202,27 @@ class Output:
         self.flush()
         return shift
 
-    def _finish(self, share: _Share) -> None:
+    def _check_block(self, block: _Block) -> None:
+        """Look at what is in a block and was not looked at before."""
+        for share in block.shares[block.checked :]:
+            self._check(share.row, share.skipped, self._memory[share.begin : share.begin + share.nbytes])
+            block.checked += 1
+
+    def _check(self, row: RowJob, skipped: int, finished: torch.Tensor) -> None:
         """See that bytes are finite, and digest them."""
-        data: npt.NDArray[np.uint8] = self._memory[share.begin : share.begin + share.nbytes].numpy()
-        if share.row.check_finite and first_non_finite(data, share.row.expression.cast) is not None:
-            raise NotFinite(share.row)
-        self._hasher.update(data.data)
-        if share.ends_row:
-            self.digests[str(share.row.index)] = self._hasher.hexdigest()
-            self._hasher.reset()
+        data: npt.NDArray[np.uint8] = finished.numpy()
+        cast = row.expression.cast
+        if row.check_finite and first_non_finite(data, cast) is not None:
+            raise NotFinite(row)
+        # Scales take turns with their codes, so that two rows may be under way.
+        hasher = self._hashers.setdefault(row.index, xxhash.xxh3_128())
+        hasher.update(data.data)
+        if skipped + data.size == cast.nbytes(row.num_elements):
+            self.digests[str(row.index)] = self._hashers.pop(row.index).hexdigest()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _runs(shares: list[_Share]) -> Iterator[tuple[str, int, int, int]]:

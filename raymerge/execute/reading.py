@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from raymerge.execute.assembled import AssembledInput, Raw, RawInput, RawRows, Taken
+from raymerge.execute.assembled import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.methods import sample_runs
 from raymerge.planner.assembly_memory import HOLE_MOST, REQUEST_MOST
@@ -31,6 +31,8 @@ class _Wanted:
     """Position of the tile in its load."""
     number: int
     """Position of the input in its row."""
+    is_scales: bool
+    """Whether they are scales of the input's codes."""
     source: int
     """Index of the source."""
     key: str
@@ -84,21 +86,35 @@ class LoadReader:
             again: whether the same bytes will be read once more.
         """
         found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
+        scales: dict[tuple[int, int], torch.Tensor] = {}
         wanted = sorted(_wanted(load), key=lambda each: each.file)
         place = 0
         for (source, key), group in groupby(wanted, key=lambda each: each.file):
             mine = list(group)
             ranges = [each.range for each in mine]
             for extent in coalesce(ranges, gap=READ_ROOM, limit=LOAD_MOST):
-                room = room_for(extent.nbytes)
+                room, members = room_for(extent.nbytes), [mine[member] for member in extent.members]
                 region = buffer[place : place + room]
                 begin = self._sources[source].read_extent(
-                    key, extent.offset, extent.nbytes, region.numpy().data, again=again
+                    key,
+                    extent.offset,
+                    extent.nbytes,
+                    region.numpy().data,
+                    again=again,
+                    like=_target(load, members),
                 )
-                for each in (mine[member] for member in extent.members):
+                for each in members:
                     first = begin + each.range.offset - extent.offset
-                    found[each.tile][each.number] = region[first : first + each.range.nbytes]
+                    mine_bytes = region[first : first + each.range.nbytes]
+                    if each.is_scales:
+                        scales[each.tile, each.number] = mine_bytes
+                    else:
+                        found[each.tile][each.number] = mine_bytes
                 place += room
+        for (position, number), own in scales.items():
+            codes = found[position][number]
+            if isinstance(codes, torch.Tensor):
+                found[position][number] = RawCodes(codes, own)
         self.read_bytes += sum(each.range.nbytes for each in wanted)
         rest = _Rest(buffer[place:])
         for tile, inputs in zip(load.tiles, found, strict=True):
@@ -187,6 +203,15 @@ class LoadReader:
         return target
 
 
+def _target(load: Load, members: Sequence[_Wanted]) -> int | None:
+    """Where the first byte of an extent will be written, if all of it is copied as it is."""
+    tiles = [load.tiles[each.tile] for each in members]
+    if not all(tile.row.expression.is_copy for tile in tiles):
+        return None
+    row = tiles[0].row
+    return row.places[0][1] + row.expression.cast.nbytes(tiles[0].start)
+
+
 def _wanted(load: Load) -> Iterator[_Wanted]:
     """The stored bytes that a load's tiles take; a padding tile takes none."""
     for position, tile in enumerate(load.tiles):
@@ -194,4 +219,7 @@ def _wanted(load: Load) -> Iterator[_Wanted]:
             if isinstance(each, Read) and not tile.is_padding:
                 offset, nbytes = tile.span(each)
                 if nbytes:
-                    yield _Wanted(position, number, each.source, each.key, Range(offset, nbytes))
+                    yield _Wanted(position, number, False, each.source, each.key, Range(offset, nbytes))
+                if each.scales is not None:
+                    span = Range(*tile.scales_span(each.scales))
+                    yield _Wanted(position, number, True, each.source, each.scales.key, span)

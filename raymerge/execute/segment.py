@@ -36,7 +36,7 @@ _DEVICE_ERRORS = getattr(torch, "AcceleratorError", RuntimeError)
 
 class SegmentRunner:
     """Makes segments of one plan in one process, each in a thread of its caller's; as many at a time as the
-    projection has lanes."""
+    projection has lanes. Who waits until bytes are durable has no lane any more, and another may take it."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class SegmentRunner:
         self._device = device
         self._failure = self._warmed(plan.expressions)
         self._idle: list[Equipment] = []
+        self._lanes = threading.Semaphore(projection.lanes)
         self._heap = HeapWatch(projection.peak)
         self._turns = threading.Semaphore(threads)
         self._shop = Shop(
@@ -121,17 +122,9 @@ class SegmentRunner:
         self._shop.aborted.set()
 
     def _made(self, segment: int, device: torch.device, note: str) -> Receipt:
-        started = time.monotonic()
-        reader, turn = LoadReader(self._sources), Turn(self._turns)
-        equipment = self._equipment(device)
-        output = Output(self._staging, equipment.block, turn)
-        rows = stretches(self._jobs.rows(segment), self._share(device), device)
-        try:
-            Lane(self._shop, turn, reader, output, equipment).run(tuple(rows))
-        except NotFinite as found:
-            raise self._blame(found.row, reader, equipment.buffer) from None
-        # Only now, when nothing can be on its way into it or out of it.
-        self._idle.append(equipment)
+        with self._lanes:
+            started = time.monotonic()
+            reader, output = self._written(segment, device)
         for shard in sorted(output.shards):
             self._staging.sync(shard + UNFINISHED)
         return Receipt(
@@ -145,6 +138,20 @@ class SegmentRunner:
             peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             note=note,
         )
+
+    def _written(self, segment: int, device: torch.device) -> tuple[LoadReader, Output]:
+        """Make one segment in a lane; its bytes are not durable yet."""
+        reader, turn = LoadReader(self._sources), Turn(self._turns)
+        equipment = self._equipment(device)
+        output = Output(self._staging, equipment.block, turn)
+        rows = stretches(self._jobs.rows(segment), self._share(device), device)
+        try:
+            Lane(self._shop, turn, reader, output, equipment).run(tuple(rows))
+        except NotFinite as found:
+            raise self._blame(found.row, reader, equipment.buffer) from None
+        # Only now, when nothing can be on its way into it or out of it.
+        self._idle.append(equipment)
+        return reader, output
 
     def _equipment(self, device: torch.device) -> Equipment:
         """What a lane has done with, or new."""

@@ -10,7 +10,7 @@ import torch
 from raymerge.execute.assembled import AssembledInput
 from raymerge.execute.jobs import RowJob
 from raymerge.methods import ROW_GROUP
-from raymerge.planner.expressions import Read
+from raymerge.planner.expressions import Read, Scales
 from raymerge.planner.memory import Lane, Need, expression_passes, tiling
 
 _GPU_PIECE = 1 << 22
@@ -42,6 +42,12 @@ class TileJob:
         if self.count == self.row.num_elements:
             return source.offset, source.nbytes
         return source.offset + source.dtype.nbytes(self.start), source.dtype.nbytes(self.count)
+
+    def scales_span(self, scales: Scales) -> tuple[int, int]:
+        """First byte and number of bytes that the tile takes of an input's scales."""
+        if self.count == self.row.num_elements:
+            return scales.offset, scales.nbytes
+        return scales.of(self.start, self.count)
 
     def window(self, source: AssembledInput) -> tuple[int, int]:
         """The rows of an assembled input that hold the tile: first and stop."""

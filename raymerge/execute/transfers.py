@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import Raw, RawInput
+from raymerge.execute.assembled import Raw, RawCodes, RawInput
 from raymerge.execute.decoding import encode, rounded
 from raymerge.execute.tiles import Load
 from raymerge.storage.buffers import aligned_buffer
@@ -58,6 +58,9 @@ class Transfers(Protocol):
             When they are there; None: they are.
         """
 
+    def fetch(self, data: torch.Tensor, target: torch.Tensor) -> Arrival | None:
+        """Copy bytes to the host; see ``download``."""
+
 
 class HostTransfers:
     """The processor is the device."""
@@ -85,6 +88,10 @@ class HostTransfers:
     def download(self, result: torch.Tensor, dtype: DType, target: torch.Tensor) -> None:
         """Round them into place."""
         encode(result, dtype, target)
+
+    def fetch(self, data: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy them."""
+        target.copy_(data)
 
 
 class CudaTransfers:
@@ -121,6 +128,8 @@ class CudaTransfers:
         return moved, arrival
 
     def _moved(self, raw: RawInput) -> RawInput:
+        if isinstance(raw, RawCodes):
+            return raw.to(self._device)
         return raw.to(self._device, non_blocking=True) if isinstance(raw, torch.Tensor) else raw
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
@@ -129,8 +138,10 @@ class CudaTransfers:
             self._compute.wait_event(arrival)
         for raw in raws:
             for each in raw:
-                if isinstance(each, torch.Tensor) and each.is_cuda:
-                    each.record_stream(self._compute)
+                parts = (each.codes, each.scales) if isinstance(each, RawCodes) else (each,)
+                for part in parts:
+                    if isinstance(part, torch.Tensor) and part.is_cuda:
+                        part.record_stream(self._compute)
 
     def computing(self) -> AbstractContextManager[Any]:
         """The stream for it."""
@@ -142,6 +153,10 @@ class CudaTransfers:
         if dtype is DType.F32:
             # The result itself, which may lie where the next piece is put while this one is still on its way.
             data = data.clone()
+        return self.fetch(data, target)
+
+    def fetch(self, data: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Copy on the stream for that."""
         self._down.wait_stream(self._compute)
         with torch.cuda.stream(self._down):
             target.copy_(data, non_blocking=True)

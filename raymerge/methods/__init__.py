@@ -1,7 +1,7 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
 from raymerge.methods.draws import normal, uniform
-from raymerge.methods.gather import StoredTile, gather, sample_of, sample_runs
+from raymerge.methods.gather import StoredTile, gather, sample_of, sample_runs, sampled
 from raymerge.methods.method import (
     BLOCK,
     ROW_GROUP,
@@ -46,5 +46,6 @@ __all__ = [
     "random_key",
     "sample_of",
     "sample_runs",
+    "sampled",
     "uniform",
 ]

@@ -26,6 +26,7 @@ class BreadcrumbsKernel(TrimmingKernel):
     elect: bool
     """Whether the terms must agree with the sign of their sum."""
     name = "breadcrumbs"
+    num_cuts = 2
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
         """The largest and those that stay; the largest."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raymerge.methods.few import few_inputs_of, few_numbers_of
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
@@ -50,11 +51,16 @@ class DellaKernel(SinglePass):
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The same in one loop, of whole rows."""
         from raymerge.compiled.elect_stored import merge_ranked_stored
+        from raymerge.compiled.ranked_few import merge_ranked_few
 
         if not stored.count:
             return True
         how = compiled_sum(settings, (1.0,) * len(settings.sources), elect=self.elect)
-        merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
+        few = few_inputs_of(stored)
+        if few is None:
+            merge_ranked_stored(inputs_of(stored), _ranked(settings), how, out)
+        else:
+            merge_ranked_few(few, _ranked(settings), few_numbers_of(how), out)
         return True
 
 

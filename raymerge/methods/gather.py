@@ -11,6 +11,9 @@ import torch
 from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Tile
 from raymerge.methods.stored import Stored, StoredKernel
 
+# A sample is one element of so many, in runs of no fewer elements than that.
+_ONE_IN, _SHORTEST_RUN = 16, 64
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTile:
@@ -23,21 +26,36 @@ class StoredTile:
 
 
 def sample_runs(num_elements: int) -> tuple[tuple[int, int], ...]:
-    """First element and length of each run of a sample; none of a tensor that is no longer than a sample.
+    """First element and length of each run of a sample; none of a tensor that is no longer than the longest.
 
     Where they lie depends on the tensor's length alone, so that what is made of them does too.
     """
     if num_elements <= SAMPLE_RUNS * SAMPLE_LENGTH:
         return ()
-    last = num_elements - SAMPLE_LENGTH
-    return tuple((run * last // (SAMPLE_RUNS - 1), SAMPLE_LENGTH) for run in range(SAMPLE_RUNS))
+    step, length = _spacing(num_elements)
+    return tuple((run * step, length) for run in range(SAMPLE_RUNS))
+
+
+def _spacing(num_elements: int) -> tuple[int, int]:
+    """Elements from the beginning of one run to that of the next, and of a run.
+
+    What is seen of a small tensor is less, since taking it in should not take longer than it spares.
+    """
+    length = min(SAMPLE_LENGTH, max(_SHORTEST_RUN, num_elements // (_ONE_IN * SAMPLE_RUNS)))
+    return (num_elements - length) // (SAMPLE_RUNS - 1), length
+
+
+def sampled(values: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """The sample of a tensor ``[.., n]``, or of its bytes; run after run."""
+    step, length = (each * (values.shape[-1] // num_elements) for each in _spacing(num_elements))
+    return values.unfold(-1, length, step)[..., :SAMPLE_RUNS, :].flatten(-2)
 
 
 def sample_of(whole: Tile) -> Tile:
     """The sample of a tensor that is one tile."""
-    runs = [slice(first, first + length) for first, length in sample_runs(whole.sources.shape[1])]
-    base = None if whole.base is None else torch.cat([whole.base[run] for run in runs])
-    return Tile(base, torch.cat([whole.sources[:, run] for run in runs], dim=1), 0)
+    num_elements = whole.sources.shape[1]
+    base = None if whole.base is None else sampled(whole.base, num_elements)
+    return Tile(base, sampled(whole.sources, num_elements), 0)
 
 
 def gather(

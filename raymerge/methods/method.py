@@ -29,7 +29,7 @@ ROW_GROUP = 16
 summed over rows can be folded in groups that no tiling cuts."""
 
 SAMPLE_RUNS, SAMPLE_LENGTH = 256, 512
-"""A sample of a tensor: so many runs of so many elements, evenly spread over it."""
+"""A sample of a tensor: so many runs of so many elements at most, evenly spread over it."""
 
 Value: TypeAlias = float | bool | int | None
 

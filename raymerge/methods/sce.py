@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raymerge.methods.few import few_inputs_of, few_numbers_of
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
 from raymerge.methods.reduce import add_squares, chunks
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
@@ -31,7 +32,8 @@ from raymerge.methods.trim import (
 )
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Cuts, Picks
+    from raymerge.compiled.elect import Cuts, Picks, Sum
+    from raymerge.compiled.elect_few import FewInputs
 
 
 @dataclass(slots=True)
@@ -124,7 +126,14 @@ class SceKernel:
         self, stored: Stored, settings: Settings, state: _Statistics, out: NDArray[np.uint16]
     ) -> bool:
         """The same in one loop."""
-        merge_of(state.for_loops(), state.coefficients()).apply_stored(stored, out)
+        picks, few = state.for_loops(), _few(stored)
+        if few is None:
+            merge_of(picks, state.coefficients()).apply_stored(stored, out)
+        else:
+            from raymerge.compiled.spread_few import merge_spread_few
+
+            how = sum_of(state.coefficients())
+            merge_spread_few(few, picks, how, few_numbers_of(how), out)
         return True
 
 
@@ -177,11 +186,20 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 def _add_squares(state: _Statistics, stored: Stored) -> None:
     """Add up the squares of what is selected of each delta."""
     from raymerge.compiled.elect_stored import add_squares_stored
+    from raymerge.compiled.spread_few import add_squares_few
 
-    squares = np.array(state.squares)
+    squares, cuts, few = np.array(state.squares), state.for_loops().cuts, _few(stored)
     selects = state.cut is not EVERYTHING
-    add_squares_stored(inputs_of(stored), stored.count, state.for_loops().cuts, selects, squares)
+    if few is None:
+        add_squares_stored(inputs_of(stored), stored.count, cuts, selects, squares)
+    else:
+        add_squares_few(few, stored.count, cuts, selects, squares)
     state.squares[:] = squares.tolist()
+
+
+def _few(stored: Stored) -> FewInputs | None:
+    """The elements for the loops that have all sources of one at once; None of more sources, or just one."""
+    return few_inputs_of(stored) if len(stored.places) > 2 else None
 
 
 def selected_deltas(tile: Tile, cuts: Cuts) -> torch.Tensor:
@@ -207,10 +225,15 @@ def picks_by_spread(cut: Cut) -> Picks:
 
 def merge_of(picks: Picks, coefficients: tuple[float, ...]) -> PickedMerge:
     """The mean of what is picked that counts each source by its coefficient, on the CPU."""
+    return PickedMerge(picks, sum_of(coefficients))
+
+
+def sum_of(coefficients: tuple[float, ...]) -> Sum:
+    """That mean, as the compiled loops take it."""
     from raymerge.compiled.elect import Sum
 
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
-    return PickedMerge(picks, Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True))
+    return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)
 
 
 def merge_selected_in_torch(tile: Tile, coefficients: tuple[float, ...], cut: Cut) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,10 +28,12 @@ _END = 1 << 31
 _MOST_BINS = 1 << 19
 # Of which the magnitudes are in memory at once, as they are added up.
 _SUMMED_BINS = 1 << 14
+# So many are few; and of the bits that a sample leaves unused, how many are not trusted to be so everywhere.
+_FEW_BINS, _SURE_BITS = 1 << 15, 3
 # Of the first count where nothing is known, and of the count of a sample.
 _COARSE_SHIFT = 15
 # Standard errors from the estimate to the ends of a bracket, and elements of the sample beyond them.
-_ERRORS, _RESERVE = 4.0, 8.0
+_ERRORS, _RESERVE = 3.0, 8.0
 
 HISTOGRAM_BYTES = _MOST_BINS * 8
 """Memory that a selection holds on to while it counts, at most."""
@@ -54,6 +57,7 @@ class Bracket:
 
 
 _WHOLE = Bracket(0, _END, _COARSE_SHIFT)
+_NOWHERE = Bracket(_END, _END, 0)
 
 
 class Sample:
@@ -72,8 +76,8 @@ class Sample:
         """Where to look for the magnitude that a share of all elements reach, from 0 to 1.
 
         The share's standard error comes from how much the runs of the sample differ, since neighbours in a
-        tensor are alike. Where one pattern to a bin takes too many of them, bins are as wide as the patterns
-        of the sample leave low bits unused: differences of 16-bit numbers use few.
+        tensor are alike. Where one pattern to a bin takes too many of them, bins are wider, which does no
+        harm as long as the patterns leave those low bits unused: differences of 16-bit numbers use few.
         """
         size = self._patterns.size
         middle = self._bin_of(max(1.0, share * size))
@@ -126,7 +130,7 @@ class MagnitudeSelection:
         self._num_passes = 0
         self._bracket: Bracket | None = None if rank == 0 else _WHOLE
         self._counts: torch.Tensor | None = None
-        self._above, self._is_exact = 0, True
+        self._above = 0
         self.threshold = math.inf
         """The rank-th largest magnitude; valid after the last pass."""
         self.tied_share = 1.0
@@ -153,7 +157,7 @@ class MagnitudeSelection:
     def look_within(self, bracket: Bracket | None) -> None:
         """Count there in the pass to come, from nothing; None for no more passes."""
         self._bracket, self._counts = bracket, None
-        self._above, self._is_exact = 0, True
+        self._above = 0
 
     def observe(self, values: torch.Tensor) -> None:
         """Take in one tile, float32 ``[n]``."""
@@ -161,22 +165,30 @@ class MagnitudeSelection:
         if bracket is None:
             return
         count = _count_compiled if values.device.type == "cpu" else count_in_torch
-        self._take(*count(values, bracket, self._room(bracket)))
+        self._above += count(values, bracket, self._room(bracket))
         if self._with_sums:
             self._add(values.abs(), bracket)
 
-    def observe_delta(self, stored: Stored, source: int) -> None:
-        """``observe`` one source's delta."""
-        bracket = self._bracket
-        if bracket is None:
-            return
-        from raymerge.compiled.selection_stored import count_delta
+    @classmethod
+    def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
+        """``observe`` one source's delta, for one selection or two at once."""
+        from raymerge.compiled.selection_stored import count_delta, count_every
 
-        places, room = stored.places[[0, 1 + source]], self._room(bracket).numpy()
-        above, bits = count_delta(stored.words, places, stored.count, _bins(bracket), room)
-        self._take(above, _are_first(bits, bracket))
-        if self._with_sums:
-            self._add_delta(stored, places, bracket)
+        places = stored.places[[0, 1 + source]]
+        # As many as there are selections, also of those that have ended: the loop is compiled for a number.
+        brackets = [_NOWHERE if each._bracket is None else each._bracket for each in selections]
+        for index, (each, bracket) in enumerate(zip(selections, brackets, strict=True)):
+            if bracket == _WHOLE:
+                every, shift = each._room(bracket).numpy(), np.uint32(bracket.shift)
+                count_every(stored.words, places, stored.count, shift, every)
+                brackets[index] = _NOWHERE
+        if any(bracket != _NOWHERE for bracket in brackets):
+            counts = tuple(each._room(at).numpy() for each, at in zip(selections, brackets, strict=True))
+            above = np.zeros(len(selections), np.int64)
+            count_delta(stored.words, places, stored.count, tuple(map(_bins, brackets)), counts, above)
+            for each, more in zip(selections, above.tolist(), strict=True):
+                each._above += more
+        cls._add_delta([each for each in selections if each._with_sums], stored, places)
 
     def observe_spread(self, stored: Stored) -> int:
         """``observe`` how far the deltas of each element lie apart; in how many elements they do."""
@@ -186,10 +198,8 @@ class MagnitudeSelection:
         from raymerge.compiled.selection_stored import count_spread
 
         room = self._room(bracket).numpy()
-        above, bits, num_differing = count_spread(
-            stored.words, stored.places, stored.count, _bins(bracket), room
-        )
-        self._take(above, _are_first(bits, bracket))
+        above, num_differing = count_spread(stored.words, stored.places, stored.count, _bins(bracket), room)
+        self._above += above
         return num_differing
 
     def _room(self, bracket: Bracket) -> torch.Tensor:
@@ -198,27 +208,31 @@ class MagnitudeSelection:
             self._counts = torch.zeros(bracket.num_bins, dtype=torch.int64, device=self._device)
         return self._counts
 
-    def _take(self, above: int, is_exact: bool) -> None:
-        """Take in what a tile's count returned."""
-        self._above += above
-        self._is_exact = self._is_exact and is_exact
-
     def _add(self, magnitudes: torch.Tensor, bracket: Bracket) -> None:
         """Add to the sums; ``magnitudes`` is overwritten."""
         if self._num_passes == 0:
             self.sum_all = add_values(self.sum_all, magnitudes)
         self.sum_kept = add_values(self.sum_kept, torch.threshold_(magnitudes, _largest(bracket), 0.0))
 
-    def _add_delta(self, stored: Stored, places: NDArray[np.int64], bracket: Bracket) -> None:
+    @classmethod
+    def _add_delta(
+        cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
+    ) -> None:
         """The same for one delta; ``places`` are those of base and source."""
         from raymerge.compiled.selection_stored import add_delta
 
-        totals = np.array([self.sum_kept, self.sum_all])
-        # All magnitudes are added in the first pass alone.
-        num_sums = 2 if self._num_passes == 0 else 1
-        ends = np.array([_largest(bracket), -1.0], np.float32)[:num_sums]
-        add_delta(stored.words, places, stored.count, ends, totals)
-        self.sum_kept, self.sum_all = totals.tolist()
+        counting = [(each, each._bracket) for each in selections if each._bracket is not None]
+        if not counting:
+            return
+        # All magnitudes are added in the first pass alone, and once for all selections.
+        first, is_first = counting[0][0], counting[0][0]._num_passes == 0
+        ends = [_largest(bracket) for _, bracket in counting] + [-1.0] * is_first
+        totals = np.array([each.sum_kept for each, _ in counting] + [first.sum_all] * is_first)
+        add_delta(stored.words, places, stored.count, np.array(ends, np.float32), totals)
+        for (each, _), total in zip(counting, totals.tolist(), strict=False):
+            each.sum_kept = total
+            if is_first:
+                each.sum_all = float(totals[-1])
 
     def conclude(self) -> bool:
         """End a pass; whether one more is needed."""
@@ -234,16 +248,17 @@ class MagnitudeSelection:
 
     def _left(self, bracket: Bracket, counts: NDArray[np.int64], rank: int) -> Bracket | None:
         """Where the threshold must still be looked for; None when it is found."""
-        from raymerge.compiled.selection import bin_of_rank
+        from raymerge.compiled.selection import MIXED, bin_of_rank
 
         if rank <= self._above:
-            return _finest(bracket.high, _END, 0)
+            return _finest(bracket.high, _END)
         place, higher = bin_of_rank(counts, rank - self._above)
         if place < 0:
-            return _finest(0, bracket.low, 0)
+            return _finest(0, bracket.low)
         low = bracket.low + (place << bracket.shift)
-        if not self._is_exact:
-            return _finest(low, min(low + (1 << bracket.shift), bracket.high), 0)
+        # Sums are made of all that is kept, so there the bins above tell what they count as well.
+        if np.any(counts[place : None if self._with_sums else place + 1] & MIXED):
+            return _finest(low, min(low + (1 << bracket.shift), bracket.high))
         tied = rank - self._above - higher
         self.threshold = _float_of(low)
         self.tied_share = tied / int(counts[place])
@@ -268,24 +283,19 @@ class MagnitudeSelection:
         self.sum_kept = add_values(self.sum_kept, rest)
 
 
-def _finest(low: int, high: int, shift: int) -> Bracket:
-    """The bracket from ``low`` to ``high``, its bins no finer than ``shift`` or their number allows."""
+def _finest(low: int, high: int) -> Bracket:
+    """The bracket from ``low`` to ``high``, its bins no finer than their number allows."""
+    shift = 0
     while (high - low - 1) >> shift >= _MOST_BINS:
         shift += 1
     return Bracket(low, high, shift)
 
 
-def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> tuple[int, bool]:
+def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
     """``count_in_torch`` in one loop, for tensors on the CPU."""
     from raymerge.compiled.selection import count
 
-    above, bits = count(_patterns(values), _bins(bracket), counts.numpy())
-    return above, _are_first(bits, bracket)
-
-
-def _are_first(bits: int, bracket: Bracket) -> bool:
-    """Whether all that was counted is the first pattern of its bin, by distances or-ed."""
-    return not bits & ((1 << bracket.shift) - 1)
+    return count(_patterns(values), _bins(bracket), counts.numpy())
 
 
 def _bins(bracket: Bracket) -> Bins:
@@ -300,43 +310,50 @@ def _largest(bracket: Bracket) -> float:
     return _float_of(min(bracket.high - 1, _INFINITY))
 
 
-def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> tuple[int, bool]:
+def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
     """Count the magnitudes of a tile.
 
     Args:
         values: float32 ``[n]``.
         bracket: where to count.
-        counts: int64, one for each bin of the bracket, added to.
+        counts: int64, one for each bin of the bracket, added to; as ``raymerge.compiled.selection`` has them.
 
     Returns:
-        how many lie above the bracket, and whether each of those inside is the first pattern of its bin.
+        how many lie above the bracket.
     """
-    above, is_exact = 0, True
+    from raymerge.compiled.selection import MIXED
+
+    above = 0
     last = bracket.high - bracket.low - 1
     for begin in range(0, values.numel(), _LONGEST_COUNT):
         patterns = values[begin : begin + _LONGEST_COUNT].view(torch.int32) & _MAGNITUDE_BITS
         distances = patterns.sub_(bracket.low)
         above += int(torch.count_nonzero(distances > last))
         inside = distances[(distances >= 0) & (distances <= last)]
-        is_exact = is_exact and not bool((inside & ((1 << bracket.shift) - 1)).any())
         bins = (inside >> bracket.shift).long()
         counts.scatter_add_(0, bins, torch.ones(1, dtype=torch.int64, device=bins.device).expand_as(bins))
-    return above, is_exact
+        mixed = bins[(inside & ((1 << bracket.shift) - 1)) != 0]
+        counts[mixed] = counts[mixed] | MIXED
+    return above
 
 
 def _affordable(low: int, high: int, middle: int, unused: int) -> Bracket:
     """The bracket from ``low`` to ``high``, or the inner part of it.
 
-    Where bins last for a quarter of it, one standard error to each side, missing the threshold there costs
-    two more passes in one tensor of three, and wider bins would cost one more in each.
+    Where bins last for a quarter of it, three quarters of a standard error to each side, missing the
+    threshold there costs two more passes in nearly every second tensor, and wider bins would cost one more
+    in each.
+
+    Where unused bits allow it there are few bins: fresh memory takes longer than counting a small tensor.
     """
-    if high - low <= _MOST_BINS:
-        return Bracket(low, high, 0)
     most = _MOST_BINS << unused
     if most < high - low <= 4 * most:
         low = max(low, min(middle - most // 2, high - most))
         high = low + most
-    return _finest(low, high, unused)
+    found = _finest(low, high)
+    while found.shift < unused - _SURE_BITS and found.num_bins > _FEW_BINS:
+        found = Bracket(low, high, found.shift + 1)
+    return found
 
 
 def _patterns(values: torch.Tensor) -> _Patterns:

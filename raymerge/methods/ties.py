@@ -24,6 +24,7 @@ class TiesKernel(TrimmingKernel):
 
     name = "ties"
     elect = True
+    num_cuts = 1
 
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
         """The largest stay, all of them."""

@@ -248,6 +248,8 @@ class TrimmingKernel(ABC):
     """Of the method, for the choice among equal elements."""
     elect: bool
     """Whether the terms must agree with the sign of their sum."""
+    num_cuts: int
+    """2 where outliers may go, 1 where there are none."""
 
     @abstractmethod
     def ranks(self, settings: Settings, source: int, num_elements: int) -> tuple[int, int]:
@@ -278,10 +280,10 @@ class TrimmingKernel(ABC):
                 selection.observe(delta)
 
     def observe_stored(self, state: Selections, stored: Stored, settings: Settings, pass_index: int) -> bool:
-        """The same in one loop for each selection."""
+        """The same in one loop for each delta."""
         for source, pair in enumerate(state.found):
-            for selection in pair or ():
-                selection.observe_delta(stored, source)
+            if pair is not None:
+                MagnitudeSelection.observe_delta(pair[: self.num_cuts], stored, source)
         return True
 
     def conclude(self, state: Selections, settings: Settings, pass_index: int) -> bool:

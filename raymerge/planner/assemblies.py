@@ -89,6 +89,8 @@ def input_bytes(plan: Plan) -> Ints:
     rows = plan["rows"]
     num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
     number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
+    scales = ints(plan["inputs"], "scales")
+    found[scales >= 0] += ints(plan["scales"], "nbytes")[scales[scales >= 0]]
     which = number >= 0
     own = number[which]
     height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))

@@ -13,6 +13,7 @@ from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
 from raymerge.planner.findings import Findings
 from raymerge.planner.finish import Decided, finish_plan
+from raymerge.planner.packed_sources import with_numbers
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source
 from raymerge.planner.stacking import check_stacks
@@ -36,7 +37,7 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
     with collector_paused():
-        return _built(recipe, sources, version)
+        return _built(recipe, with_numbers(sources), version)
 
 
 def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from raymerge.architectures import declared_tie
 from raymerge.checkpoints.header import METADATA_KEY
 from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
+from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -21,6 +22,7 @@ from raymerge.methods import BaseUse, find_method
 from raymerge.planner.assemblies import input_bytes
 from raymerge.planner.check_assemblies import check_assemblies
 from raymerge.planner.check_rows import check_rows
+from raymerge.planner.check_scales import check_scales, smallest_packing
 from raymerge.planner.columns import Flags, Ints, codes, ints, lists, products
 from raymerge.planner.contradictions import Contradictions
 from raymerge.planner.dispositions import Disposition, Rule
@@ -52,6 +54,8 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
         check_assemblies(plan, found)
     if not found:
         check_rows(plan, found)
+    if not found:
+        check_scales(plan, found)
     if not found:
         _check_segments(plan, found)
     if not found and digest(plan.manifest, plan.tables) != plan.digest:
@@ -85,6 +89,8 @@ def _touch_manifest(plan: Plan) -> None:
     manifest["sources"][manifest["donor"]]
     for expression in plan.expressions:
         float(expression.bind(keys=(), shape=()).position)
+    for encoding in (*plan.encodings, *(each.encode for each in plan.expressions if each.encode is not None)):
+        smallest_packing(encoding)
     manifest["config"].keys()
     if not all(isinstance(name, str) for name in manifest["left_out"]):
         raise TypeError("left_out")
@@ -101,6 +107,7 @@ def _check_references(plan: Plan, found: Contradictions) -> None:
         ("rows", "shard"): num_rows["shards"],
         ("rows", "expression"): len(plan.manifest["expressions"]),
         ("inputs", "source"): len(plan.manifest["sources"]),
+        ("scales", "encoding"): len(plan.manifest["encodings"]),
         ("terms", "source"): len(plan.manifest["sources"]),
         ("factors", "source"): len(plan.manifest["sources"]),
         ("segments", "shard"): num_rows["shards"],
@@ -185,16 +192,23 @@ def _check_expressions(expressions: Sequence[Expression], found: Contradictions)
 
 
 def _objection(expression: Expression) -> str | None:
-    settings = expression.bind(keys=(), shape=())
+    settings, encode = expression.bind(keys=(), shape=()), expression.encode
+    if encode is not None and (expression.is_copy or expression.is_scales):
+        return "what is not computed is encoded"
+    if encode is not None and expression.cast is not code_dtype(smallest_packing(encode)):
+        return f"its {encode.format.value} codes are {expression.cast.value}"
     if expression.method == COPY:
         plain = not settings.sources and not settings.values and not expression.has_base
         return None if plain else "a copy has settings"
+    if expression.is_scales:
+        plain = not settings.sources and not settings.values and not expression.has_base
+        return None if plain else "scales have settings"
     method = find_method(expression.method)
     if method is None:
         return f"there is no method {expression.method!r}"
     if method.base is not BaseUse.OPTIONAL and expression.has_base != (method.base is BaseUse.REQUIRED):
         return f"{method.name} has a base too many or too few"
-    if not expression.cast.is_mergeable:
+    if encode is None and not expression.cast.is_mergeable:
         return f"its result is written as {expression.cast.value} codes"
     if not 0 <= settings.position <= 1 or (settings.position and not method.positional):
         return f"{method.name} has the position {settings.position}"
@@ -284,7 +298,8 @@ def _row_costs(plan: Plan) -> Ints:
     read = np.append(0, np.cumsum(input_bytes(plan)))
     first, count = ints(rows, "first_input"), ints(rows, "num_inputs")
     cost = ints(rows, "nbytes") + read[first + count] - read[first]
-    return np.where(ints(rows, "copy_of") >= 0, 0, cost)
+    is_made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
+    return np.where(is_made, cost, 0)
 
 
 def _repeated(values: Ints) -> Flags:

@@ -6,7 +6,7 @@ import numpy as np
 
 from raymerge.dtypes import DType
 from raymerge.planner.check_bytes import check_bytes, check_views, stored_bits
-from raymerge.planner.columns import Flags, Ints, codes, ints, lists, products, starts
+from raymerge.planner.columns import Flags, Ints, codes, ints, lists, named_in_order, products, starts
 from raymerge.planner.contradictions import Contradictions
 from raymerge.planner.plan import Plan
 
@@ -67,9 +67,7 @@ def _check_sequence(plan: Plan, found: Contradictions) -> None:
     named = ints(plan["inputs"], "assembly")
     known = plan["assemblies"].num_rows
     found.flag("inputs", (named < -1) | (named >= known), f"assembly is not one of {known}")
-    first = np.unique(named, return_index=True)
-    order = first[1][first[0] >= 0]
-    if (first[0] >= 0).sum() != known or (np.diff(order) < 0).any():
+    if not named_in_order(named, known):
         found.say("table assemblies", "inputs do not name every one of them, in order")
     for table, first_name, number, least, owned in (
         ("assemblies", "first_term", "num_terms", 1, "terms"),

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from raymerge.dtypes import DType
-from raymerge.planner.columns import Ints, codes, ints, lists, products, sums
+from raymerge.planner.columns import Flags, Ints, codes, ints, lists, products, sums
 from raymerge.planner.contradictions import Contradictions
 from raymerge.planner.plan import Plan
 
@@ -14,10 +14,17 @@ from raymerge.planner.plan import Plan
 def check_bytes(plan: Plan, name: str, found: Contradictions) -> None:
     """Bytes lie within a file of their source."""
     table = plan[name]
-    offset, nbytes = ints(table, "offset"), ints(table, "nbytes")
-    size = _file_sizes(plan, table)
-    outside = (offset < 0) | (nbytes < 0) | (offset > size) | (nbytes > size - offset)
+    source, offset, nbytes = (ints(table, column) for column in ("source", "offset", "nbytes"))
+    outside = outside_files(plan, source, codes(table, "key"), offset, nbytes)
     found.flag(name, outside, "it is not within a file of its source")
+
+
+def outside_files(plan: Plan, source: Ints, key: tuple[Ints, list[str]], offset: Ints, nbytes: Ints) -> Flags:
+    """Whether bytes ``[n]`` are not within a file of their source; keys as ``codes`` gives them."""
+    size = _file_sizes(plan, source, *key)
+    return np.asarray(
+        (offset < 0) | (nbytes < 0) | (offset > size) | (nbytes > size - offset), dtype=np.bool_
+    )
 
 
 def stored_bits(table: pa.Table) -> Ints:
@@ -26,17 +33,16 @@ def stored_bits(table: pa.Table) -> Ints:
     return np.array([DType(word).bits for word in words], dtype=np.int64)[dtype]
 
 
-def _file_sizes(plan: Plan, reads: pa.Table) -> Ints:
+def _file_sizes(plan: Plan, source: Ints, key: Ints, keys: list[str]) -> Ints:
     """Size of the file of each read; -1 where the source has no such file."""
-    key, keys = codes(reads, "key")
     sources = plan.manifest["sources"]
     table = np.full((len(sources), max(len(keys), 1)), -1, dtype=np.int64)
     position = {name: index for index, name in enumerate(keys)}
-    for index, source in enumerate(sources):
-        for name, nbytes, _ in source["files"]:
+    for index, entry in enumerate(sources):
+        for name, nbytes, _ in entry["files"]:
             if name in position:
                 table[index, position[name]] = nbytes
-    return np.asarray(table[ints(reads, "source"), key], dtype=np.int64)
+    return np.asarray(table[source, key], dtype=np.int64)
 
 
 def check_views(

@@ -72,12 +72,15 @@ def check_rows(plan: Plan, found: Contradictions) -> None:
 def _check_runs(plan: Plan, found: Contradictions) -> None:
     """Parts and inputs are taken once each, in order, and each input belongs to a part of its row."""
     rows = plan["rows"]
+    is_scales = np.array([each.is_scales for each in plan.expressions], dtype=np.bool_)
+    is_scales = is_scales[ints(rows, "expression")]
     for table, first, number in (
         ("parts", "first_part", "num_parts"),
         ("inputs", "first_input", "num_inputs"),
     ):
         counts = ints(rows, number)
-        if (counts < 1).any() or counts.sum() != plan[table].num_rows:
+        least = np.where(is_scales & (table == "inputs"), 0, 1)
+        if (counts < least).any() or counts.sum() != plan[table].num_rows:
             found.say("table rows", f"{number} does not take every one of the {table}")
         else:
             found.flag("rows", ints(rows, first) != starts(counts), f"{first} is not behind the row before")
@@ -132,9 +135,10 @@ def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     found.flag("rows", shard != ints(tensors, "shard")[tensor], "it is in another shard than its tensor")
     dtype, words = codes(tensors, "dtype")
     expression = ints(rows.table, "expression")
-    casts = np.array([_number(each.cast.value, words) for each in plan.expressions], dtype=np.int64)
+    written = [(each.encode.code_dtype if each.encode else each.cast).value for each in plan.expressions]
+    casts = np.array([_number(word, words) for word in written], dtype=np.int64)
     found.flag("rows", casts[expression] != dtype[tensor], "it is written in another dtype than its tensor's")
-    bits = np.array([DType(word).bits for word in words], dtype=np.int64)[dtype[tensor]]
+    bits = np.array([each.cast.bits for each in plan.expressions], dtype=np.int64)[expression]
     found.flag("rows", (rows.num_elements < 0) | (rows.num_elements * bits != nbytes * 8), "nbytes is wrong")
     first = np.append(True, np.diff(tensor) != 0)[: len(tensor)]
     last = np.append(first[1:], True)[: len(tensor)]
@@ -219,7 +223,9 @@ def _check_pieces(plan: Plan, rows: _Rows, found: Contradictions) -> None:
 def _divides(expression: Expression) -> bool:
     method = find_method(expression.method)
     settings = expression.bind(keys=(), shape=())
-    return expression.is_copy or (method is not None and method.access_with(settings) is Access.ELEMENT)
+    if expression.is_copy or expression.is_scales:
+        return True
+    return method is not None and method.access_with(settings) is Access.ELEMENT
 
 
 def _check_inputs(plan: Plan, rows: _Rows, found: Contradictions) -> None:
@@ -250,6 +256,7 @@ def _check_dtypes(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     changed = rows.is_copy[rows.row_of_input] & (read != written[rows.row_of_input])
     found.flag("inputs", changed, "a copy of bytes reads another dtype")
     codes_read = np.array([not DType(word).is_mergeable for word in words], dtype=np.bool_)[dtype]
+    codes_read &= ints(rows.inputs, "scales") < 0
     found.flag("inputs", codes_read & ~rows.is_copy[rows.row_of_input], "arithmetic reads codes")
     copied = rows.is_copy[rows.row_of_input] & rows.is_assembled
     found.flag("inputs", copied, "a copy of bytes is assembled of rows")
@@ -288,7 +295,10 @@ def _reads_differ(plan: Plan, rows: _Rows, copies: Ints, models: Ints) -> Flags:
     mine, theirs = gather(first[copies], counts), gather(first[models], counts)
     unlike = np.zeros(len(mine), dtype=np.bool_)
     key = codes(plan["inputs"], "key")[0]
-    for values in (key, *(ints(plan["inputs"], name) for name in ("source", "offset", "nbytes", "assembly"))):
+    for values in (
+        key,
+        *(ints(plan["inputs"], name) for name in ("source", "offset", "nbytes", "assembly", "scales")),
+    ):
         unlike |= values[mine] != values[theirs]
     owner = np.repeat(np.arange(len(copies)), counts)
     return np.bincount(owner, weights=unlike, minlength=len(copies)) > 0

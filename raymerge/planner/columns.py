@@ -68,6 +68,21 @@ def last_values(lengths: Ints, values: Ints, *, default: int) -> Ints:
     return result
 
 
+def maxima(lengths: Ints, values: Ints) -> Ints:
+    """Largest value of each list ``[rows]``; 0 for an empty one."""
+    result = np.zeros(len(lengths), dtype=np.int64)
+    some = lengths > 0
+    if some.any():
+        result[some] = np.maximum.reduceat(values, starts(lengths)[some])
+    return result
+
+
+def named_in_order(named: Ints, known: int) -> bool:
+    """Whether some numbers, but for those below 0, are all from 0 to ``known``, in order of first use."""
+    values, first = np.unique(named[named >= 0], return_index=True)
+    return np.array_equal(values, np.arange(known)) and not bool((np.diff(first) < 0).any())
+
+
 def starts(counts: Ints) -> Ints:
     """Where each of some consecutive runs begins ``[rows]``, from their lengths."""
     return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)

@@ -17,6 +17,7 @@ from raymerge.planner.config_fields import output_config
 from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.expressions import Output
 from raymerge.planner.logical import LogicalTensors
+from raymerge.planner.quantised_config import quantisation_config
 from raymerge.planner.sources import Source
 from raymerge.planner.spans import Section, Span
 from raymerge.planner.ties import TieDecision
@@ -45,6 +46,7 @@ def plan_config(
         remedy = "Choose slices that keep the pattern, or models whose configs agree."
         problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
     config = _with_mtp_count(config, donor, sources, sections, outputs)
+    config = quantisation_config(config, donor, outputs)
     dtype = _main_output(outputs)
     wanted = recipe.out_dtype or recipe.dtype
     # A donor whose config names another dtype than its tensors have is put right as well.

@@ -32,6 +32,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
+from raymerge.planner.quantised import quantised_tensors
 from raymerge.planner.vocabulary_tensors import counts_tokens
 
 _REMEDY = "Correct the config, or merge again from complete models."
@@ -75,6 +76,7 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     yield from _dtype_problems(checkpoint, where)
     yield from _head_problems(checkpoint, where)
     yield from layer_problems(checkpoint, where)
+    yield from quantised_tensors(checkpoint).faults
 
 
 def _count_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:

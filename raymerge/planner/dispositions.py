@@ -92,21 +92,25 @@ class Fates:
         self._fates: list[dict[str, Fate]] = [{} for _ in holdings]
 
     def settle(self, source: int, name: str, fate: Fate) -> None:
-        """Record a use (or a named drop) of a tensor."""
-        old = self._fates[source].get(name)
-        if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
-            self._fates[source][name] = fate
+        """Record a use (or a named drop) of a tensor: of all that it consists of."""
+        for part in self._holdings[source].parts(name):
+            old = self._fates[source].get(part)
+            if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
+                self._fates[source][part] = fate
 
     def unsettled(self) -> Iterator[tuple[int, str]]:
-        """Tensors that nothing has been said of yet."""
+        """Tensors of which nothing, or not all, has been said yet."""
         for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
-            for name in holding.tensors:
-                if name not in fates:
-                    yield index, name
+            left = (holding.whole(name) for name in holding.stored if name not in fates)
+            yield from ((index, name) for name in dict.fromkeys(left))
+
+    def whole(self, source: int, name: str) -> str:
+        """Name of the tensor that a stored one of a source is, or belongs to."""
+        return self._holdings[source].whole(name)
 
     def rows(self) -> Iterator[tuple[int, str, Fate]]:
         """Every settled tensor: source, name, fate, in the checkpoints' order."""
         for index, (holding, fates) in enumerate(zip(self._holdings, self._fates, strict=True)):
-            for name in holding.tensors:
+            for name in holding.stored:
                 if name in fates:
                     yield index, name, fates[name]

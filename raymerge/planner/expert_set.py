@@ -33,6 +33,7 @@ from raymerge.planner.finish import Decided, finish_plan
 from raymerge.planner.logical import LogicalTensors, open_logical
 from raymerge.planner.notes import adapter_notes
 from raymerge.planner.plan import Plan
+from raymerge.planner.quantised_config import config_of_copies
 from raymerge.planner.saliency import read_scores
 from raymerge.planner.sources import Source
 from raymerge.planner.supplies import Supplies
@@ -106,7 +107,7 @@ class _Builder:
                 outputs=outputs,
                 fates=self._work.fates,
                 findings=self._findings,
-                config=self._with_dtype(config),
+                config=self._with_dtype(config_of_copies(config, outputs)),
                 tie=TieDecision("", "", None, "head and embedding are kept as they are"),
                 tokenizer=TokenizerChanges(),
                 notes=(*self._notes(), *notes),

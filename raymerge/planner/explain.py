@@ -263,11 +263,11 @@ def _kind(expression: Expression) -> Disposition:
 
 def _source_line(holder: Holding, gives_config: bool) -> SourceLine:
     sizes: Counter[str] = Counter()
-    for tensor in holder.tensors.values():
+    for tensor in holder.stored.values():
         sizes[tensor.dtype.value] += tensor.nbytes
     return SourceLine(
         name=holder.name,
-        tensors=len(holder.tensors),
+        tensors=len(holder.stored),
         nbytes=sizes.total(),
         dtypes=_by_size(sizes),
         gives_config=gives_config,
@@ -303,7 +303,7 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
             disposition=disposition,
             rule=rule,
             tensors=len(names),
-            nbytes=sum(holders[source].tensors[name].nbytes for name in names),
+            nbytes=sum(holders[source].stored[name].nbytes for name in names),
             examples=tuple(names[:_EXAMPLES]) if disposition == Disposition.DROPPED else (),
         )
         for (source, disposition, rule), names in groups.items()

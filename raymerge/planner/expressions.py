@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raymerge.checkpoints.packing import Encoding, Packing
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import Method, Settings, Takes, find_method
 
 COPY = "copy"
+SCALES = "scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,14 @@ class Expression:
     """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``, and of a positional method
     ``"position"`` too."""
     cast: DType
-    """Dtype of the output's bytes."""
+    """Dtype of the output's bytes; where they are codes, that of one code."""
+    encode: Encoding | None = None
+    """How numbers become codes with scales; None where they are written as they are."""
+
+    @property
+    def is_scales(self) -> bool:
+        """Whether the bytes are made with those of other rows."""
+        return self.method == SCALES
 
     @property
     def is_copy(self) -> bool:
@@ -48,13 +57,18 @@ class Expression:
         """Post-order text: ``read* subtract ties {...} cast BF16``."""
         if self.is_copy:
             return "read copy"
+        if self.is_scales:
+            return "scales of codes"
         method = find_method(self.method)
         deltas = "subtract " if method is not None and method.takes is Takes.DELTAS else ""
         reads = "read(base) " if self.has_base else ""
-        return f"{reads}read(sources) {deltas}{self.method} {self.settings} cast {self.cast.value}"
+        written = f"encode {self.encode.format.value}" if self.encode else f"cast {self.cast.value}"
+        return f"{reads}read(sources) {deltas}{self.method} {self.settings} {written}"
 
 
-def make_expression(method: Method, settings: Settings, *, has_base: bool, cast: DType) -> Expression:
+def make_expression(
+    method: Method, settings: Settings, *, has_base: bool, cast: DType, encode: Encoding | None = None
+) -> Expression:
     """The expression of a method applied with these settings."""
     numbers: dict[str, Any] = {
         "sources": [dict(s) for s in settings.sources],
@@ -62,7 +76,8 @@ def make_expression(method: Method, settings: Settings, *, has_base: bool, cast:
     }
     if method.positional:
         numbers["position"] = settings.position
-    return Expression(method.name, has_base, json.dumps(numbers, sort_keys=True, separators=(",", ":")), cast)
+    text = json.dumps(numbers, sort_keys=True, separators=(",", ":"))
+    return Expression(method.name, has_base, text, cast, encode)
 
 
 def copy_expression(dtype: DType) -> Expression:
@@ -70,9 +85,50 @@ def copy_expression(dtype: DType) -> Expression:
     return Expression(COPY, False, '{"sources":[],"values":{}}', dtype)
 
 
-def conversion_expression(dtype: DType) -> Expression:
-    """The expression of one source's values written in another dtype."""
-    return Expression("passthrough", False, '{"sources":[{}],"values":{}}', dtype)
+def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expression:
+    """The expression of one source's values written in another dtype or format."""
+    return Expression("passthrough", False, '{"sources":[{}],"values":{}}', dtype, encode)
+
+
+def scales_expression(dtype: DType) -> Expression:
+    """The expression of scales that are made with their codes, and not by themselves."""
+    return Expression(SCALES, False, '{"sources":[],"values":{}}', dtype)
+
+
+def scales_part(logical: str) -> str:
+    """What the scales of a logical tensor are called where they are made with its codes."""
+    return f"{logical} scales"
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What makes numbers of codes: the scales of their blocks."""
+
+    encoding: Encoding
+    """What codes and scales mean."""
+    columns: int
+    """Columns of the matrix that the codes are rows of."""
+    key: str
+    """File of the source."""
+    offset: int
+    """First byte in that file: of the scales of the first row that is read."""
+    nbytes: int
+    """Bytes to read."""
+    tensor_key: str = ""
+    """File of the one scale of the whole tensor; "" where there is none."""
+    tensor_offset: int = 0
+    """First byte of that scale."""
+
+    @property
+    def unit(self) -> int:
+        """Elements that scales are read for together: those of a band."""
+        return self.encoding.band * self.columns
+
+    def of(self, first: int, count: int) -> tuple[int, int]:
+        """First byte and number of bytes of the scales of a run of elements that begins at a unit."""
+        per_unit = self.encoding.scales_nbytes(self.columns)
+        begin, end = first // self.unit * per_unit, -(-(first + count) // self.unit) * per_unit
+        return self.offset + begin, end - begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +152,8 @@ class Read:
     assembly: Assembly | None = None
     """What the input is assembled from; the other fields then name the bytes of its first term. None: the
     input is these bytes."""
+    scales: Scales | None = None
+    """What makes numbers of these bytes where they are codes; None: they are numbers."""
 
     @property
     def is_row_major(self) -> bool:
@@ -105,7 +163,9 @@ class Read:
 
     def bytes_for(self, num_elements: int) -> int:
         """Bytes to read for a row of so many elements."""
-        return self.nbytes if self.assembly is None else self.assembly.bytes_for(num_elements)
+        if self.assembly is not None:
+            return self.assembly.bytes_for(num_elements)
+        return self.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +300,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedAs:
+    """The stored tensors that an output of codes with scales becomes."""
+
+    packing: Packing
+    """How its numbers are stored."""
+    codes: str
+    """Name of the tensor of codes."""
+    scales: str
+    """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
+    others: tuple[Output, ...] = ()
+    """What belongs to them beside that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """One tensor of the output checkpoint."""
 
@@ -253,3 +327,7 @@ class Output:
     """Its runs in order; together they are the whole tensor."""
     check_finite: bool
     """Whether NaN or infinity in it is an error (not so for recomputed buffers)."""
+    packed: PackedAs | None = None
+    """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
+    scales_of: str = ""
+    """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""

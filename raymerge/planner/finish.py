@@ -16,7 +16,8 @@ from raymerge.planner.consistency import config_problems
 from raymerge.planner.dispositions import Fates
 from raymerge.planner.expressions import Output
 from raymerge.planner.findings import Findings
-from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
+from raymerge.planner.packed_outputs import stored_fates, stored_outputs
+from raymerge.planner.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import fingerprint
@@ -59,13 +60,19 @@ class Decided:
 def finish_plan(decided: Decided, *, version: str) -> Plan:
     """The plan of what was decided, with its problems; ``version`` is raymerge's."""
     recipe, findings, tie = decided.recipe, decided.findings, decided.tie
-    shards = place_shards(decided.outputs, recipe.shard_size)
+    outputs = stored_outputs(decided.outputs)
+    shards = place_shards(outputs, recipe.shard_size)
     donor = decided.sources[decided.donor]
     for problem in _disagreements(shards, decided.config, donor) if findings.is_empty else ():
         findings.add(problem)
-    rows = place_rows(decided.outputs, shards)
-    tables, expressions = make_tables(
-        decided.outputs, shards, rows, cut_segments(rows), decided.fates.rows(), decided.tokenizer.files
+    rows = place_rows(outputs, shards)
+    tables, expressions, encodings = make_tables(
+        outputs,
+        shards,
+        rows,
+        cut_segments(rows),
+        stored_fates(decided.fates, decided.outputs),
+        decided.tokenizer.files,
     )
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -79,6 +86,7 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
         "sources": [fingerprint(holding) for holding in holdings(decided.sources)],
         "donor": decided.donor,
         "expressions": [expression_to_json(expression) for expression in expressions],
+        "encodings": [encoding_to_json(encoding) for encoding in encodings],
         "config": dict(decided.config),
         "left_out": list(decided.tokenizer.left_out),
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},

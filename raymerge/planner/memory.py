@@ -17,9 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymerge.dtypes import DType
-from raymerge.methods import BLOCK, ROW_GROUP, SAMPLE_LENGTH, SAMPLE_RUNS, Access, Method, find_method
+from raymerge.methods import (
+    BLOCK,
+    ROW_GROUP,
+    SAMPLE_LENGTH,
+    SAMPLE_RUNS,
+    Access,
+    Method,
+    Settings,
+    find_method,
+)
 from raymerge.planner.assembly_memory import AssemblyNeed, group_multiple
-from raymerge.planner.expressions import Expression
+from raymerge.planner.expressions import Expression, Scales
 from raymerge.storage.buffers import ALIGNMENT, round_up
 
 LOAD_MOST = 8 << 20
@@ -33,6 +42,8 @@ READ_ROOM = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 
 _LOAD_SHARE, _WRITE_SHARE = 8, 16
+_DECODING, _ENCODING = 8, 20
+"""Bytes of temporaries that decoding one input, and encoding the result, take for an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +132,13 @@ class InputNeed:
     """Bytes read; of an assembled one its first term's."""
     assembly: AssemblyNeed | None = None
     """What assembling it takes; None where it is read as it is stored."""
+    scales: Scales | None = None
+    """What makes numbers of it where it is codes."""
 
     def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
         """Stored bytes of it that a row of so many elements is made of."""
         if self.assembly is None:
-            return self.nbytes
+            return self.nbytes + (0 if self.scales is None else self.scales.nbytes)
         return self.assembly.raw_bytes(num_elements, is_flat=is_flat)
 
     def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
@@ -168,7 +181,8 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     """
     num_elements, is_flat = size.num_elements, size.is_flat
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
-    room = READ_ROOM * len(inputs)
+    packed = [each.scales for each in inputs if each.scales is not None]
+    room = READ_ROOM * (len(inputs) + len(packed))
     method = find_method(expression.method)
     if expression.is_copy or method is None:
         return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
@@ -178,6 +192,8 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     out = expression.cast.bits / 8
     # Float32 inputs and the result, and a part of it as it is written.
     work = 4 * per_part + scratch + 4 + out
+    if packed or expression.encode is not None:
+        work += _DECODING if expression.encode is None else _DECODING + _ENCODING
     if assemblies or not is_flat:
         # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed;
         # the result is placed in its row.
@@ -188,8 +204,20 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
         state + sum(each.fixed_bytes for each in assemblies) + _sample_bytes(method, per_part, stored, size)
     )
     unit = _unit(expression, method, size, assemblies)
-    piece = 0 if assemblies or not is_flat else max(1, BLOCK // unit) * unit
+    bands = [each.unit for each in packed]
+    if expression.encode is not None:
+        bands.append(expression.encode.band * size.columns // size.num_parts)
+    if is_flat and bands:
+        unit = math.lcm(
+            unit if method.access_with(_settings(expression, size)) is not Access.ELEMENT else 1, *bands
+        )
+    at_once = assemblies or bands or not is_flat
+    piece = 0 if at_once else max(1, BLOCK // unit) * unit
     return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
+
+
+def _settings(expression: Expression, size: RowSize) -> Settings:
+    return expression.bind(keys=(), shape=size.shape)
 
 
 def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -> int:
@@ -204,7 +232,7 @@ def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Seq
     """Elements that a row's tiles are multiples of."""
     if not size.is_flat:
         return max(1, size.num_elements)
-    settings = expression.bind(keys=(), shape=size.shape)
+    settings = _settings(expression, size)
     columns = max((each.columns for each in assemblies), default=0)
     match method.access_with(settings):
         case Access.ELEMENT:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.numbers import fresh_names, part_name
+from raymerge.checkpoints.packing import Packing, encoding_of
 from raymerge.checkpoints.source import main_dtype
-from raymerge.dtypes import DType
 from raymerge.methods import Settings
 from raymerge.planner.align import Aligned
 from raymerge.planner.bind import Binder, BindError
 from raymerge.planner.chosen import Chosen, choose, member_subject, moved, output_subject
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.embeddings import Embeddings
-from raymerge.planner.expressions import Output, Part, Read, Row, conversion_expression, copy_expression
+from raymerge.planner.expressions import Output, PackedAs, Part, Read, Row, copy_expression
 from raymerge.planner.findings import Findings
 from raymerge.planner.plain import PlainNumbers
-from raymerge.planner.precision import output_dtype
 from raymerge.planner.rows import RowMaker
 from raymerge.planner.sources import Path_, holdings
 from raymerge.planner.spans import Member
 from raymerge.planner.supplies import Supplies, Supply
 from raymerge.planner.treatments import Treatments
 from raymerge.planner.vocabulary import VocabularyPlan
+from raymerge.planner.written import OutFormats, Written
 from raymerge.recipes import Recipe
 
 
@@ -51,6 +51,7 @@ class OutputBuilder:
         self._main = [main_dtype(source.checkpoint) for source in supplies.sources]
         self._plain = PlainNumbers(supplies.sources, findings)
         self._rows = RowMaker(supplies, self._plain, findings, self.fates)
+        self._formats = OutFormats(recipe, supplies.logical, self._main, findings)
         self._binders: dict[tuple[Path_, int], Binder] = {}
         self.embeddings = Embeddings(recipe, supplies, self._rows, findings, vocabulary=vocabulary)
         """The rows of tensors with a row for each token."""
@@ -72,79 +73,107 @@ class OutputBuilder:
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].part(aligned.lead)
         if role is Role.BUFFER or self._plain.is_integer(source, lead):
-            return self._from_lead(aligned, lead, lead.dtype, Rule.COPIED_FROM_LEAD)
-        wanted = self._recipe.out_dtype or self._recipe.dtype
-        dtype = output_dtype(wanted, lead, role, self._main[source])
+            return self._from_lead(aligned, lead, Written(lead.dtype), Rule.COPIED_FROM_LEAD)
+        written = self._formats.of(aligned, lead, role)
         if aligned.copied:
-            return self._from_lead(aligned, lead, dtype, Rule.UNNAMED_MODULE)
+            return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE)
         treatment = self._treatments.of(aligned.span, output_subject(aligned, self._logical))
         if treatment is None:
             return None
         chosen = choose(aligned, treatment)
         if self._recipe.missing_tensors == "copy_base" and self._lacking(chosen):
-            return self._from_lead(aligned, lead, dtype, Rule.ONLY_IN_BASE)
-        made = self._by_method(chosen, lead, dtype)
+            return self._from_lead(aligned, lead, written, Rule.ONLY_IN_BASE)
+        made = self._by_method(chosen, lead, written)
         if made is not None:
             self._settle_rest(aligned)
         return made
 
-    def _by_method(self, chosen: Chosen, lead: StoredTensor, dtype: DType) -> Output | None:
-        aligned = chosen.aligned
+    def _by_method(self, chosen: Chosen, lead: StoredTensor, written: Written) -> Output | None:
         settings = self._settings(chosen)
         if self.embeddings.concerns(chosen, lead):
-            return self.embeddings.output(chosen, lead, settings, dtype)
-        if settings is not None and not self._converts_codes(lead, aligned.span.lead.source):
-            whole = self._whole_copy(chosen, lead, settings, dtype)
+            return self.embeddings.output(chosen, lead, settings, written.dtype)
+        if settings is not None:
+            whole = self._whole_copy(chosen, lead, settings, written)
             if whole is not None:
-                return Output(aligned.output, dtype, lead.shape, (whole,), dtype.is_mergeable)
+                return whole
         # What cannot be computed is looked at all the same: every problem is to be said at once.
         combines = settings is not None or len(chosen.names) > 1
         if combines and not self._all_plain(chosen):
             settings = None
-        rows = self._rows.rows(chosen, lead, settings, dtype)
-        return None if rows is None else Output(aligned.output, dtype, lead.shape, rows, True)
+        rows = self._rows.rows(chosen, lead, settings, written)
+        return None if rows is None else self._computed(chosen.aligned, lead, written, rows)
+
+    def _computed(
+        self, aligned: Aligned, lead: StoredTensor, written: Written, rows: tuple[Row, ...]
+    ) -> Output:
+        """The output of rows that are computed."""
+        source = aligned.span.lead.source
+        if written.packing is None:
+            shape = self._logical[source].plain_shape(aligned.lead)
+            return Output(aligned.output, written.dtype, shape, rows, True)
+        packs, packing = self._sources[source].checkpoint.packs, written.packing
+        packed = None if packs is None else packs.packed.get(aligned.lead)
+        if packs is None or packed is None or packed.packing != packing:
+            named = fresh_names(aligned.output, packing.format)
+            return Output(aligned.output, written.dtype, lead.shape, rows, True, PackedAs(packing, *named))
+        codes, scales, *others = (part_name(aligned.lead, name, aligned.output) for name in packed.stored)
+        kept = zip(others, packed.others, strict=True)
+        parts = tuple(_copied(name, packs.stored[own], source) for name, own in kept)
+        packed_as = PackedAs(packing, codes, scales, parts)
+        return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
 
     def _settle_rest(self, aligned: Aligned) -> None:
         """Settle what the method that was chosen leaves out of those that take part."""
         for store, name in self._held(aligned):
             self.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output))
 
-    def _converts_codes(self, lead: StoredTensor, source: int) -> bool:
-        """Whether the recipe asks for another dtype of a quantised tensor."""
-        wanted = self._recipe.out_dtype or self._recipe.dtype
-        return wanted is not None and self._plain.is_quantised(source, lead)
-
-    def _from_lead(self, aligned: Aligned, lead: StoredTensor, dtype: DType, rule: Rule) -> Output | None:
-        """The lead's tensor whatever the method: its bytes, or its values in another dtype."""
+    def _from_lead(self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule) -> Output | None:
+        """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
         source = aligned.span.lead.source
-        renumbered = self.embeddings.alone(aligned, lead, dtype)
+        renumbered = self.embeddings.alone(aligned, lead, written.dtype)
         if renumbered is not None:
             self._settle_rest(aligned)
             return renumbered
         if self._supplies.is_changed(source, aligned.lead):
-            return self._adapted(aligned, lead, dtype)
+            return self._adapted(aligned, lead, written)
         store, stored = self._supplies.stored(source, aligned.lead) or (source, lead)
-        row = _copy_row(aligned, stored, store)
-        disposition = Disposition.COPIED
-        if dtype is not stored.dtype or self._converts_codes(lead, source):
-            if not self._plain.check(source, lead):
-                return None
-            disposition = Disposition.CONVERTED
-            row = replace(row, expression=conversion_expression(dtype))
-        instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
+        finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
+        made = self._copy(aligned, stored, store, check_finite=finite)
+        differs = written.dtype is not stored.dtype or self._differs(written.packing, source, aligned.lead)
+        disposition = Disposition.CONVERTED if differs else Disposition.COPIED
+        # Before its rows are made, which would say that the dtype alone is why.
         self.fates.settle(store, stored.name, Fate(disposition, rule, aligned.output))
+        if differs:
+            rows = self._rows.alone(aligned, written) if self._plain.check(source, lead) else None
+            if rows is None:
+                return None
+            made = self._computed(aligned, lead, written, rows)
+        instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
         for other, name in self._held(aligned):
             self.fates.settle(other, name, Fate(Disposition.DROPPED, instead, aligned.output))
-        finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
-        return Output(aligned.output, dtype, stored.shape, (row,), finite)
+        return made
 
-    def _adapted(self, aligned: Aligned, lead: StoredTensor, dtype: DType) -> Output | None:
+    def _copy(self, aligned: Aligned, stored: StoredTensor, store: int, *, check_finite: bool) -> Output:
+        """One source's stored tensor as it is; of codes everything that belongs to them."""
+        packs = self._sources[store].checkpoint.packs if store < len(self._sources) else None
+        packed = None if packs is None else packs.packed.get(stored.name)
+        if packs is None or packed is None:
+            row = _copy_row(aligned.output, stored, store)
+            return Output(aligned.output, stored.dtype, stored.shape, (row,), check_finite)
+        codes, *others = (
+            _copied(part_name(stored.name, name, aligned.output), packs.stored[name], store)
+            for name in packed.stored
+        )
+        packing = PackedAs(packed.packing, codes.name, "", tuple(others))
+        return Output(aligned.output, stored.dtype, stored.shape, codes.rows, False, packing)
+
+    def _adapted(self, aligned: Aligned, lead: StoredTensor, written: Written) -> Output | None:
         """The lead's tensor with what its adapter adds, and nothing else."""
-        rows = self._rows.alone(aligned, dtype)
+        rows = self._rows.alone(aligned, written)
         if rows is None:
             return None
         self._settle_rest(aligned)
-        return Output(aligned.output, dtype, lead.shape, rows, True)
+        return self._computed(aligned, lead, written, rows)
 
     def _lacking(self, chosen: Chosen) -> bool:
         """Whether some of those that take part store the tensor neither by this name nor within another."""
@@ -221,8 +250,10 @@ class OutputBuilder:
             example=error.tensor,
         )
 
-    def _whole_copy(self, chosen: Chosen, lead: StoredTensor, settings: Settings, dtype: DType) -> Row | None:
-        """A row that moves one source's stored tensor as it is, where the method changes nothing."""
+    def _whole_copy(
+        self, chosen: Chosen, lead: StoredTensor, settings: Settings, written: Written
+    ) -> Output | None:
+        """One source's stored tensor as it is, where the method changes nothing."""
         which = chosen.method.identity(settings)
         if which is None:
             return None
@@ -232,7 +263,8 @@ class OutputBuilder:
         if found is None or self._supplies.is_changed(member.source, name):
             return None
         store, stored = found
-        if stored.shape != lead.shape or stored.dtype is not dtype:
+        differs = stored.dtype is not written.dtype or self._differs(written.packing, member.source, name)
+        if stored.shape != lead.shape or differs:
             return None
         self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
         laid = self._supplies.aligned.get(member.source)
@@ -242,7 +274,14 @@ class OutputBuilder:
             if self._logical[other.source].stored(other_name) is not None:
                 fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
                 self.fates.settle(other.source, other_name, fate)
-        return _copy_row(aligned, stored, store)
+        return self._copy(aligned, stored, store, check_finite=stored.dtype.is_mergeable)
+
+    def _differs(self, packing: Packing | None, source: int, name: str) -> bool:
+        """Whether a source's tensor is packed in another way."""
+        other = self._logical[source].packing(name)
+        if packing is None or other is None:
+            return packing is not other
+        return encoding_of(packing) != encoding_of(other)
 
     def _all_plain(self, chosen: Chosen) -> bool:
         """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
@@ -254,7 +293,11 @@ class OutputBuilder:
         return all(plain)
 
 
-def _copy_row(aligned: Aligned, stored: StoredTensor, store: int) -> Row:
+def _copied(name: str, stored: StoredTensor, store: int) -> Output:
+    return Output(name, stored.dtype, stored.shape, (_copy_row(name, stored, store),), False)
+
+
+def _copy_row(name: str, stored: StoredTensor, store: int) -> Row:
     read = Read(0, store, stored.key, stored.offset, stored.nbytes, stored.dtype, None)
-    part = Part(aligned.output, stored.shape, None)
+    part = Part(name, stored.shape, None)
     return Row(stored.num_elements, copy_expression(stored.dtype), (part,), (read,))

@@ -13,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raymerge.checkpoints.packing import Encoding, Format
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.expressions import Expression
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _LIST = pa.list_(pa.int64())
@@ -46,6 +47,8 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
                 ("expression", pa.int32()),
                 ("is_flat", pa.bool_()),
                 ("copy_of", pa.int64()),
+                ("made_with", pa.int64()),
+                ("scales", pa.int64()),
                 ("also", _LIST),
                 ("first_part", pa.int64()),
                 ("num_parts", pa.int32()),
@@ -73,6 +76,18 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
                 ("view_shape", _LIST),
                 ("view_strides", _LIST),
                 ("assembly", pa.int64()),
+                ("scales", pa.int64()),
+            ]
+        ),
+        "scales": pa.schema(
+            [
+                ("encoding", pa.int32()),
+                ("columns", pa.int64()),
+                ("key", pa.string()),
+                ("offset", pa.int64()),
+                ("nbytes", pa.int64()),
+                ("tensor_key", pa.string()),
+                ("tensor_offset", pa.int64()),
             ]
         ),
         "assemblies": pa.schema(
@@ -168,6 +183,11 @@ class Plan:
         """Expressions that rows point at."""
         return tuple(expression_from_json(each) for each in self.manifest["expressions"])
 
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        """What codes that are read mean; scales point at these."""
+        return tuple(encoding_from_json(each) for each in self.manifest["encodings"])
+
     def require(self) -> Plan:
         """This plan, if nothing stands in the way.
 
@@ -209,12 +229,31 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
         "has_base": expression.has_base,
         "settings": expression.settings,
         "cast": expression.cast.value,
+        "encode": None if expression.encode is None else encoding_to_json(expression.encode),
     }
 
 
 def expression_from_json(data: Mapping[str, Any]) -> Expression:
     """Inverse of ``expression_to_json``."""
-    return Expression(data["method"], data["has_base"], data["settings"], DType(data["cast"]))
+    encode = None if data["encode"] is None else encoding_from_json(data["encode"])
+    return Expression(data["method"], data["has_base"], data["settings"], DType(data["cast"]), encode)
+
+
+def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
+    """JSON form of an encoding."""
+    return {
+        "format": encoding.format.value,
+        "block": list(encoding.block),
+        "scale_dtype": encoding.scale_dtype.value,
+        "power_of_two": encoding.power_of_two,
+    }
+
+
+def encoding_from_json(data: Mapping[str, Any]) -> Encoding:
+    """Inverse of ``encoding_to_json``."""
+    rows, columns = data["block"]
+    scale_dtype = DType(data["scale_dtype"])
+    return Encoding(Format(data["format"]), (rows, columns), scale_dtype, data["power_of_two"])
 
 
 def _hash_column(hasher: hashlib.blake2b, column: pa.ChunkedArray, kind: pa.DataType) -> None:

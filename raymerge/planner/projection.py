@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,9 +11,10 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.planner.assembly_memory import assembly_needs
 from raymerge.planner.columns import ints, last_values, lists, sums
-from raymerge.planner.expressions import Expression
+from raymerge.planner.expressions import Expression, Scales
 from raymerge.planner.memory import InputNeed, Lane, Need, RowSize, expression_passes, row_need, tiling
 from raymerge.planner.plan import Plan
+from raymerge.planner.scales import read_scales
 from raymerge.storage.writing import BOUNCE_BYTES
 from raymerge.units import format_size
 
@@ -115,10 +116,13 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
     expressions = plan.expressions
     inputs, rows = plan["inputs"], plan["rows"]
     assemblies = assembly_needs(plan)
+    encodings = plan.encodings
+    scales = [_sized(read_scales(tuple(row.values()), encodings)) for row in plan["scales"].to_pylist()]
     reads = [
-        (dtype, nbytes, assemblies[number] if number >= 0 else None)
-        for dtype, nbytes, number in zip(
-            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly")), strict=True
+        (dtype, nbytes, assemblies[number] if number >= 0 else None, scales[own] if own >= 0 else None)
+        for dtype, nbytes, number, own in zip(
+            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly", "scales")),
+            strict=True,
         )
     ]
     wanted = ("tensor", "num_elements", "expression", "is_flat", "num_parts", "first_input", "num_inputs")
@@ -126,15 +130,22 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
     for columns, rank, tensor, count, index, is_flat, parts, first, num_inputs in zip(
         *_shapes(plan), *(rows.column(name).to_pylist() for name in wanted), strict=True
     ):
+        if expressions[index].is_scales:
+            continue
         own = tuple(reads[first : first + num_inputs])
         key = (count, index, is_flat, parts, columns, rank, own)
         if key in seen:
             continue
         seen.add(key)
-        kinds = [InputNeed(DType(dtype), nbytes, assembly) for dtype, nbytes, assembly in own]
+        kinds = [InputNeed(DType(dtype), nbytes, assembly, scales) for dtype, nbytes, assembly, scales in own]
         size = RowSize(count, parts, columns, rank, is_flat)
         need = row_need(expressions[index], kinds, size)
         yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
+
+
+def _sized(scales: Scales) -> Scales:
+    """Scales by what memory hangs on, so that those of equal tensors are equal."""
+    return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0)
 
 
 def _shapes(plan: Plan) -> tuple[list[int], list[int]]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raymerge.architectures import Role, load_rules
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.packed import PackedTensors, packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 
@@ -29,6 +31,14 @@ _FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
 _TABLES = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
+
+
+def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
+    """What is stored as codes with scales, and under ``unknown`` whatever else is quantised in some way."""
+    found = packed_tensors(checkpoint, _declared(checkpoint.config))
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
+    formats = quantised_formats(replace(checkpoint, tensors=rest))
+    return replace(found, unknown={**formats, **found.unknown})
 
 
 def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.packing import Encoding, encoding_of
 from raymerge.dtypes import DType
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
@@ -16,6 +17,7 @@ from raymerge.planner.plain import PlainNumbers
 from raymerge.planner.spans import Member
 from raymerge.planner.supplies import Supplies, Supply
 from raymerge.planner.treatments import OWN, Treatment
+from raymerge.planner.written import Written
 
 
 class RowMaker:
@@ -28,10 +30,14 @@ class RowMaker:
         self._plain = plain
         self._findings = findings
         self._fates = fates
-        self._latest: tuple[Settings, bool, DType, Expression] | None = None
+        self._latest: tuple[Settings, bool, DType, Encoding | None, Expression] | None = None
 
     def rows(
-        self, chosen: Chosen, lead: StoredTensor, settings: Settings | None, dtype: DType
+        self,
+        chosen: Chosen,
+        lead: StoredTensor,
+        settings: Settings | None,
+        written: Written,
     ) -> tuple[Row, ...] | None:
         """The rows of a tensor with the layout of the lead's, or None with findings.
 
@@ -39,10 +45,12 @@ class RowMaker:
             chosen: the tensor.
             lead: the lead's stored tensor.
             settings: what the method is told; None where that is not known, so that all else is checked.
-            dtype: what the output is stored in.
+            written: how the output is stored.
         """
         aligned = chosen.aligned
-        blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead)
+        blocks = self._logical[aligned.span.lead.source].blocks(
+            aligned.lead, as_plain=written.packing is None
+        )
         if blocks is None:
             blocks = self._unknown_layout(chosen, lead, settings)
         if blocks is None:
@@ -52,28 +60,31 @@ class RowMaker:
         found = [run for run in runs if run is not None]
         if settings is None or len(found) < len(runs):
             return None
-        expression = self.expression(settings, chosen, dtype)
+        encode = None if written.packing is None else encoding_of(written.packing)
+        expression = self.expression(settings, chosen, written.dtype, encode)
         return tuple(
             Row(block.num_elements, expression, *run) for block, run in zip(blocks, found, strict=True)
         )
 
-    def expression(self, settings: Settings, chosen: Chosen, dtype: DType) -> Expression:
+    def expression(
+        self, settings: Settings, chosen: Chosen, dtype: DType, encode: Encoding | None = None
+    ) -> Expression:
         """The method applied with these settings; the same object for the same ones."""
         has_base = chosen.treatment.base is not None
         latest = self._latest
-        if latest is not None and latest[0] is settings and latest[1:3] == (has_base, dtype):
-            return latest[3]
-        made = make_expression(chosen.method, settings, has_base=has_base, cast=dtype)
-        self._latest = (settings, has_base, dtype, made)
+        if latest is not None and latest[0] is settings and latest[1:4] == (has_base, dtype, encode):
+            return latest[4]
+        made = make_expression(chosen.method, settings, has_base=has_base, cast=dtype, encode=encode)
+        self._latest = (settings, has_base, dtype, encode, made)
         return made
 
-    def alone(self, aligned: Aligned, dtype: DType) -> tuple[Row, ...] | None:
+    def alone(self, aligned: Aligned, written: Written) -> tuple[Row, ...] | None:
         """The rows of the lead's tensor with what its adapter adds; None with a finding."""
         lead = aligned.span.lead
         treatment = Treatment(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, treatment, (aligned.lead,))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
-        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), dtype)
+        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written)
 
     def settle(self, supply: Supply, source: int, fate: Fate) -> None:
         """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
@@ -142,8 +153,8 @@ class RowMaker:
         return False
 
     def is_plain(self, source: int, tensor: StoredTensor) -> bool:
-        """Whether a tensor holds plain numbers; else a finding says what it holds."""
-        return self._plain.check(source, tensor)
+        """Whether a tensor is stored as plain numbers; else a finding says what it holds."""
+        return self._plain.is_stored_plain(source, tensor)
 
     def other_shape(self, chosen: Chosen, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
         """Report a tensor whose shape is not the lead's."""

@@ -6,7 +6,8 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_n
 from raymerge.checkpoints.source import natural_key
 from raymerge.methods import BLOCK, Access, find_method
 from raymerge.planner.assembly_memory import group_multiple
-from raymerge.planner.expressions import Output, Read, Row
+from raymerge.planner.expressions import Output, Part, Read, Row, scales_expression, scales_part
 
 _SEGMENTS_WANTED = 64
 _SMALLEST = 256 << 10
@@ -37,11 +38,13 @@ class PlacedRow:
     """What it is made of."""
     copy_of: int = -1
     """Index of an earlier placed row with the same content, which writes this one too; -1 for none."""
+    made_with: int = -1
+    """Index of the placed row of codes whose scales these are, and which writes them; -1 for none."""
 
     @property
     def cost(self) -> int:
         """Bytes read and written to make it."""
-        return 0 if self.copy_of >= 0 else self.row.read_bytes + self.row.nbytes
+        return 0 if self.copy_of >= 0 or self.made_with >= 0 else self.row.read_bytes + self.row.nbytes
 
 
 class Segment(NamedTuple):
@@ -70,15 +73,54 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
     target = _segment_target(sum(row.nbytes + row.read_bytes for o in outputs for row in o.rows))
     placed: list[PlacedRow] = []
     twins = _Twins(placed)
+    made: dict[str, list[int]] = {}
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
             number, offset = index[tensor.name], tensor.offset
-            for row in outputs[number].rows:
-                for first, piece in _cut(row, target):
-                    twin = twins.of(first, piece)
-                    placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
-                    offset += piece.nbytes
+            codes = outputs[number].scales_of
+            cut = _scales_cut(outputs[index[codes]], target) if codes else _pieces(outputs[number], target)
+            for first, piece in cut:
+                twin = -1 if codes else twins.of(first, piece)
+                made.setdefault(tensor.name, []).append(len(placed))
+                placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
+                offset += piece.nbytes
+    _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in outputs if each.scales_of])
     return tuple(placed)
+
+
+def _pieces(output: Output, target: int) -> Iterator[tuple[int, Row]]:
+    """The pieces of all rows of an output."""
+    for row in output.rows:
+        yield from _cut(row, target)
+
+
+def _scales_cut(codes: Output, target: int) -> Iterator[tuple[int, Row]]:
+    """The rows of the scales of an output of codes: one to each of its pieces."""
+    for _, piece in _pieces(codes, target):
+        encode, (part, *_) = piece.expression.encode, piece.parts
+        if encode is None:
+            raise ValueError(f"{codes.name} has scales and is no codes")
+        columns = part.shape[-1]
+        bands = -(-piece.num_elements // (encode.band * columns))
+        count = bands * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
+        made = Part(scales_part(part.logical), (count,), None)
+        yield 0, Row(count, scales_expression(encode.scale_dtype), (made,), ())
+
+
+def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Point rows of scales at the rows of codes that they are made with, or at the scales of equal codes.
+
+    Args:
+        placed: every row; those of scales are replaced.
+        tensors: rows of codes and rows of scales of each tensor that has both, one to one.
+    """
+    scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
+    for code, scale in scales.items():
+        twin = placed[code].copy_of
+        if twin < 0:
+            placed[scale] = replace(placed[scale], made_with=code)
+        else:
+            placed[scale] = replace(placed[scale], copy_of=scales[twin])
 
 
 def cut_segments(rows: Sequence[PlacedRow]) -> tuple[Segment, ...]:
@@ -139,6 +181,11 @@ def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
 def _unit(row: Row) -> int:
     """Elements that pieces are cut in multiples of: whole groups of rows where inputs are made of rows."""
     columns = [read.assembly.num_columns for read in row.reads if read.assembly is not None]
+    bands = [read.scales.unit for read in row.reads if read.scales is not None]
+    if row.expression.encode is not None:
+        bands.append(row.expression.encode.band * row.parts[0].shape[-1])
+    if bands:
+        return math.lcm(*bands)
     return group_multiple(max(columns)) if columns else BLOCK
 
 
@@ -157,4 +204,9 @@ def _divides(row: Row) -> bool:
 def _sub_read(read: Read, first: int, count: int) -> Read:
     if read.assembly is not None:
         return read
-    return replace(read, offset=read.offset + read.dtype.nbytes(first), nbytes=read.dtype.nbytes(count))
+    scales = read.scales
+    if scales is not None:
+        offset, nbytes = scales.of(first, count)
+        scales = replace(scales, offset=offset, nbytes=nbytes)
+    offset = read.offset + read.dtype.nbytes(first)
+    return replace(read, offset=offset, nbytes=read.dtype.nbytes(count), scales=scales)

@@ -53,19 +53,6 @@ class Cluster:
         """Segments that a worker is to have in flight."""
         return self.lanes or lanes_of(self.threads)
 
-    @property
-    def reading(self) -> float:
-        """Bytes per second that a lane reads while no other moves any; infinite where nothing limits it."""
-        return self._alone(self.read)
-
-    @property
-    def writing(self) -> float:
-        """The same of writing."""
-        return self._alone(self.write)
-
-    def _alone(self, direction: float | None) -> float:
-        return min(each or math.inf for each in (self.storage, direction, self.per_worker))
-
     def _problems(self) -> Iterator[Problem]:
         for name in ("workers", "threads", "cores", "lanes"):
             if (given := getattr(self, name)) is not None and given < 1:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
-_NANO = 1e-9
+_NANO, _MICRO = 1e-9, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class MethodSpeeds:
-    """What one thread needs for the elements of a merge."""
+    """What one thread needs for a merge, while all cores are busy."""
 
     by_method: Mapping[str, float]
     """Seconds for each element of every source, by the method's name."""
@@ -20,10 +20,16 @@ class MethodSpeeds:
     """The same for methods that are not listed: a cautious guess."""
     copied_byte: float
     """Seconds for a byte that is copied as it is."""
+    by_tensor: Mapping[str, float]
+    """Seconds for each tensor, or piece of one, beyond those for its elements, by the method's name."""
 
     def per_element(self, method: str) -> float:
         """Seconds for each element of every source."""
         return self.by_method.get(method, self.other)
+
+    def per_tensor(self, method: str) -> float:
+        """Seconds for each tensor beyond those for its elements; none where that was not measured."""
+        return self.by_tensor.get(method, 0.0)
 
     def knows(self, method: str) -> bool:
         """Whether the method was measured."""
@@ -38,4 +44,5 @@ def measured_speeds() -> MethodSpeeds:
         {name: value * _NANO for name, value in table["methods"].items()},
         table["other"] * _NANO,
         table["copied_byte"] * _NANO,
+        {name: value * _MICRO for name, value in table["tensors"].items()},
     )

@@ -73,7 +73,7 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
         speeds: how fast methods compute.
     """
     rows, expressions = plan["rows"], plan.expressions
-    number, made = ints(rows, "expression"), ints(rows, "copy_of") < 0
+    number, made = ints(rows, "expression"), (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
     copies = np.array([each.is_copy for each in expressions], dtype=np.bool_)[number]
     once = _run_sums(ints(rows, "num_inputs"), input_bytes(plan)).astype(np.int64) * made
     passes, resident = _passes(plan, expressions), stays_resident(once, lane)
@@ -106,11 +106,13 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
 def _computing(plan: Plan, expressions: tuple[Expression, ...], speeds: MethodSpeeds) -> Floats:
     """Seconds that one thread computes for each row, were it not a copy ``[rows]``."""
     rows = plan["rows"]
-    which, names = codes(plan["inputs"], "dtype")
+    dtypes, names = codes(plan["inputs"], "dtype")
     bits = np.array([DType(name).bits for name in names], dtype=np.float64)
-    elements = _run_sums(ints(rows, "num_inputs"), input_bytes(plan) * 8 / bits[which])
+    elements = _run_sums(ints(rows, "num_inputs"), input_bytes(plan) * 8 / bits[dtypes])
     per_element = np.array([speeds.per_element(each.method) for each in expressions])
-    return np.asarray(elements * per_element[ints(rows, "expression")])
+    per_tensor = np.array([speeds.per_tensor(each.method) for each in expressions])
+    which = ints(rows, "expression")
+    return np.asarray(elements * per_element[which] + ints(rows, "num_parts") * per_tensor[which])
 
 
 def _passes(plan: Plan, expressions: tuple[Expression, ...]) -> Ints:

@@ -99,8 +99,18 @@ class Holding(Protocol):
         """Every tensor by name."""
 
     @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+
+    @property
     def files(self) -> Sequence[WeightFile]:
         """The files that hold the tensors."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the tensor of a name consists of."""
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one is, or belongs to."""
 
 
 def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:

@@ -150,6 +150,19 @@ class Prepared:
     stage: Stage
     """What makes it."""
 
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that a tensor consists of: itself."""
+        return (name,)
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one belongs to: itself."""
+        return stored
+
 
 def make_stage(
     *,
@@ -197,7 +210,7 @@ def fingerprint(holding: Holding) -> dict[str, Any]:
     """What tells one holding from another without reading its weights."""
     found: dict[str, Any] = {
         "name": holding.name,
-        "num_tensors": len(holding.tensors),
+        "num_tensors": len(holding.stored),
         "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
     }
     return found | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else found

@@ -54,7 +54,16 @@ class Supply(NamedTuple):
         place = self.place
         first = place.tensor.offset + place.tensor.dtype.nbytes(place.start)
         nbytes = place.tensor.dtype.nbytes(place.num_elements)
-        return Read(part, self.store, place.tensor.key, first, nbytes, place.tensor.dtype, place.view)
+        return Read(
+            part,
+            self.store,
+            place.tensor.key,
+            first,
+            nbytes,
+            place.tensor.dtype,
+            place.view,
+            scales=place.scales,
+        )
 
     def _product(self) -> Product | None:
         factor = self.factor
@@ -131,7 +140,7 @@ class Supplies:
             # The usual case, told quickly: nobody asks by what name the place is known.
             own = self.logical[source].stored(name)
             if own is not None and self.logical[source].is_alone(name):
-                return Supply(source, whole_place(own))
+                return Supply(source, self.logical[source].whole(own))
         found = self._place(source, name, logical)
         if found is None:
             return None
@@ -157,7 +166,7 @@ class Supplies:
         if stored is not None:
             own = tensors.blocks(name)
             if own is None:
-                return name, whole_place(stored)
+                return name, tensors.whole(stored)
             places = dict(member for block in own for member in block.members)
             if len(places) == 1:
                 return next(iter(places.items()))

@@ -12,12 +12,14 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.packing import Encoding
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.assemblies import AssemblyNumbers
 from raymerge.planner.check import check_plan
 from raymerge.planner.dispositions import Fate
 from raymerge.planner.expressions import Expression, Output
 from raymerge.planner.plan import FORMAT, SCHEMAS, Plan, digest
+from raymerge.planner.scales import ScaleNumbers
 from raymerge.planner.segments import PlacedRow, Segment
 from raymerge.storage.local import LocalStore
 
@@ -33,26 +35,27 @@ def make_tables(
     segments: Sequence[Segment],
     fates: Iterable[tuple[int, str, Fate]],
     files: Mapping[str, bytes],
-) -> tuple[dict[str, pa.Table], list[Expression]]:
-    """The tables, and the expressions in the order that rows number them."""
+) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
+    """The tables, and expressions and encodings in the order in which rows and scales number them."""
     expressions: dict[Expression, int] = {}
     for placed in rows:
         expressions.setdefault(placed.row.expression, len(expressions))
-    assemblies = AssemblyNumbers()
+    assemblies, scales = AssemblyNumbers(), ScaleNumbers()
     columns: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_columns(outputs, shards),
         "rows": _row_columns(rows, expressions),
         "parts": _part_columns(rows),
-        "inputs": _input_columns(rows, assemblies),
+        "inputs": _input_columns(rows, assemblies, scales),
         "segments": _turned(segments),
         "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
         "files": _turned(list(files.items())),
         "dispositions": _fate_columns(list(fates)),
     }
     tables = {name: _table(SCHEMAS[name], each) for name, each in columns.items()}
-    # Behind the inputs, which number the assemblies.
-    tables |= {name: _table(SCHEMAS[name], _turned(each)) for name, each in assemblies.rows().items()}
-    return {name: tables[name] for name in SCHEMAS}, list(expressions)
+    # Behind the inputs, which number the assemblies and the scales.
+    numbered = {**assemblies.rows(), "scales": scales.rows()}
+    tables |= {name: _table(SCHEMAS[name], _turned(each)) for name, each in numbered.items()}
+    return {name: tables[name] for name in SCHEMAS}, list(expressions), scales.encodings()
 
 
 def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
@@ -97,7 +100,10 @@ def _row_columns(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int
     yield [row.num_elements for row in made]
     yield [expressions[row.expression] for row in made]
     yield [row.is_flat for row in made]
+    scales = {placed.made_with: number for number, placed in enumerate(rows) if placed.made_with >= 0}
     yield [placed.copy_of for placed in rows]
+    yield [placed.made_with for placed in rows]
+    yield [scales.get(number, -1) for number in range(len(rows))]
     yield also
     yield _starts(num_parts)
     yield num_parts
@@ -117,7 +123,9 @@ def _part_columns(rows: Sequence[PlacedRow]) -> Iterator[Sequence[Any]]:
     yield [part.view.strides if part.view else () for part in parts]
 
 
-def _input_columns(rows: Sequence[PlacedRow], assemblies: AssemblyNumbers) -> Iterator[Sequence[Any]]:
+def _input_columns(
+    rows: Sequence[PlacedRow], assemblies: AssemblyNumbers, scales: ScaleNumbers
+) -> Iterator[Sequence[Any]]:
     reads = [read for placed in rows for read in placed.row.reads]
     yield [read.part for read in reads]
     yield [read.source for read in reads]
@@ -129,6 +137,7 @@ def _input_columns(rows: Sequence[PlacedRow], assemblies: AssemblyNumbers) -> It
     yield [read.view.shape if read.view else () for read in reads]
     yield [read.view.strides if read.view else () for read in reads]
     yield [assemblies.number(read.assembly) for read in reads]
+    yield [scales.number(read.scales) for read in reads]
 
 
 def _fate_columns(fates: Sequence[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:

@@ -20,6 +20,7 @@ from raymerge.recipes.entry import (
     by,
 )
 from raymerge.recipes.faults import Fault, FaultError, show
+from raymerge.recipes.out_format import OutFormat
 from raymerge.recipes.readers import between, choice_of
 from raymerge.recipes.router import Alignment, RouterSource
 from raymerge.recipes.rule import MethodRule
@@ -160,6 +161,8 @@ class Recipe(Document):
     """dtype of the merged tensors, unless ``out_dtype`` is given; None keeps the checkpoint's own."""
     out_dtype: MergeDType | None = None
     """dtype of the merged tensors in the output."""
+    out_format: OutFormat = None
+    """How the output stores its numbers, plain or as codes with scales; None goes by dtype and checkpoint."""
     parameters: Parameters = {}
     """Settings that hold wherever nothing nearer says otherwise."""
     tokenizer_source: TokenizerSource | None = None

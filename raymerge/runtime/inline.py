@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -13,7 +16,7 @@ from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample, measure
 from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.options import Device, RunOptions
-from raymerge.runtime.pool import TICK_SECONDS, Measure, Measured, Runner, Stop, Work
+from raymerge.runtime.pool import TICK_SECONDS, Measure, Measured, Receipts, Runner, Stop, Work
 from raymerge.runtime.sizing import Crew, cores_here, layout_of
 
 _NAME = "inline"
@@ -75,13 +78,14 @@ class InlinePool:
                 self._choice = error.choice()
             self._device = torch.device(self._choice.device)
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Do the parts in threads; see ``Pool.run``."""
         with ExitStack() as stack:
             runner = stack.enter_context(closing(work.open(self._device, _NAME)))
             threads = stack.enter_context(ThreadPoolExecutor(work.slots))
-            stack.callback(runner.abort)
-            yield from _feed(runner, threads, list(numbers), work.slots, stop)
+            crew = _Crew(runner, numbers, stop, slots=work.slots)
+            stack.callback(crew.give_up)
+            yield from crew.receipts(threads)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -94,17 +98,58 @@ class InlinePool:
         return layout_of(self._options, (cores_here(),), gpus).threads
 
 
-def _feed(
-    runner: Runner, threads: ThreadPoolExecutor, todo: list[int], slots: int, stop: Stop
-) -> Generator[Receipt | None, None, None]:
-    flight: set[Future[Receipt]] = set()
-    while True:
-        while todo and len(flight) < slots and not stop.requested:
-            flight.add(threads.submit(runner.run, todo.pop(0)))
-        if not flight:
-            return
-        done, flight = wait(flight, timeout=TICK_SECONDS, return_when=FIRST_COMPLETED)
-        if not done:
-            yield None
-        for future in done:
-            yield future.result()
+class _Crew:
+    """Threads that take parts by themselves: between two parts nobody waits for the driver, which makes
+    receipts durable. No more parts than slots are in hand or have no durable receipt: that is what a crash
+    costs."""
+
+    def __init__(self, runner: Runner, numbers: Sequence[int], stop: Stop, *, slots: int) -> None:
+        self._runner = runner
+        self._todo = deque(numbers)
+        self._stop = stop
+        self._slots = slots
+        self._room = threading.Semaphore(slots)
+        self._made: SimpleQueue[Receipt | Future[None]] = SimpleQueue()
+
+    def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
+        """What threads make until all of them have ended; raises what one of them failed with."""
+        for _ in range(self._slots):
+            threads.submit(self._work).add_done_callback(self._made.put)
+        busy = self._slots
+        while busy:
+            found = self._found()
+            receipts = tuple(each for each in found if isinstance(each, Receipt))
+            yield receipts
+            if receipts:
+                self._room.release(len(receipts))
+            ended = [each for each in found if isinstance(each, Future)]
+            for thread in ended:
+                thread.result()
+            busy -= len(ended)
+
+    def give_up(self) -> None:
+        """Begin no more parts, and have those in hand fail where they can."""
+        self._todo.clear()
+        self._room.release(self._slots)
+        self._runner.abort()
+
+    def _work(self) -> None:
+        """Do parts until none is left or a stop is asked for."""
+        while True:
+            self._room.acquire()
+            try:
+                number = self._todo.popleft()
+            except IndexError:
+                return
+            if self._stop.requested:
+                return
+            self._made.put(self._runner.run(number))
+
+    def _found(self) -> list[Receipt | Future[None]]:
+        """All that has come since; nothing where that takes long."""
+        found: list[Receipt | Future[None]] = []
+        with suppress(Empty):
+            found.append(self._made.get(timeout=TICK_SECONDS))
+            while True:
+                found.append(self._made.get_nowait())
+        return found

@@ -54,16 +54,17 @@ class Ledger:
         with LocalStore(self._path.parent) as store:
             store.write_atomic(self._path.name, text.encode())
 
-    def record(self, receipt: Receipt) -> None:
-        """Add a receipt and return when it is durable."""
-        self._append({"receipt": receipt.to_json()})
+    def record(self, *receipts: Receipt) -> None:
+        """Add receipts and return when they are durable: several cost no more than one."""
+        if receipts:
+            self._append(*({"receipt": receipt.to_json()} for receipt in receipts))
 
     def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
         """Add what tells the files that are published from any that are written later, by their keys."""
         self._append({"files": marks})
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        text = _line(entry)
+    def _append(self, *entries: Mapping[str, Any]) -> None:
+        text = "".join(map(_line, entries))
         if not _ends_whole(self._path):
             text = "\n" + text
         with LocalStore(self._path.parent) as store:

@@ -17,6 +17,8 @@ from raymerge.runtime.sizing import Crew
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
 
+Receipts: TypeAlias = tuple[Receipt, ...]
+"""Those that came while the driver saw to the ones before."""
 
 UNIT = "unit"
 """A part of a stage's work; of a merge's it is a segment."""
@@ -40,7 +42,7 @@ class Work(Protocol):
 
     @property
     def slots(self) -> int:
-        """Parts that a worker has in hand at once."""
+        """Parts that a worker is given at once; its runner takes them up as it has room for them."""
 
     @property
     def part(self) -> str:
@@ -130,10 +132,12 @@ class Pool(Protocol):
                 in about a second.
         """
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Do the parts of these numbers in about the given order and yield receipts as they come.
 
-        Yields None when ``TICK_SECONDS`` went by without any, for the driver to look how far the parts are.
+        All that are there are yielded together, so that they can be made durable together; meanwhile workers
+        go on. Yields none when ``TICK_SECONDS`` went by without any, for the driver to look how far the
+        parts are.
         Ends early, without error, once ``stop`` is requested and the parts in hand are done. Closing the
         generator gives up the parts in hand.
         """

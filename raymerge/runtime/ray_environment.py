@@ -11,7 +11,8 @@ import socket
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ _QUIET = {
     # Of an embedded cluster: processes for which there is no work would import ray while we import torch.
     "RAY_prestart_worker_first_driver": "0",
 }
+_HELPERS = ("start_api_server", "start_monitor", "start_log_monitor")
+"""What starts, with a node of Ray, its web server, its autoscaler, and what forwards output of workers."""
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
 
 
@@ -92,8 +95,6 @@ class RayConnection:
     def close(self) -> None:
         """Disconnect, and end the cluster if it is ours."""
         if self._owner:
-            if self._address is None:
-                _end_autoscaler(self.ray)
             self.ray.shutdown()
             self._owner = False
         if self._temporary:
@@ -105,15 +106,16 @@ class RayConnection:
         short = "/tmp" if os.path.isdir("/tmp") else None
         self._temporary = tempfile.mkdtemp(prefix="raymerge-", dir=short)
         # "local", because without an address Ray joins any cluster that it finds on this machine.
-        self.ray.init(
-            address="local",
-            num_cpus=self._num_cpus,
-            _temp_dir=self._temporary,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        with _helpers_left_out(self.ray):
+            self.ray.init(
+                address="local",
+                num_cpus=self._num_cpus,
+                _temp_dir=self._temporary,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
 
 
 def _check_answers(address: str) -> None:
@@ -142,13 +144,23 @@ def _no_ray(address: str | None, error: Exception) -> OptionError:
     )
 
 
-def _end_autoscaler(ray: Any) -> None:
-    """End the process that would add machines to a cluster of ours, and that does not listen.
+@contextmanager
+def _helpers_left_out(ray: Any) -> Iterator[None]:
+    """Have Ray start none of the processes that a cluster of ours has no use for.
 
-    Ray asks it to end and waits a second in vain. It keeps nothing that could be lost.
+    Each is one more interpreter that imports ray while we wait for workers, and stays as long as they do.
+    No setting leaves them out: even without its pages the web server is started, and waited for. Where a
+    release of Ray has one no more, there is nothing to leave out.
     """
-    with suppress(AttributeError):
-        ray._private.worker._global_node.kill_monitor(check_alive=False)
+    node = ray._private.node.Node
+    starting = {name: getattr(node, name) for name in _HELPERS if hasattr(node, name)}
+    for name in starting:
+        setattr(node, name, _do_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starting.items():
+            setattr(node, name, start)
 
 
 def _silence_notices(ray: Any) -> None:
@@ -156,8 +168,8 @@ def _silence_notices(ray: Any) -> None:
 
     A worker's death is reported by ``WorkerLost``, and standard output belongs to the caller.
     """
-    ray._private.worker.print_to_stdstream = _say_nothing
+    ray._private.worker.print_to_stdstream = _do_nothing
 
 
-def _say_nothing(*_: object, **__: object) -> None:
-    """Takes the place of Ray's printer."""
+def _do_nothing(*_: object, **__: object) -> None:
+    """Takes the place of what Ray would do."""

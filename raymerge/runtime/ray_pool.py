@@ -15,7 +15,7 @@ from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.devices import first_line
 from raymerge.runtime.events import OnEvent, WorkerLost
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import TICK_SECONDS, UNIT, Measure, Measured, Stop, Work
+from raymerge.runtime.pool import TICK_SECONDS, UNIT, Measure, Measured, Receipts, Stop, Work
 from raymerge.runtime.ray_answers import cause_of, probed, ready_answers
 from raymerge.runtime.ray_environment import RayConnection
 from raymerge.runtime.sizing import (
@@ -124,9 +124,6 @@ class RayPool:
             self._try_gpu()
         else:
             self._take_on(self._layout.workers)
-        if self._parts is None:
-            for actor in self._actors:
-                actor.handle.warm.remote()
 
     def settle(self, choose: Callable[[Measure], Choice]) -> None:
         """Choose between GPUs and processors; see ``Pool.settle``."""
@@ -142,7 +139,7 @@ class RayPool:
             self._layout = self._fitting(0)
         self._take_on(self._layout.workers - len(self._actors))
 
-    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipt | None, None, None]:
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
         shift = _Shift(self, self._connection.ray, work, deque(numbers))
         shift.begin()
@@ -242,8 +239,8 @@ class RayPool:
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
             "max_task_retries": 0,
-            # All lanes, and a call beside them.
-            "max_concurrency": most_lanes(self._options) + 1,
+            # All lanes, a part that waits for one or for its bytes to be durable, and a call beside them.
+            "max_concurrency": most_lanes(self._options) + 2,
         }
         device = self._options.device if self._gpus else "cpu"
         return _Actor(name, self._connection.ray.remote(self._worker).options(**options).remote(name, device))
@@ -301,21 +298,27 @@ class _Shift:
         """Whether parts are in hand, or wait and may be begun."""
         return any(actor.flight for actor in self._pool._actors) or bool(self._todo and not stop.requested)
 
-    def advance(self, stop: Stop) -> Generator[Receipt | None, None, None]:
-        """Hand out parts, wait a moment, and yield the receipts that have come, or None."""
+    def advance(self, stop: Stop) -> Generator[Receipts, None, None]:
+        """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
         self._feed(stop)
         actors = self._pool._actors
         waiting = {
             ref: actor for actor in actors for ref in (*actor.flight, actor.opening) if ref is not None
         }
-        ready, _ = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
-        for ref in ready:
-            answer = self._answer(ref, waiting[ref])
-            if answer is not None:
-                yield Receipt.from_json(answer)
-        self._check_patience(progressed=bool(ready))
-        if not ready:
-            yield None
+        ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
+        if ready and others:
+            ready += self._ray.wait(others, num_returns=len(others), timeout=0)[0]
+        found: list[Receipt] = []
+        try:
+            for ref in ready:
+                # Not of a worker that was lost a moment ago: all that it had in hand was taken back.
+                answer = self._answer(ref, waiting[ref]) if waiting[ref] in actors else None
+                found += [] if answer is None else [Receipt.from_json(answer)]
+            self._check_patience(progressed=bool(ready))
+            self._feed(stop)
+        finally:
+            # What was made is made, also where something else failed.
+            yield tuple(found)
 
     def _feed(self, stop: Stop) -> None:
         for _ in range(self._slots):

@@ -235,10 +235,11 @@ class Run:
         work = SegmentWork(self._plan, roots, self._staging.root, self.projection, pool.threads)
         costs = self._plan["segments"].column("cost").to_pylist()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
-            for receipt in filter(None, made):
-                ledger.record(receipt)
-                receipts[receipt.segment] = receipt
-                self._tell(receipt, costs[receipt.segment])
+            for batch in made:
+                ledger.record(*batch)
+                receipts.update((receipt.segment, receipt) for receipt in batch)
+                for receipt in batch:
+                    self._tell(receipt, costs[receipt.segment])
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
         """Emit what a receipt says."""

@@ -35,8 +35,8 @@ class SegmentWork:
 
     @property
     def slots(self) -> int:
-        """As many as the projection counts with."""
-        return self.projection.lanes
+        """As many as the projection counts with, and one that takes a lane as soon as it is free."""
+        return self.projection.lanes + 1
 
     @property
     def part(self) -> str:

@@ -215,23 +215,27 @@ class StageRun:
             return False
         work, costs = UnitWork(self.work, self._staging, self._budget()), self.work.costs()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
-            for receipt in made:
-                if receipt is None:
+            for batch in made:
+                ledger.record(*batch)
+                done.update((receipt.segment, receipt) for receipt in batch)
+                for receipt in batch:
+                    self._tell(receipt, costs[receipt.segment])
+                if not batch:
                     self._tell_progress(costs, done)
-                    continue
-                ledger.record(receipt)
-                done[receipt.segment] = receipt
-                self._on_event(
-                    UnitDone(
-                        receipt.segment,
-                        receipt.worker,
-                        receipt.read_bytes,
-                        receipt.written_bytes,
-                        costs[receipt.segment],
-                        receipt.seconds,
-                    )
-                )
             return stop.requested
+
+    def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
+        """Emit what a receipt says."""
+        self._on_event(
+            UnitDone(
+                receipt.segment,
+                receipt.worker,
+                receipt.read_bytes,
+                receipt.written_bytes,
+                planned_bytes,
+                receipt.seconds,
+            )
+        )
 
     def _tell_progress(self, costs: Sequence[int], done: Collection[int]) -> None:
         """Emit how far the stage is, if the units in hand are any further."""

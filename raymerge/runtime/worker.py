@@ -4,20 +4,26 @@ another computes."""
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from raymerge.runtime.device_probe import Sample, measure
-from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
+from raymerge.runtime.importing import heavy_imports
 from raymerge.runtime.options import Device
-from raymerge.runtime.pool import Runner, Work
+
+if TYPE_CHECKING:
+    from raymerge.runtime.device_probe import Sample
+    from raymerge.runtime.pool import Runner, Work
 
 
 class MergeWorker:
     """One worker of the Ray pool. Disposable: it keeps nothing that is not in the staging directory."""
 
     def __init__(self, name: str, device: Device) -> None:
+        # What all work needs. Whoever imports this module, such as the driver, need not load it.
+        with heavy_imports():
+            import torch
+
+            import raymerge.compiled.jit
+            import raymerge.runtime.segment_work  # noqa: F401
         torch.set_num_threads(1)
         self._name = name
         self._wanted = device
@@ -25,20 +31,22 @@ class MergeWorker:
 
     def ready(self) -> dict[str, Any]:
         """Its process and what it computes on, once it can work."""
+        from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
+
         device = choose_device(self._wanted)
         return {"pid": os.getpid(), "numerics": numerics_of(device), "kernels": kernels_of(device)}
 
-    def warm(self) -> None:
-        """Import what work needs, while there is none yet."""
-        import raymerge.compiled.jit
-        import raymerge.runtime.segment_work  # noqa: F401
-
     def probe(self, sample: Sample, threads: int) -> dict[str, Any]:
         """What speaks for the GPU of this worker, and what against it, as JSON values."""
+        from raymerge.runtime.device_probe import measure
+        from raymerge.runtime.devices import choose_device
+
         return measure(choose_device("cuda"), sample, threads=threads).to_json()
 
     def open(self, work: Work) -> dict[str, Any]:
         """Take up the work, in place of an earlier one; the answer is that of ``ready``."""
+        from raymerge.runtime.devices import choose_device
+
         if self._runner is not None:
             self._runner.close()
         self._runner = work.open(choose_device(self._wanted), self._name)

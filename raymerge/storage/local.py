@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
-from raymerge.storage.buffers import ALIGNMENT
 from raymerge.storage.copying import RangeCopier, inner_blocks
 from raymerge.storage.extents import share_extents
 from raymerge.storage.open_files import OpenFiles
@@ -114,14 +113,22 @@ class LocalStore:
             raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes))
 
     def read_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
     ) -> int:
         """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
 
         Long extents that are not in the page cache are read past it, unless they are wanted ``again``.
 
         Returns:
-            Position of the first byte in the buffer: ``offset % ALIGNMENT``.
+            Position of the first byte in the buffer: ``like % ALIGNMENT`` where they came through the cache
+            and it was given, else ``offset % ALIGNMENT``.
 
         Raises:
             CheckpointError: the file cannot be read, or ends before.
@@ -129,10 +136,11 @@ class LocalStore:
         """
         path = self.location(key)
         with _reading(path, offset):
-            done = self._reader.read(path, Range(offset, nbytes), _as_bytes(buffer), again=again)
+            wanted, view = Range(offset, nbytes), _as_bytes(buffer)
+            begin, done = self._reader.read(path, wanted, view, again=again, like=like)
         if done < nbytes:
             raise CheckpointError(_ends_early(path, offset, wanted=nbytes))
-        return offset % ALIGNMENT
+        return begin
 
     # Writing
 

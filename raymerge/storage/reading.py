@@ -25,33 +25,38 @@ class ExtentReader:
         self._residency = Residency()
         self._can_direct = hasattr(os, "O_DIRECT")
 
-    def read(self, path: str, wanted: Range, buffer: memoryview, *, again: bool) -> int:
-        """Read bytes of a file to ``buffer[wanted.offset % ALIGNMENT :]``.
+    def read(
+        self, path: str, wanted: Range, buffer: memoryview, *, again: bool, like: int | None
+    ) -> tuple[int, int]:
+        """Read bytes of a file into a buffer.
 
         Args:
             path: the file.
             wanted: bytes of it.
             buffer: at least ``room_for(wanted.nbytes)`` bytes; not aligned, it is filled through the cache.
             again: the bytes will be read once more, and so should be in the cache afterwards.
+            like: through the cache they come to ``like % ALIGNMENT`` in the buffer; past it, or where None is
+                given, to ``wanted.offset % ALIGNMENT``.
 
         Returns:
-            Bytes read, from the first wanted on: fewer than wanted only at the end of the file.
+            Position of the first byte in the buffer, and bytes read: fewer than wanted only at the end of the
+            file.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: the buffer is too small.
         """
-        shift = wanted.offset % ALIGNMENT
         if buffer.nbytes < room_for(wanted.nbytes):
             raise ValueError(f"{buffer.nbytes} bytes of buffer are too few for {wanted.nbytes} to read")
         done = 0
         if not again and self._is_for_disk(path, wanted, buffer):
             done = self._read_direct(path, wanted, buffer)
+        begin = (wanted.offset if done or like is None else like) % ALIGNMENT
         if done < wanted.nbytes:
             with self._files.borrow(path, writable=False) as descriptor:
-                rest = buffer[shift + done : shift + wanted.nbytes]
+                rest = buffer[begin + done : begin + wanted.nbytes]
                 done += read_fully(descriptor, wanted.offset + done, rest)
-        return done
+        return begin, done
 
     def _is_for_disk(self, path: str, wanted: Range, buffer: memoryview) -> bool:
         if not self._can_direct or wanted.nbytes < _DIRECT_LEAST or not lies_like(0, buffer):

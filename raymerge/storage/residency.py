@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-
-from raymerge.storage.buffers import address_of
+import os
 
 _SAMPLES = 4
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class Residency:
@@ -18,10 +18,17 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        # Keeping the interpreter's lock: the answer takes less time than getting the lock again.
-        self._mincore = getattr(ctypes.PyDLL(None), "mincore", None)
+        # Keeping the interpreter's lock: the answer takes less time than getting the lock again. And asking
+        # the C library itself, as Python's own mappings open the file once more.
+        library = ctypes.PyDLL(None)
+        self._mincore = getattr(library, "mincore", None)
         if self._mincore is not None:
-            self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+            address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+            self._mincore.argtypes = [address, size, ctypes.c_char_p]
+            self._map, self._unmap = library.mmap, library.munmap
+            self._map.restype = address
+            self._map.argtypes = [address, size, number, number, number, ctypes.c_long]
+            self._unmap.argtypes = [address, size]
 
     def is_cached(self, descriptor: int, offset: int, nbytes: int) -> bool:
         """Whether at least half of the pages looked at are in the cache.
@@ -33,13 +40,16 @@ class Residency:
             return True
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         length = offset + nbytes - start
-        try:
-            # Private and never touched: writable only because an address is given of nothing else.
-            mapping = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, offset=start)
-        except (OSError, ValueError):  # a file system without mappings; an extent that the file does not have
+        # Never touched, so that a file that is cut off meanwhile is none of its business.
+        address = self._map(None, length, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, start)
+        if address == _FAILED:  # a file system without mappings
             return True
-        with mapping:
-            return self._sampled(address_of(memoryview(mapping)), -(-length // mmap.PAGESIZE))
+        try:
+            found = self._sampled(address, -(-length // mmap.PAGESIZE))
+        finally:
+            self._unmap(address, length)
+        # What lies behind the end is in no cache.
+        return found or os.fstat(descriptor).st_size < offset + nbytes
 
     def _sampled(self, address: int, num_pages: int) -> bool:
         assert self._mincore is not None

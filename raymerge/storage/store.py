@@ -44,12 +44,27 @@ class ReadStore(Protocol):
         """Fill the whole ``buffer`` from ``offset``; raises as ``read`` does."""
 
     def read_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
     ) -> int:
         """Read bytes somewhere into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
 
-        What the buffer holds besides them afterwards is not said. ``again`` tells that they will be read once
-        more, so that a store which can keep them at hand does.
+        What the buffer holds besides them afterwards is not said.
+
+        Args:
+            key: the file.
+            offset: the first byte.
+            nbytes: how many.
+            buffer: for them.
+            again: whether they will be read once more, so that a store which can keep them at hand does.
+            like: where in a file they will be written. If that costs nothing they begin in a page of memory
+                where they will begin in a block of that file, and so can be written from where they lie.
 
         Returns:
             Position of the first byte in the buffer.

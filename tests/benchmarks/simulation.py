@@ -1,7 +1,8 @@
 """Print what the simulator predicts and what real runs take: ``python tests/benchmarks/simulation.py``.
 
-What the storage, a core and the methods give is measured first, in the same run; then merges are carried out
-and simulated with those figures, inline and with one and two workers. With --write the table goes to
+In every round it is measured what the storage, the cores and the methods give, and then each merge is carried
+out, inline and with one and two workers. What the medians of these figures predict is compared with the
+medians of the times. Nothing is taken from the merges that are predicted. With --write the table goes to
 docs/measurements.md too. With --speeds only the speed of every method is measured, and printed as
 raymerge/planner/simulate_speeds.toml has it. Nothing else should run meanwhile.
 """
@@ -16,34 +17,32 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from benchmarks.cache import warm
 from benchmarks.machine import machine
 from benchmarks.parents import SIZES, Size, make_parents, weights_of
 from benchmarks.programme import TOKENIZER
-from benchmarks.recipes import METHODS, VERBATIM, recipe
+from benchmarks.recipes import METHODS, VERBATIM, numbers_of, recipe
 from benchmarks.speeds import SpeedBench
+from benchmarks.storage_probe import Gives, measure_machine
 from benchmarks.tables import markdown, replaced
 
 from raymerge.api import plan, submit
 from raymerge.methods import methods
-from raymerge.planner.memory import LOAD_MOST
 from raymerge.planner.plan import Plan
 from raymerge.planner.simulate import Cluster, Limiter, Simulation, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds
-from raymerge.runtime.budget import fit_budget
 from raymerge.runtime.events import Event, SegmentDone
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.sizing import cores_here
-from raymerge.storage.buffers import aligned_buffer, room_for
-from raymerge.storage.local import LocalStore
-from raymerge.storage.speed import measure_read, measure_write
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 1 << 30
@@ -53,23 +52,27 @@ NEAR = 0.15
 """How far a prediction may be from the real time, as a part of it."""
 SIMULATION = "simulation"
 """What the marks around these results say."""
+_HALVINGS = 20
 _TITLES = ("merge", "run", "predicted, s", "measured, s", "ratio", "within 15 %", "predicted limiter")
 
 
 @dataclass(frozen=True, slots=True)
-class Gives:
-    """What this machine gives."""
+class Merge:
+    """What is predicted and carried out."""
 
-    read: float
-    """Bytes per second read from files as they are, in the system's cache or not."""
-    write: float
-    """Bytes per second written durably."""
-    per_core: float
-    """Bytes per second that a core reads or writes."""
-    cores: int
-    """Cores."""
-    overhead: float = 0.0
-    """Seconds that a lane loses with each segment."""
+    recipe: Mapping[str, Any]
+    """The recipe."""
+    plan: Plan
+    """Its plan."""
+    inputs: tuple[Path, ...]
+    """The weights that it reads."""
+
+
+def merge_of(method: str, parents: Sequence[Path], layers: int) -> Merge:
+    """A merge of some parents with so many layers."""
+    merged = recipe(method, parents, layers)
+    inputs = tuple(weights_of(parents[number]) for number in numbers_of(method))
+    return Merge(merged, plan(merged).require(), inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,36 +96,99 @@ class Comparison:
         return abs(self.predicted / self.measured - 1) <= NEAR
 
 
-def measure_machine(file: Path, place: Path, *, seconds: float) -> Gives:
-    """Read a file and write another one for a while."""
-    buffer = aligned_buffer(2 * room_for(LOAD_MOST))
-    nbytes = file.stat().st_size
-    with LocalStore(file.parent) as source, LocalStore(place) as target:
-        read, read_seconds = _moving(lambda: measure_read(source, file.name, nbytes, buffer, seconds=seconds))
-        write, write_seconds = _moving(lambda: measure_write(target, "probe", nbytes, seconds=seconds))
-    # Of the bytes of a merge more are read than written.
-    per_byte = (3 * read_seconds + write_seconds) / 4
-    return Gives(read, write, 1 / per_byte, cores_here())
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What predictions are made of."""
+
+    gives: Gives
+    """What the machine gives."""
+    speeds: Mapping[int, MethodSpeeds]
+    """What methods take, by the number of threads that compute at once."""
 
 
-def _moving(measure: Callable[[], float]) -> tuple[float, float]:
-    """A measured speed in bytes per second, and processor seconds for each byte."""
-    began, used = time.perf_counter(), time.process_time()
-    speed = measure()
-    return speed, (time.process_time() - used) / (speed * (time.perf_counter() - began))
+class Workshop:
+    """Where things are measured."""
+
+    def __init__(self, place: Path, merges: Mapping[str, Merge], bench: SpeedBench) -> None:
+        """
+        Args:
+            place: directory for models and outputs.
+            merges: what is predicted.
+            bench: measures methods.
+        """
+        size = SIZES["10MB"]
+        self._place = place
+        self._merges = tuple(merges.values())
+        self._bench = bench
+        self._small = merge_of("linear", make_parents(place / "small", size, TOKENIZER), size.layers)
+
+    def figures(self, threads: Iterable[int]) -> Figures:
+        """Measure everything once.
+
+        Args:
+            threads: numbers of threads that compute at once.
+        """
+        gives = measure_machine(self._merges[0].inputs[0], self._place)
+        speeds = {each: self._speeds(self._merges, each) for each in dict.fromkeys(threads)}
+        return Figures(replace(gives, overhead=self._overhead(gives)), speeds)
+
+    def seconds(self, merge: Merge, options: RunOptions) -> float:
+        """What a merge takes."""
+        return seconds_of_run(merge, self._place / "out", options)
+
+    def _speeds(self, merges: Iterable[Merge], threads: int) -> MethodSpeeds:
+        """What the methods of some merges take here, with the settings that they have there."""
+        found = {
+            each.method: self._bench.speed(each, rounds=1, threads=threads)
+            for merge in merges
+            for each in merge.plan.expressions
+            if not each.is_copy
+        }
+        elements = {name: speed.element for name, speed in found.items()}
+        tensors = {name: speed.tensor for name, speed in found.items()}
+        # Nothing is copied, and nothing is left that was not measured.
+        return MethodSpeeds(elements, 0.0, 0.0, tensors)
+
+    def _overhead(self, gives: Gives) -> float:
+        """Seconds that a lane loses with each segment.
+
+        From a merge whose segments hold next to nothing: what the simulator lacks to take as long as that.
+        """
+        options = RunOptions(inline=True, memory=BUDGET, threads=1)
+        speeds = self._speeds([self._small], 1)
+        seconds = self.seconds(self._small, options)
+        low, high = 0.0, seconds
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            found = predicted(self._small, replace(gives, overhead=middle), speeds, options).run_seconds
+            low, high = (middle, high) if found < seconds else (low, middle)
+        return low
 
 
-def _segment_overhead(place: Path) -> float:
-    """Seconds that a lane loses with each segment, from a merge whose segments hold next to nothing."""
-    models = make_parents(place / "small", SIZES["10MB"], TOKENIZER)
-    small = recipe("linear", models, SIZES["10MB"].layers)
-    options = RunOptions(inline=True, memory=BUDGET, threads=1)
-    made = plan(small).require()
-    times = [seconds_of_run(small, place / "out", options) for _ in range(4)][1:]
-    return statistics.median(times) * fit_budget(made, options).lanes / len(made["segments"])
+def medians(found: Sequence[Figures]) -> Figures:
+    """The median of each figure."""
+    gives = [each.gives for each in found]
+    usual = Gives(
+        read=statistics.median(each.read for each in gives),
+        write=statistics.median(each.write for each in gives),
+        per_core=statistics.median(each.per_core for each in gives),
+        cores=gives[0].cores,
+        overhead=statistics.median(each.overhead for each in gives),
+    )
+    threads = found[0].speeds
+    return Figures(usual, {each: _median_speeds([one.speeds[each] for one in found]) for each in threads})
 
 
-def seconds_of_run(merged: Mapping[str, Any], output: Path, options: RunOptions) -> float:
+def _median_speeds(found: Sequence[MethodSpeeds]) -> MethodSpeeds:
+    def of_each(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: statistics.median(each[name] for each in figures) for name in figures[0]}
+
+    elements = of_each([each.by_method for each in found])
+    tensors = of_each([each.by_tensor for each in found])
+    return MethodSpeeds(elements, found[0].other, found[0].copied_byte, tensors)
+
+
+def seconds_of_run(merge: Merge, output: Path, options: RunOptions) -> float:
     """From the begin of the first segment, when workers have the plan, to the end of the last one."""
     begins, ends = [], []
 
@@ -131,16 +197,18 @@ def seconds_of_run(merged: Mapping[str, Any], output: Path, options: RunOptions)
             ends.append(time.perf_counter())
             begins.append(ends[-1] - event.seconds)
 
-    # What was made or removed before is not to be written back meanwhile.
+    # What was made or removed before is not to be written back meanwhile. What is read is to be in the cache,
+    # from which the system takes what was not asked for in a while.
     os.sync()
+    warm(merge.inputs)
     try:
-        submit(merged, output, options, on_event=note)
+        submit(merge.recipe, output, options, on_event=note)
     finally:
         shutil.rmtree(output, ignore_errors=True)
     return max(ends) - min(begins)
 
 
-def predicted(made: Plan, gives: Gives, speeds: MethodSpeeds, options: RunOptions) -> Simulation:
+def predicted(merge: Merge, gives: Gives, speeds: MethodSpeeds, options: RunOptions) -> Simulation:
     """What the simulator says of a run on this machine."""
     workers = options.workers or 1
     cores = max(1, gives.cores // workers)
@@ -152,20 +220,11 @@ def predicted(made: Plan, gives: Gives, speeds: MethodSpeeds, options: RunOption
         per_core=gives.per_core,
         threads=options.threads or cores,
         overhead=gives.overhead,
+        # It is in what lanes lose.
+        driver=0.0,
         startup=0.0,
     )
-    return simulate_plan(made, cluster, options.memory or BUDGET, speeds=speeds)
-
-
-def speeds_of(plans: Mapping[str, Plan], bench: SpeedBench) -> MethodSpeeds:
-    """What the methods of some plans take here, with the settings that they have there."""
-    found = {
-        each.method: bench.seconds(each)
-        for made in plans.values()
-        for each in made.expressions
-        if not each.is_copy
-    }
-    return MethodSpeeds(found, other=max(found.values()), copied_byte=bench.copied_byte_seconds())
+    return simulate_plan(merge.plan, cluster, options.memory or BUDGET, speeds=speeds)
 
 
 def compare(
@@ -181,26 +240,32 @@ def compare(
         say: told what predictions are made of.
     """
     models = make_parents(place / "models", size, TOKENIZER)
-    gives = measure_machine(weights_of(models[0]), place, seconds=asked.seconds)
-    gives = replace(gives, overhead=_segment_overhead(place))
-    recipes = {name: recipe(name, models, size.layers) for name in asked.methods}
-    plans = {name: plan(each).require() for name, each in recipes.items()}
-    speeds = speeds_of(plans, bench)
-    say(_told(gives, speeds))
-    for name, made in plans.items():
-        for kind, options in runs(gives.cores, with_ray=not asked.no_ray):
-            simulated = predicted(made, gives, speeds, options)
-            # The first run finds caches and compiled loops that are still to be filled.
-            times = [seconds_of_run(recipes[name], place / "out", options) for _ in range(asked.rounds + 1)][
-                1:
-            ]
-            measured = statistics.median(times)
-            yield Comparison(name, kind, simulated.run_seconds, measured, limiter(simulated))
+    merges = {name: merge_of(name, models, size.layers) for name in asked.methods}
+    kinds = dict(runs(cores_here(), with_ray=not asked.no_ray))
+    workshop = Workshop(place, merges, bench)
+    found: list[Figures] = []
+    times: dict[tuple[str, str], list[float]] = {each: [] for each in product(merges, kinds)}
+    for _ in range(asked.rounds + 1):
+        found.append(workshop.figures(map(computing, kinds.values())))
+        for (name, kind), taken in times.items():
+            taken.append(workshop.seconds(merges[name], kinds[kind]))
+    # The first round finds what is still to be compiled.
+    figures = medians(found[1:])
+    say(_told(figures))
+    for (name, kind), taken in times.items():
+        options = kinds[kind]
+        simulated = predicted(merges[name], figures.gives, figures.speeds[computing(options)], options)
+        yield Comparison(name, kind, simulated.run_seconds, statistics.median(taken[1:]), limiter(simulated))
 
 
 def limiter(simulated: Simulation) -> str:
     """What most of the run is spent on, start-up and end apart, as they are not compared."""
     return next(each for each in simulated.shares if each not in (Limiter.START_UP, Limiter.FINISHING))
+
+
+def computing(options: RunOptions) -> int:
+    """Threads of a worker that compute at once."""
+    return options.threads or 1
 
 
 def runs(cores: int, *, with_ray: bool) -> Iterator[tuple[str, RunOptions]]:
@@ -217,14 +282,24 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def _told(gives: Gives, speeds: MethodSpeeds) -> str:
+def _told(figures: Figures) -> str:
     """What predictions are made of."""
-    listed = ", ".join(f"{name} {value * 1e9:.2f}" for name, value in speeds.by_method.items())
-    return (
-        f"Reads {gives.read / 1e9:.2f} GB/s, writes {gives.write / 1e9:.2f} GB/s durably; a core moves "
-        f"{gives.per_core / 1e9:.2f} GB/s; {gives.overhead * 1e3:.1f} ms are lost with each segment; "
-        f"nanoseconds for an element of every input: {listed}."
+    gives, speeds = figures.gives, figures.speeds
+    methods_told = "; ".join(
+        f"{name} {_listed(found.by_method[name] * 1e9 for found in speeds.values())} ns "
+        f"and {_listed(found.per_tensor(name) * 1e6 for found in speeds.values())} us"
+        for name in next(iter(speeds.values())).by_method
     )
+    return (
+        f"Reads {gives.read / 1e9:.2f} GB/s while {gives.write / 1e9:.2f} GB/s are written durably; a core "
+        f"moves {gives.per_core / 1e9:.2f} GB/s; {gives.overhead * 1e3:.1f} ms are lost with each segment. "
+        f"For an element of every input, and for a tensor, where {_listed(speeds)} threads compute: "
+        f"{methods_told}."
+    )
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return " / ".join(f"{each:.3g}" for each in numbers)
 
 
 def section(command: str, told: str, found: Sequence[Comparison]) -> str:
@@ -245,8 +320,13 @@ def _print_speeds() -> None:
     with tempfile.TemporaryDirectory() as made:
         bench = SpeedBench(Path(made))
         print(f"copied_byte = {bench.copied_byte_seconds() * 1e9:.2g}\n\n[methods]")
+        found = {}
         for name, method in methods().items():
-            print(f"{name} = {bench.method_seconds(method) * 1e9:.3g}", flush=True)
+            found[name] = bench.method_speed(method)
+            print(f"{name} = {found[name].element * 1e9:.3g}", flush=True)
+    print("\n[tensors]")
+    for name, speed in found.items():
+        print(f"{name} = {speed.tensor * 1e6:.2g}")
 
 
 def asked_for(arguments: Sequence[str]) -> argparse.Namespace:
@@ -256,8 +336,7 @@ def asked_for(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--speeds", action="store_true", help="only measure the speed of every method")
     parser.add_argument("--layers", type=int, default=16, help="layers of a model; 16 are 0.4 GB")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind; the median counts")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long storage is measured")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind; the median counts")
     parser.add_argument(
         "--methods", nargs="+", choices=COMPUTED, metavar="NAME", default=["linear", "ties"],
         help=f"linear and ties unless given; of {', '.join(COMPUTED)}",

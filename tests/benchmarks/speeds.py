@@ -1,10 +1,18 @@
-"""How fast methods compute: segments made as a worker makes them, without the time of reading and writing."""
+"""How fast methods compute: segments made as a worker makes them, without the time of reading and writing.
+
+Side by side, as lanes are: while some compute others read, and all share memory, caches and the interpreter's
+lock.
+"""
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -19,8 +27,10 @@ from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
 from raymerge.methods import Access, BaseUse, Method, find_method
 from raymerge.planner.expressions import Expression, Output, Part, Row, copy_expression
+from raymerge.planner.lanes import lanes_of
 from raymerge.planner.projection import project
 from raymerge.planner.tables import Plan
+from raymerge.runtime.sizing import cores_here
 from raymerge.storage.local import LocalStore
 from raymerge.storage.store import ReadStore
 
@@ -28,24 +38,50 @@ BUDGET = 512 << 20
 """Bytes of memory that a worker has by itself."""
 LANES = 4
 """Segments that it makes side by side, on two cores."""
-SHAPE = (4096, 4096)
+SHAPE = (4096, 2048)
 """Of the tensors that are merged."""
+BRIEF_SHAPE = (512, 1024)
+"""Of brief ones: what these take longer for each element is what a tensor takes beyond its elements."""
 MATRIX_SHAPE = (2048, 1024)
 """The same for methods that decompose matrices: what they take for an element grows with the matrix."""
-ROUNDS = 3
-"""Repetitions, of which the shortest counts."""
+ROUNDS = 5
+"""Repetitions, of which the median counts."""
 
 _SOURCES = 3
 _REST, _TIMES = "rest", 64
 """The rest of the plan that a tensor is part of, and how many times as large it is."""
+_LEAST_ELEMENTS = 1 << 25
+"""Elements of one round."""
 _ROWS = 512
 """Rows of noise; large tensors repeat them."""
 _NUMBERS = {"weight": 0.3, "density": 0.3, "t": 0.5, "lambda": 1.0, "gamma": 0.02, "epsilon": 0.1}
 _T = TypeVar("_T")
 
 
-class Clock:
-    """Processor seconds of this thread that are not to count."""
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a merge takes of one thread, in seconds, among others."""
+
+    element: float
+    """For each element of every input, the base counted."""
+    tensor: float
+    """For each tensor beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A tensor that is made."""
+
+    run: Callable[[], None]
+    """Makes it."""
+    elements: int
+    """Elements of all of its inputs."""
+    pieces: int
+    """In how many pieces it is made, each as a tensor by itself."""
+
+
+class Clock(threading.local):
+    """Seconds of a thread that are not to count."""
 
     def __init__(self) -> None:
         self.aside = 0.0
@@ -53,17 +89,17 @@ class Clock:
 
     def without(self, work: Callable[[], _T]) -> _T:
         """Do something that is not to count."""
-        began = time.thread_time()
+        began = time.perf_counter()
         try:
             return work()
         finally:
-            self.aside += time.thread_time() - began
+            self.aside += time.perf_counter() - began
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Processor seconds that some work takes, but for what is not to count."""
-        began = time.thread_time() - self.aside
+        """Seconds that some work takes, but for what is not to count."""
+        began = time.perf_counter() - self.aside
         work()
-        return time.thread_time() - self.aside - began
+        return time.perf_counter() - self.aside - began
 
 
 class Source(LocalStore):
@@ -78,11 +114,18 @@ class Source(LocalStore):
         self._clock.without(lambda: super(Source, self).read_into(key, offset, buffer))
 
     def read_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
     ) -> int:
         """Read as ever."""
         read = super().read_extent
-        return self._clock.without(lambda: read(key, offset, nbytes, buffer, again=again))
+        return self._clock.without(lambda: read(key, offset, nbytes, buffer, again=again, like=like))
 
 
 class Nowhere(LocalStore):
@@ -101,55 +144,84 @@ class Nowhere(LocalStore):
         """Do nothing."""
 
 
+class _Turns(threading.Semaphore):
+    """Leave to compute, for which one waits without counting."""
+
+    def __init__(self, threads: int, clock: Clock) -> None:
+        super().__init__(threads)
+        self._clock = clock
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Wait as ever."""
+        take = super().acquire
+        return self._clock.without(lambda: take(blocking, timeout))
+
+
 class SpeedBench:
     """Models in BF16 whose tensors are merged again and again: a base and fine-tunes of it."""
 
     def __init__(
-        self, root: Path, *, shape: tuple[int, int] = SHAPE, matrix: tuple[int, int] = MATRIX_SHAPE
+        self,
+        root: Path,
+        *,
+        shape: tuple[int, int] = SHAPE,
+        brief: tuple[int, int] = BRIEF_SHAPE,
+        matrix: tuple[int, int] = MATRIX_SHAPE,
     ) -> None:
         """
         Args:
             root: directory for the models; made if absent.
             shape: of the tensors.
+            brief: of those that show what a tensor takes beyond its elements.
             matrix: of those of methods that decompose.
         """
         self._root = root
-        self._shapes = {"flat": shape, "matrix": matrix, _REST: (_TIMES * shape[0], shape[1])}
+        self._shapes = {"flat": shape, "brief": brief, "matrix": matrix}
+        self._shapes[_REST] = (_TIMES * shape[0], shape[1])
         models = [
-            {name: _weights(seed, self._shapes[name]) for name in ("flat", "matrix")}
+            {name: _weights(seed, self._shapes[name]) for name in ("flat", "brief", "matrix")}
             for seed in range(1 + _SOURCES)
         ]
         rest = TensorSpec(_REST, DType.BF16, self._shapes[_REST])
         place = sparse_checkpoint(root / _REST, [[rest]], {"architectures": ["Odd"], "model_type": "odd"})
         self._stock = Stock((*make_stock(root, *models).sources, open_checkpoint(place, _REST)))
 
-    def method_seconds(self, method: Method, *, rounds: int = ROUNDS) -> float:
-        """Seconds of one thread for each element of every input, the base counted.
-
-        Taking it from its stored form, all passes of the method, rounding and the digest are in it.
-        """
-        return self.seconds(expression_of(method), rounds=rounds)
+    def method_speed(self, method: Method, *, rounds: int = ROUNDS) -> Speed:
+        """What a method takes: elements as they are stored, all of its passes, rounding and the digest."""
+        return self.speed(expression_of(method), rounds=rounds)
 
     def copied_byte_seconds(self, *, rounds: int = ROUNDS) -> float:
         """Seconds of one thread for a byte that is copied as it is, and its digest."""
-        return self.seconds(copy_expression(DType.BF16), rounds=rounds) / 2
+        return self.speed(copy_expression(DType.BF16), rounds=rounds).element / 2
 
-    def seconds(self, made_of: Expression, *, rounds: int = ROUNDS) -> float:
-        """Seconds of one thread for each element of every input; the least of some rounds."""
+    def speed(self, made_of: Expression, *, rounds: int = ROUNDS, threads: int = 0) -> Speed:
+        """What a merge takes; of what is a matrix by itself all is told by its elements.
+
+        Args:
+            made_of: the merge.
+            rounds: of which the median counts.
+            threads: that compute at once; 0 for as many as there are cores.
+        """
+        threads = threads or cores_here()
         method = find_method(made_of.method)
         settings = made_of.bind(keys=(), shape=self._shapes["matrix"])
         is_whole = method is not None and method.access_with(settings) is Access.MATRIX
-        name = "matrix" if is_whole else "flat"
-        inputs = max(1, len(settings.sources) + made_of.has_base)
         clock = Clock()
         with ExitStack() as stack:
             stores = [
                 stack.enter_context(closing(Source(Path(each.root), clock))) for each in self._stock.sources
             ]
-            run = self._work(self._plan(made_of, name, inputs), stores)
-            run()
-            taken = min(clock.seconds(run) for _ in range(rounds))
-        return taken / (inputs * prod(self._shapes[name]))
+            # No more than there are cores: what waits for a core is not to count.
+            lanes = min(lanes_of(threads), cores_here())
+            pool = stack.enter_context(ThreadPoolExecutor(lanes))
+            inputs = max(1, len(settings.sources) + made_of.has_base)
+            found = []
+            for name in ("matrix",) if is_whole else ("flat", "brief"):
+                turns = _Turns(threads, clock)
+                task = self._task(self._plan(made_of, name, inputs), name, stores, turns)
+                crew = _Crew(pool, lanes, clock)
+                found.append((task.elements / task.pieces, crew.usual(task, rounds) / task.pieces))
+        return speed_of(*found)
 
     def _plan(self, made_of: Expression, name: str, inputs: int) -> Plan:
         """One tensor, and a copy that is never made: a plan's segments are as long as it is large."""
@@ -167,26 +239,65 @@ class SpeedBench:
             self._stock, [Output(each, DType.BF16, self._shapes[each], (rows[each],), True) for each in reads]
         )
 
-    def _work(self, plan: Plan, stores: Sequence[Source]) -> Callable[[], None]:
-        """What makes the first of a plan's tensors once."""
+    def _task(self, plan: Plan, name: str, stores: Sequence[Source], turns: _Turns) -> _Task:
+        """What makes the first tensor of a plan."""
         runner = SegmentRunner(
             plan,
             stores,
             Nowhere(self._root),
             device=torch.device("cpu"),
-            projection=project(plan, BUDGET, lanes=LANES),
-            threads=1,
+            projection=project(plan, BUDGET, lanes=max(LANES, cores_here())),
+            threads=cores_here(),
             name="speed",
         )
+        runner._turns = turns
         tensors = plan["rows"].column("tensor").to_pylist()
         first_rows = plan["segments"].column("first_row").to_pylist()
         segments = [number for number, row in enumerate(first_rows) if tensors[row] == 0]
 
         def run() -> None:
+            # Libraries of linear algebra go by the number of the thread that calls them.
+            torch.set_num_threads(1)
             for segment in segments:
                 runner.run(segment)
 
-        return run
+        inputs = plan["rows"].column("num_inputs").to_pylist()[tensors.index(0)]
+        return _Task(run, inputs * prod(self._shapes[name]), tensors.count(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Crew:
+    """Threads that do the same at once."""
+
+    pool: ThreadPoolExecutor
+    lanes: int
+    clock: Clock
+
+    def usual(self, task: _Task, rounds: int) -> float:
+        """Seconds that one of them takes for a task; the median of some rounds."""
+        self._together(task)
+        # Brief ones are over before the others have begun: more of them.
+        enough = max(1, round(_LEAST_ELEMENTS / task.elements))
+        return statistics.median(
+            sum(self._together(task) for _ in range(enough)) / enough for _ in range(rounds)
+        )
+
+    def _together(self, task: _Task) -> float:
+        begun = [self.pool.submit(self.clock.seconds, task.run) for _ in range(self.lanes)]
+        return sum(each.result() for each in begun) / self.lanes
+
+
+def speed_of(long: tuple[float, float], short: tuple[float, float] | None = None) -> Speed:
+    """The speed of a merge from what tensors took, each with its elements and seconds.
+
+    Args:
+        long: a long one.
+        short: one whose elements take little beside what a tensor takes by itself; None: that is nothing.
+    """
+    if short is None:
+        return Speed(long[1] / long[0], 0.0)
+    element = max(0.0, (long[1] - short[1]) / (long[0] - short[0]))
+    return Speed(element, max(0.0, short[1] - element * short[0]))
 
 
 def expression_of(method: Method) -> Expression:

@@ -8,11 +8,13 @@ import pytest
 from benchmarks import simulation
 from benchmarks.machine import machine
 from benchmarks.parents import SIZES
-from benchmarks.simulation import Comparison, asked_for, command, compare, runs, section
+from benchmarks.simulation import Comparison, Figures, asked_for, command, compare, medians, runs, section
 from benchmarks.speeds import SpeedBench
+from benchmarks.storage_probe import Gives
 from benchmarks.tables import marks, replaced
 
 from raymerge.methods import find_method
+from raymerge.planner.simulate_speeds import MethodSpeeds
 from raymerge.runtime.sizing import cores_here
 
 NEAR = Comparison("linear", "inline, 1 thread", 1.15, 1.0, "computing")
@@ -79,9 +81,10 @@ def test_runs_use_all_cores_and_one() -> None:
     assert [name for name, _ in runs(1, with_ray=False)] == ["inline, 1 thread"]
 
 
-def test_merges_are_carried_out_and_simulated(tmp_path: Path) -> None:
-    bench = SpeedBench(tmp_path / "speeds", shape=(256, 256), matrix=(16, 16))
-    asked = asked_for(["--rounds", "1", "--seconds", "0.02", "--no-ray", "--methods", "linear", "slerp"])
+def test_merges_are_carried_out_and_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.speeds._LEAST_ELEMENTS", 1)
+    bench = SpeedBench(tmp_path / "speeds", shape=(256, 256), brief=(16, 256), matrix=(16, 16))
+    asked = asked_for(["--rounds", "1", "--no-ray", "--methods", "linear", "slerp"])
     told: list[str] = []
     found = list(compare(tmp_path, SIZES["tiny"], bench, asked, say=told.append))
     kinds = [name for name, _ in runs(cores_here(), with_ray=False)]
@@ -94,3 +97,16 @@ def test_merges_are_carried_out_and_simulated(tmp_path: Path) -> None:
     assert "linear " in told[0]
     assert "slerp " in told[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_each_figure_is_the_median_of_the_rounds() -> None:
+    found = medians([_figures(3.0, 0.1), _figures(1.0, 0.3), _figures(2.0, 0.2)])
+    assert found == _figures(2.0, 0.2)
+
+
+def _figures(storage: float, method: float) -> Figures:
+    gives = Gives(storage, 2 * storage, 10 / storage, 2, overhead=method)
+    speeds = MethodSpeeds(
+        {"linear": method, "ties": 1 - method}, 0.0, 0.0, {"linear": 2 * method, "ties": 0.0}
+    )
+    return Figures(gives, {1: speeds, 2: MethodSpeeds({}, 0.0, 0.0, {})})

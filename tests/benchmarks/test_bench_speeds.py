@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from benchmarks import method_speed, speeds
-from benchmarks.speeds import Clock, SpeedBench, expression_of
+from benchmarks.speeds import Clock, Speed, SpeedBench, expression_of, speed_of
 
 from raymerge.dtypes import DType
 from raymerge.methods import Method, StoredKernel, find_method, methods
+from raymerge.planner.expressions import Expression
+from raymerge.runtime.sizing import cores_here
 from raymerge.storage.local import LocalStore
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> SpeedBench:
     """Tensors of a block and a bit."""
-    return SpeedBench(tmp_path_factory.mktemp("speeds"), shape=(272, 256), matrix=(24, 16))
+    root = tmp_path_factory.mktemp("speeds")
+    return SpeedBench(root, shape=(272, 256), brief=(16, 256), matrix=(24, 16))
+
+
+@pytest.fixture(autouse=True)
+def _no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor once a round."""
+    monkeypatch.setattr(speeds, "_LEAST_ELEMENTS", 1)
 
 
 def _method(name: str) -> Method:
@@ -27,21 +37,23 @@ def _method(name: str) -> Method:
     return found
 
 
-def _busy(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
 def test_what_is_set_aside_does_not_count() -> None:
     clock = Clock()
 
     def work() -> None:
-        clock.without(lambda: _busy(0.1))
-        _busy(0.02)
+        clock.without(lambda: time.sleep(0.1))
+        time.sleep(0.02)
 
     assert 0.02 <= clock.seconds(work) < 0.1
     assert clock.aside >= 0.1
+
+
+def test_each_thread_has_its_own_clock() -> None:
+    clock = Clock()
+    other = threading.Thread(target=lambda: clock.without(lambda: time.sleep(0.05)))
+    other.start()
+    other.join()
+    assert clock.aside == 0
 
 
 def _noting(kernel: StoredKernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -70,41 +82,81 @@ def test_bf16_is_measured_as_lanes_take_it(
     with monkeypatch.context() as patched:
         # Warming up computes in both forms.
         patched.setattr("raymerge.execute.segment.warm_up", lambda *_: None)
-        assert bench.method_seconds(method, rounds=2) > 0
-    assert sum(counts) == 3 * 272 * 256
+        found = bench.method_speed(method, rounds=2)
+    assert found.element + found.tensor > 0
+    # A round to warm up, and each of them on as many lanes as there are cores.
+    assert sum(counts) == cores_here() * 3 * (272 + 16) * 256
     assert pieces == []
 
 
 def test_reading_and_writing_do_not_count(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = _method("linear")
-    before = bench.method_seconds(linear)
+    before = bench.method_speed(linear)
     read_extent = LocalStore.read_extent
 
     def slow(*args: Any, **options: Any) -> int:
-        _busy(0.1)
+        time.sleep(0.1)
         return read_extent(*args, **options)
 
     monkeypatch.setattr(LocalStore, "read_extent", slow)
     monkeypatch.setattr(LocalStore, "write_extent", lambda *_: pytest.fail("something was written"))
-    after = bench.method_seconds(linear, rounds=1)
-    # One read of a tenth of a second would be 500 ns for each element.
-    assert after < before + 100e-9
+    after = bench.method_speed(linear, rounds=1)
+    # Three reads of a tenth of a second for each tensor.
+    assert after.tensor < before.tensor + 0.1
+    assert after.element < before.element + 500e-9
+
+
+def test_waiting_for_leave_does_not_count(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = _method("linear")
+    monkeypatch.setattr(speeds, "cores_here", lambda: 3)
+    apply_stored = type(linear.kernel).apply_stored
+
+    def slow(*args: Any) -> bool:
+        time.sleep(0.01)
+        return bool(apply_stored(*args))
+
+    monkeypatch.setattr(type(linear.kernel), "apply_stored", slow)
+    made_of = expression_of(linear)
+    # Three lanes that compute one after the other, each for as long as if it were alone.
+    alone, among = (_long_seconds(bench, made_of, threads) for threads in (3, 1))
+    assert among < 2 * alone
+
+
+def _long_seconds(bench: SpeedBench, made_of: Expression, threads: int) -> float:
+    found = bench.speed(made_of, rounds=1, threads=threads)
+    return found.element * 3 * 272 * 256 + found.tensor
 
 
 @pytest.mark.parametrize("name", list(methods()))
 def test_every_method_has_a_speed(name: str, bench: SpeedBench) -> None:
-    assert 0 < bench.method_seconds(_method(name), rounds=1) < 1e-3
+    found = bench.method_speed(_method(name), rounds=1)
+    assert 0 <= found.element < 1e-3
+    assert 0 <= found.tensor < 1
+    assert found.element + found.tensor > 0
     assert expression_of(_method(name)).cast is DType.BF16
 
 
 def test_a_copy_is_faster_than_any_method(bench: SpeedBench) -> None:
-    assert 0 < bench.copied_byte_seconds() < bench.method_seconds(_method("arcee_fusion"), rounds=1)
+    slow = bench.method_speed(_method("arcee_fusion"), rounds=1)
+    assert 0 <= bench.copied_byte_seconds() < slow.element + slow.tensor
 
 
-def test_the_shortest_round_counts(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter((3.0, 1.0, 2.0))
+def test_two_lengths_tell_elements_from_tensors() -> None:
+    assert speed_of((100.0, 7.0), (10.0, 2.5)) == Speed(element=0.05, tensor=2.0)
+    assert speed_of((100.0, 5.0)) == Speed(element=0.05, tensor=0.0)
+    # What a measurement says that cannot be is taken for nothing.
+    assert speed_of((100.0, 10.0), (10.0, 0.5)).tensor == 0
+    assert speed_of((100.0, 1.0), (10.0, 2.0)) == Speed(element=0.0, tensor=2.0)
+
+
+def test_the_median_of_the_rounds_counts(bench: SpeedBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "cores_here", lambda: 1)
+    # Of a long tensor, then of a short one; a round before each to warm up.
+    taken = iter((9.0, 3.0, 1.0, 8.0, 9.0, 0.5, 0.2, 0.7))
     monkeypatch.setattr(speeds.Clock, "seconds", lambda *_: next(taken))
-    assert bench.method_seconds(_method("slerp")) == pytest.approx(1.0 / (2 * 272 * 256))
+    found = bench.method_speed(_method("slerp"), rounds=3)
+    assert found.element * 2 * 272 * 256 + found.tensor == pytest.approx(3.0)
+    assert found.element * 2 * 16 * 256 + found.tensor == pytest.approx(0.5)
 
 
 def _forms(name: str) -> list[str]:

@@ -124,3 +124,36 @@ def test_without_a_directory_to_keep_it_in_it_is_compiled_each_time(tmp_path: Pa
     _package(tmp_path, 2)
     for _ in range(2):
         assert _run(tmp_path, _NOWHERE + _RUN) == [21, 0]
+
+
+_COMPILER = """
+import sys
+from {package}.outer import outer
+print(outer(10), int("numba.np.arraymath" in sys.modules), int("scipy.linalg" in sys.modules))
+print(int(outer(10.0)), sum(outer.stats.cache_hits.values()))
+"""
+
+
+def test_what_is_kept_runs_without_the_compiler(tmp_path: Path) -> None:
+    """Types of which nothing is kept are compiled by the same process, after all."""
+    _package(tmp_path, 2)
+    assert _run(tmp_path) == [21, 0]
+    assert _run(tmp_path, _COMPILER) == [21, 0, 0, 21, 1]
+
+
+_ARRAYS = """
+import numpy, sys
+from {package}.array import mean
+print(int(mean(numpy.arange(5.0)).sum()), sum(mean.stats.cache_hits.values()))
+"""
+
+
+def test_what_is_kept_may_make_arrays(tmp_path: Path) -> None:
+    """They come from what numba's own code has ready in memory."""
+    _package(tmp_path, 2)
+    (tmp_path / "loops" / "array.py").write_text(
+        "import numpy\nfrom loops.jit import compiled\n\n@compiled\n"
+        "def mean(x):\n    made = numpy.empty_like(x)\n    made[:] = x.mean()\n    return made\n"
+    )
+    assert _run(tmp_path, _ARRAYS) == [10, 0]
+    assert _run(tmp_path, _ARRAYS) == [10, 1]

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raymerge.compiled.ranks import _insert, _sort_by_buckets, _sort_by_digits, thin_rows
+from raymerge.compiled.jit import compiled
+from raymerge.compiled.ranks import (
+    _insert,
+    _make_counted,
+    _sort_by_buckets,
+    _sort_by_digits,
+    _thin_by_counts,
+    thin_rows,
+)
 
 Row = NDArray[np.float32]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 3e38, -3e38, math.inf, -math.inf, math.nan, -math.nan]
@@ -34,6 +42,23 @@ def ranks_of(rows: Row) -> NDArray[np.int64]:
     found = np.zeros(rows.size, np.float32)
     thin_rows(rows.reshape(-1), table, found)
     return found.view(np.int32).reshape(rows.shape).astype(np.int64)
+
+
+@compiled
+def thin_by_counts(row: Row, ranks: NDArray[np.int64], numbers: NDArray[np.int32]) -> bool:
+    order, spare = np.zeros(row.size, np.uint64), np.empty(row.size, np.uint64)
+    room = _make_counted(order, spare, np.empty(2 * row.size + 1, np.uint32))
+    return _thin_by_counts(row, ranks, numbers, room) and not order.any()
+
+
+def ranks_by_counts(row: Row) -> NDArray[np.int64] | None:
+    """None where it has many magnitudes."""
+    table = (np.int64(2**31 - 1) << 32) | np.arange(row.size)
+    numbers = np.full(row.size, -7, np.int32)
+    if thin_by_counts(row, table, numbers):
+        return numbers.astype(np.int64)
+    assert (numbers == -7).all()
+    return None
 
 
 def order_by_buckets(row: Row) -> NDArray[np.int64] | None:
@@ -81,6 +106,18 @@ def rows_of_every_kind(length: int) -> dict[str, Row]:
 
 
 KINDS = sorted(rows_of_every_kind(1))
+
+
+def differences(length: int, change: float, seed: int = 0) -> Row:
+    """Three rows of differences of bfloat16 numbers, the second of other scales."""
+    generator = np.random.default_rng((length, seed))
+    base = generator.standard_normal((3, length)) * 0.02
+    pair = np.stack([base, base + generator.standard_normal(base.shape) * change]).astype(np.float32)
+    # Rounded half to even, as bfloat16 is.
+    patterns = pair.view(np.uint32)
+    short = ((patterns + 0x7FFF + (patterns >> 16 & 1)) & 0xFFFF_0000).astype(np.uint32).view(np.float32)
+    short *= np.array([[1.0], [2.0**-100], [2.0**100]], np.float32)
+    return np.asarray(short[1] - short[0], np.float32)
 
 
 @settings(deadline=None, max_examples=80)
@@ -157,6 +194,55 @@ def test_what_is_kept_depends_on_number_and_rank() -> None:
     thin_rows(delta, table, found)
     assert found.tolist() == [3.5, 1.5, 2.5, 3.5, 0.0, 0.0]
     assert not np.signbit(found).any()
+
+
+@pytest.mark.parametrize("change", [1e-4, 1e-3, 3e-3])
+@pytest.mark.parametrize("length", [1024, 1025, 2048, 5632, 65_535])
+def test_counts_give_the_ranks_of_differences(length: int, change: float) -> None:
+    for row in differences(length, change):
+        assert np.array_equal(ranks_by_counts(row), ranks_by_numpy(row[None])[0])
+
+
+@pytest.mark.parametrize("length", [1023, 1024, 65_535, 65_536, 70_000])
+def test_differences_are_ranked_in_rows_of_any_length(length: int) -> None:
+    rows = differences(length, 1e-3)
+    assert np.array_equal(ranks_of(rows), ranks_by_numpy(rows))
+
+
+@pytest.mark.parametrize(
+    "kind", ["with equals", "mostly zero", "all zero", "all equal", "two values", "infinite"]
+)
+def test_counts_fit_few_magnitudes(kind: str) -> None:
+    for row in rows_of_every_kind(4096)[kind]:
+        if kind == "mostly zero":
+            row = np.round(row * 8) / 8
+        assert np.array_equal(ranks_by_counts(row), ranks_by_numpy(row[None])[0])
+
+
+@pytest.mark.parametrize("kind", ["even", "heavy tails", "exponential", "an outlier", "no numbers"])
+def test_counts_give_up_on_many_magnitudes(kind: str) -> None:
+    assert ranks_by_counts(rows_of_every_kind(4096)[kind][0]) is None
+
+
+def test_counts_give_up_where_one_level_holds_too_many_magnitudes() -> None:
+    """As they do not on as many that are spread; what is equal there or far below takes part, too."""
+    row = np.ones(4096, np.float32)
+    row[::10] = 1.0 + np.arange(410)[::-1] * np.float32(2.0**-22)
+    assert ranks_by_counts(row) is None
+    row[::10] = np.exp2(np.arange(410)[::-1] / np.float32(40.0)) + np.float32(2.0**-22)
+    row[5:50:10] = (1e-30, 2e-30, 1e-30, 0.0, -3e-38)
+    row[55:75:10] = (math.nan, -math.nan)
+    row[1::10] = -1.0
+    row[7], row[17] = np.float32(1 + 2.0**-23), -np.float32(1 + 2.0**-20)
+    assert ranks_by_counts(row) is None
+    row[55:75:10] = 0.0
+    assert np.array_equal(ranks_by_counts(row), ranks_by_numpy(row[None])[0])
+
+
+def test_rows_of_both_kinds_in_one_call() -> None:
+    few, many = differences(2048, 1e-3), rows_of_every_kind(2048)["even"]
+    rows = np.concatenate([few, many, few[::-1], many[:1], few])
+    assert np.array_equal(ranks_of(rows), ranks_by_numpy(rows))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raymerge.compiled.selection import (
+    COUNTED,
     EVERY,
+    MIXED,
     RUN,
     Bins,
     bin_of_rank,
@@ -20,7 +22,7 @@ from raymerge.compiled.selection import (
     places,
     spread,
 )
-from raymerge.compiled.selection_stored import count_delta
+from raymerge.compiled.selection_stored import count_delta, count_every
 
 MASK = np.uint32(0x7FFF_FFFF)
 
@@ -31,6 +33,13 @@ def patterns(count: int, seed: int = 0) -> NDArray[np.uint32]:
     return drawn
 
 
+def binned(distances: NDArray[np.int64], shift: int, num_bins: int) -> NDArray[np.int64]:
+    """How many lie in each bin, and whether not all of them are its first pattern."""
+    mixed = np.zeros(num_bins, np.int64)
+    mixed[distances[distances % (1 << shift) != 0] >> shift] = MIXED
+    return np.bincount(distances >> shift, minlength=num_bins) | mixed
+
+
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize(("low", "high"), [(0, 1 << 29), (1 << 30, 1 << 31), (77, 78), (1 << 30, 3 << 29)])
 def test_count(size: int, low: int, high: int) -> None:
@@ -38,12 +47,11 @@ def test_count(size: int, low: int, high: int) -> None:
     if size:
         drawn[size // 2] = 77 | 1 << 31
     counts = np.zeros(((high - low - 1) >> shift) + 1, np.int64)
-    above, bits = count(drawn, Bins(np.uint32(low), np.uint32(high), np.uint32(shift)), counts)
+    above = count(drawn, Bins(np.uint32(low), np.uint32(high), np.uint32(shift)), counts)
     magnitudes = (drawn & MASK).astype(np.int64)
     inside = magnitudes[(magnitudes >= low) & (magnitudes < high)] - low
     assert above == np.count_nonzero(magnitudes >= high)
-    assert bits == np.bitwise_or.reduce(inside, initial=0)
-    assert np.array_equal(counts, np.bincount(inside >> shift, minlength=counts.size))
+    assert np.array_equal(counts, binned(inside, shift, counts.size))
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
@@ -52,14 +60,24 @@ def test_count_all(size: int) -> None:
     counts = np.zeros(1 << 16, np.int64)
     bits = count_all(drawn, np.uint32(15), counts)
     assert bits == np.bitwise_or.reduce(drawn & MASK, initial=0)
-    assert np.array_equal(counts, np.bincount((drawn & MASK) >> 15, minlength=1 << 16))
+    assert np.array_equal(counts, binned((drawn & MASK).astype(np.int64), 15, 1 << 16))
 
 
 def test_counts_are_added_to() -> None:
     counts = np.full(1 << 16, 7, np.int64)
     count_all(patterns(100), np.uint32(15), counts)
     count(patterns(100), Bins(np.uint32(0), EVERY, np.uint32(15)), counts)
-    assert int(counts.sum()) == 7 * (1 << 16) + 200
+    assert int((counts & COUNTED).sum()) == 7 * (1 << 16) + 200
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_bin_is_mixed_from_the_first_pattern_that_is_not_its_first(odd: bool) -> None:
+    drawn = np.full(3, 64, np.uint32)
+    drawn[0] |= np.uint32(odd)
+    counts = np.zeros(8, np.int64)
+    count(drawn, Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
+    count(drawn[1:], Bins(np.uint32(0), np.uint32(128), np.uint32(4)), counts)
+    assert counts.tolist() == [0, 0, 0, 0, 5 | odd * MIXED, 0, 0, 0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,11 +96,21 @@ def test_places_of_dense_flags(step: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 3077])
-@pytest.mark.parametrize(("low", "high"), [(0, 1 << 31), (0, 1 << 29), (0x3D00_0000, 0x3E00_0000)])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(0, 1 << 29)],
+        [(0x3D00_0000, 0x3E00_0000)],
+        [(1 << 31, 1 << 31)],
+        [(0x3C00_0000, 0x3D00_0000), (0x4000_0000, 0x4100_0000)],
+        [(0x3C00_0000, 0x4000_0000), (0x3D00_0000, 1 << 31)],
+        [(1 << 31, 1 << 31), (0x3D00_0000, 0x3E00_0000)],
+    ],
+)
 def test_magnitudes_of_a_stored_delta_are_counted_as_they_would_be_written_down(
-    size: int, low: int, high: int
+    size: int, ends: list[tuple[int, int]]
 ) -> None:
-    """Of any two patterns: NaN, infinities and what underflows among them."""
+    """Of any two patterns: NaN, infinities and what underflows among them; in two places at once, or none."""
     words = np.random.default_rng(size).integers(0, 1 << 16, 2 * size + 5, dtype=np.uint16)
     near = words[2 : 2 + size : 2]
     words[3 + size : 3 + size + near.size] = near ^ 3
@@ -90,9 +118,26 @@ def test_magnitudes_of_a_stored_delta_are_counted_as_they_would_be_written_down(
     with np.errstate(all="ignore"):
         left, right = ((words[at : at + size].astype(np.uint32) << 16).view(np.float32) for at in first)
         deltas = right - left
-    bins = Bins(np.uint32(low), np.uint32(high), np.uint32(12))
-    ours, theirs = np.zeros((2, (high - low >> 12) + 1), np.int64)
-    assert count_delta(words, first, size, bins, ours) == count(deltas.view(np.uint32), bins, theirs)
+    bins = tuple(Bins(np.uint32(low), np.uint32(high), np.uint32(12)) for low, high in ends)
+    ours, theirs = (tuple(np.zeros((high - low >> 12) + 1, np.int64) for low, high in ends) for _ in "ab")
+    above = np.full(len(ends), 5, np.int64)
+    count_delta(words, first, size, bins, ours, above)
+    patterns = deltas.view(np.uint32)
+    assert [
+        5 + count(patterns, each, counts) for each, counts in zip(bins, theirs, strict=True)
+    ] == above.tolist()
+    assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1025])
+def test_every_magnitude_of_a_stored_delta_is_counted(size: int) -> None:
+    words = np.random.default_rng(size).integers(0, 1 << 16, 2 * size, dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        base, source = ((row.astype(np.uint32) << 16).view(np.float32) for row in words.reshape(2, -1))
+        deltas = source - base
+    ours, theirs = np.zeros((2, 1 << 16), np.int64)
+    count_every(words, np.array([0, size]), size, np.uint32(15), ours)
+    count_all(deltas.view(np.uint32), np.uint32(15), theirs)
     assert np.array_equal(ours, theirs)
 
 

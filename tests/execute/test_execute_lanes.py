@@ -93,6 +93,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def _gated(recipe: Mapping[str, Any], root: Path, gate: _Gate) -> Bench:
     bench = make_bench(recipe, root, budget=LEAST_MEMORY, wrap=lambda store: _Gated(store, gate))
     bench.runner._sources = [_Gated(each, gate) for each in bench.runner._sources]  # type: ignore
+    # So little memory is for one.
+    bench.runner._lanes = threading.Semaphore(2)
     return bench
 
 
@@ -348,9 +350,9 @@ def test_only_passes_that_are_not_the_last_leave_what_they_read_in_the_cache(
     asked: list[tuple[str, int, bool]] = []
     real = LocalStore.read_extent
 
-    def noted(self: LocalStore, key: str, offset: int, *args: Any, again: bool = False) -> int:
+    def noted(self: LocalStore, key: str, offset: int, *args: Any, again: bool = False, **more: Any) -> int:
         asked.append((self.location(key), offset, again))
-        return real(self, key, offset, *args, again=again)
+        return real(self, key, offset, *args, again=again, **more)
 
     monkeypatch.setattr(LocalStore, "read_extent", noted)
     for method, passes in (("ties", 1), ("linear", 0)):

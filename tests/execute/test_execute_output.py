@@ -75,6 +75,10 @@ def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:
     return fill
 
 
+def _memory(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def _bytes(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()
 
@@ -215,7 +219,7 @@ def test_what_is_there_is_digested_and_checked_but_not_written() -> None:
     store = _Store()
     there, absent = _row(64, (("a", 0),)), _row(64, (("a", 64),), 1)
     output = _output(store)
-    output.take(there, 0, 64, _giving(_bytes(64)), is_there=True)
+    output.take_stored(there, 0, _memory(_bytes(64)), is_there=True)
     _take(output, absent, _bytes(64, 1))
     output.flush()
     assert store.writes == [("a.part", 64, 64)]
@@ -230,9 +234,8 @@ def test_a_row_that_is_not_finite_is_named_and_its_block_not_written(bad: float,
     values[4000] = bad
     row = _row(20_000, (("a", 0),), 3, dtype=DType.F32, check_finite=True)
     output = _output(store, block=8 * ALIGNMENT)
-    output.take(row, 0, 20_000, _giving(values.tobytes()), is_there=is_there)
     with pytest.raises(NotFinite) as caught:
-        output.flush()
+        output.take_stored(row, 0, _memory(values.tobytes()), is_there=is_there)
     assert caught.value.row is row
     assert store.writes == []
     assert output.digests == {}
@@ -276,6 +279,51 @@ def test_the_block_is_written_only_when_what_comes_into_it_is_there() -> None:
 
 
 # Copies
+
+
+@pytest.mark.parametrize("lies_well", [True, False])
+def test_long_bytes_are_written_from_where_they_lie_if_they_lie_as_in_their_file(lies_well: bool) -> None:
+    """The others, and short ones, come into the block first."""
+    store = _Store()
+    nbytes, begin = 3 << 19, 5 * ALIGNMENT + 100
+    memory = torch.frombuffer(aligned_buffer(nbytes + 2 * ALIGNMENT), dtype=torch.uint8)
+    data = memory[100 if lies_well else 101 :][:nbytes]
+    data.copy_(_memory(_bytes(nbytes)))
+    row = _row(nbytes + 500, (("a", begin - 500), ("b", 7)))
+    output = _output(store, block=512 * ALIGNMENT)
+    output.take_stored(row, 0, _memory(_bytes(500, 1)), is_there=False)
+    output.take_stored(row, 500, data, is_there=False)
+    assert store.writes == ([("a.part", begin, nbytes), ("b.part", 507, nbytes)] if lies_well else [])
+    # The memory is free, whatever became of the bytes.
+    data.zero_()
+    output.flush()
+    for name, first in (("a.part", begin - 500), ("b.part", 7)):
+        assert store.files[name][first:] == _bytes(500, 1) + _bytes(nbytes)
+    assert output.digests["0"] == xxhash.xxh3_128(_bytes(500, 1) + _bytes(nbytes)).hexdigest()
+    assert output.written_bytes == 2 * (nbytes + 500)
+
+
+def test_stored_bytes_are_digested_behind_those_that_are_still_to_arrive() -> None:
+    store = _Store()
+    nbytes = 1 << 20
+    first, second = _bytes(100), _bytes(nbytes, 1)
+
+    def fill(done: int, target: torch.Tensor) -> Arrival:
+        class Late:
+            def synchronize(self) -> None:
+                _giving(first)(done, target)
+
+        return Late()
+
+    row = _row(100 + nbytes, (("a", ALIGNMENT - 100),))
+    output = _output(store)
+    output.take(row, 0, 100, fill)
+    memory = torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
+    memory.copy_(_memory(second))
+    output.take_stored(row, 100, memory, is_there=False)
+    output.flush()
+    assert store.files["a.part"][ALIGNMENT - 100 :] == first + second
+    assert output.digests["0"] == xxhash.xxh3_128(first + second).hexdigest()
 
 
 class _Copying(_Store):

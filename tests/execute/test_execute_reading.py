@@ -35,15 +35,24 @@ class _Store:
 
     asked: list[tuple[str, int, int, bool]] = field(default_factory=list)
     into: list[int] = field(default_factory=list)
+    like: list[int | None] = field(default_factory=list)
 
     def read_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
     ) -> int:
         assert buffer.nbytes >= room_for(nbytes)
         assert np.frombuffer(buffer, dtype=np.uint8).ctypes.data % ALIGNMENT == 0
         self.asked.append((key, offset, nbytes, again))
+        self.like.append(like)
         buffer[:] = b"\xff" * buffer.nbytes
-        shift = offset % ALIGNMENT
+        shift = (offset if like is None else like) % ALIGNMENT
         buffer[shift : shift + nbytes] = BYTES[offset : offset + nbytes]
         return shift
 
@@ -115,6 +124,24 @@ def test_small_holes_are_read_along_and_not_counted(hole: int, requests: int) ->
     assert _read(reader, _load(rows)) == _stored(rows)
     assert len(store.asked) == requests
     assert reader.read_bytes == 1000
+
+
+@pytest.mark.parametrize(("method", "place"), [("copy", 9000), ("linear", None)])
+def test_what_is_copied_is_wanted_where_it_will_be_written_from(method: str, place: int | None) -> None:
+    """From the first of its rows on; what is computed lies as in its file, as elements must."""
+    store = _Store()
+    how = copy_expression(DType.U8) if method == "copy" else expression(method, sources=1)
+    rows = [
+        row_of(
+            how, [Read(0, 0, "f", 500 + 64 * at, 64, DType.U8, None)], (64,), index=at, places=(("a", put),)
+        )
+        for at, put in enumerate((9000, 9064))
+    ]
+    assert _read(_reader(store), _load(rows)) == _stored(rows)
+    assert store.like == [place]
+    tile = TileJob(rows[0], 16, 48, 0)
+    _read(_reader(store), Load((tile,), _load(rows).nbytes, 0))
+    assert store.like == [place, place and place + 16]
 
 
 def test_bytes_that_are_wanted_twice_are_read_once() -> None:
@@ -189,13 +216,14 @@ def test_a_tile_takes_its_own_bytes_only(offset: int, cut: int) -> None:
 
 def test_a_sample_is_its_runs_of_every_input() -> None:
     count = SAMPLE_RUNS * SAMPLE_LENGTH + 1001
+    length = sample_runs(count)[0][1]
     reads = [Read(0, 0, "f", offset, 2 * count, DType.BF16, None) for offset in (3, 1000)]
     row = row_of(expression("linear", sources=2), reads, (count,))
     reader = _reader(_Store())
     for data, read in zip(reader.sample(_whole(row)), reads, strict=True):
         runs = [(read.offset + 2 * first, 2 * length) for first, length in sample_runs(count)]
         assert data.numpy().tobytes() == b"".join(BYTES[first : first + n] for first, n in runs)
-    assert reader.read_bytes == 2 * 2 * SAMPLE_RUNS * SAMPLE_LENGTH
+    assert reader.read_bytes == 2 * 2 * SAMPLE_RUNS * length
 
 
 # Rows

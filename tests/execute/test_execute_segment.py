@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,17 @@ def _pattern(spec: TensorSpec, seed: int) -> bytes:
 
 
 def _odd_checkpoint(root: Path) -> dict[str, bytes]:
-    """One tensor of every dtype, a 0-d one and an empty one; returns their bytes."""
+    """One tensor of every dtype, codes with their scale, a 0-d one and an empty one; returns their bytes."""
     specs = [TensorSpec(f"odd.{dtype.value.lower()}.weight", dtype, (4, 6)) for dtype in DType]
+    specs.append(TensorSpec("odd.f8_e4m3.weight_scale_inv", DType.F32, (1, 1)))
     specs += [TensorSpec("odd.scalar", DType.F32, ()), TensorSpec("odd.empty", DType.BF16, (0, 6))]
     layout = lay_out(specs)
     data = {spec.name: _pattern(spec, seed) for seed, spec in enumerate(specs)}
     root.mkdir()
     body = b"".join(data[tensor.name] for tensor in layout.tensors)
     (root / "model.safetensors").write_bytes(layout.header + body)
-    write_json(root / "config.json", CONFIG)
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write_json(root / "config.json", {**CONFIG, "quantization_config": said})
     return data
 
 
@@ -292,6 +295,38 @@ def test_only_a_complete_segment_is_synced_and_receipted(fails: bool, small: Fam
     with pytest.raises(OSError, match="broken"):
         bench.runner.run(0)
     assert calls == ["write"]
+
+
+class _SlowToSync:
+    """A store whose first sync waits until another segment was written."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._syncing, self._written = threading.Event(), threading.Event()
+
+    def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._store.write_extent(key, offset, buffer)
+        if self._syncing.is_set():
+            self._written.set()
+
+    def sync(self, key: str) -> None:
+        if not self._syncing.is_set():
+            self._syncing.set()
+            assert self._written.wait(30)
+        self._store.sync(key)
+
+
+def test_while_bytes_become_durable_another_segment_has_the_lane(large: Family, tmp_path: Path) -> None:
+    """There is one lane, whose memory is used again."""
+    recipe = recipes(large)["linear"]
+    bench = make_bench(recipe, tmp_path / "a", budget=LEAST_MEMORY, wrap=_SlowToSync)
+    assert bench.projection.lanes == 1
+    with counted_buffers() as buffers, ThreadPoolExecutor(2) as threads:
+        list(threads.map(bench.runner.run, bench.segments))
+    assert 0 < buffers.most <= bench.projection.peak
+    alone = make_bench(recipe, tmp_path / "b", budget=LEAST_MEMORY)
+    _run_all(alone)
+    assert dict(alone.written()) == dict(bench.written())
 
 
 def test_an_aborted_runner_begins_no_tile(small: Family, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.methods import Method, Settings, find_method
 from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
-from raymerge.planner.plan import FORMAT, Plan, expression_to_json, make_plan
+from raymerge.planner.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.planner.projection import project
 from raymerge.planner.segments import cut_segments, place_rows, place_shards
 from raymerge.planner.tables import make_tables
@@ -106,7 +106,7 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
     rows = place_rows(outputs, shards)
     dropped = Fate(Disposition.DROPPED, Rule.CONFIG_ONLY)
     fates = [(index, name, dropped) for index, each in enumerate(stock.sources) for name in each.tensors]
-    tables, expressions = make_tables(outputs, shards, rows, cut_segments(rows), fates, {})
+    tables, expressions, encodings = make_tables(outputs, shards, rows, cut_segments(rows), fates, {})
     manifest = {
         "format": FORMAT,
         "recipe": {},
@@ -122,6 +122,7 @@ def plan_of(stock: Stock, outputs: Sequence[Output], *, seed: int = 0) -> Plan:
         "donor": 0,
         "left_out": [],
         "expressions": [expression_to_json(each) for each in expressions],
+        "encodings": [encoding_to_json(each) for each in encodings],
         "config": {"model_type": "odd"},
         "tie": {"head": "", "embedding": "", "tied": None, "reason": ""},
     }

@@ -129,7 +129,7 @@ def good(data: Mapping[str, Any]) -> Planned:
     made = planned(data)
     made.plan.require()
     held = enumerate(holdings(made.sources))
-    assert made.fates() == {(index, name) for index, holding in held for name in holding.tensors}
+    assert made.fates() == {(index, name) for index, holding in held for name in holding.stored}
     return made
 
 

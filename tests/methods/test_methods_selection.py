@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import threads
 
+from raymerge.compiled.selection import COUNTED
 from raymerge.methods import BLOCK, Tile, sample_of
 from raymerge.methods.reduce import add_values
 from raymerge.methods.selection import (
@@ -204,9 +205,23 @@ def test_the_whole_range_is_counted_alike() -> None:
     whole = Bracket(0, LAST + 1, 15)
     values = torch.cat([numbers(3000), torch.tensor([math.nan, -math.inf, -0.0])])
     ours, theirs = (torch.zeros(whole.num_bins, dtype=torch.int64) for _ in range(2))
-    assert _count_compiled(values, whole, ours) == count_in_torch(values, whole, theirs) == (0, False)
+    assert _count_compiled(values, whole, ours) == count_in_torch(values, whole, theirs) == 0
     assert torch.equal(ours, theirs)
-    assert int(ours.sum()) == 3003
+    assert int((ours & COUNTED).sum()) == 3003
+
+
+@pytest.mark.parametrize(("rank", "with_sums", "passes"), [(1, False, 2), (2, False, 1), (2, True, 2)])
+def test_a_bin_of_several_magnitudes_costs_a_pass_only_where_they_matter(
+    rank: int, with_sums: bool, passes: int
+) -> None:
+    """Where the wanted one is among them, or their sum is asked for."""
+    values = torch.from_numpy(np.array([0x3F80_0011, 0x3F80_0000, 0x3F80_0000], np.int32)).view(torch.float32)
+    selection = MagnitudeSelection(rank, CPU, with_sums=with_sums)
+    selection.look_within(Bracket(0x3F80_0000, 0x3F80_0080, 4))
+    assert passes_of(selection, values) == passes
+    plain = select(values, rank)
+    assert facts(selection) == facts(plain)
+    assert selection.sum_kept == (plain.sum_kept if with_sums else 0.0)
 
 
 # Samples ----------------------------------------------------------------------------------------------
@@ -292,6 +307,15 @@ def test_a_bracket_keeps_to_its_memory(
     assert 0 <= bracket.low < bracket.high <= LAST + 1
     assert 1 <= bracket.num_bins <= HISTOGRAM_BYTES // 8
     assert bracket.shift <= 15
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.87])
+def test_differences_of_bfloat16_take_few_bins_and_one_pass(share: float) -> None:
+    """Fresh memory for many would take longer than counting them."""
+    base = numbers(COUNT).bfloat16()
+    values = (base + numbers(COUNT, seed=1) * 0.02).bfloat16().float() - base.float()
+    assert Sample(sample_from(values)).bracket(share).num_bins <= _MOST_BINS // 2
+    assert guided_passes(values, share) == 1
 
 
 @pytest.mark.parametrize("occupied", [0.02, 0.5, 1.0])

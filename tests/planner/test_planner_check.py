@@ -71,7 +71,7 @@ FREE = {
 """What no other column speaks of: small changes of these are left to the digest."""
 
 
-UNUSED = ("assemblies", "terms", "factors", "runs", "files")
+UNUSED = ("assemblies", "terms", "factors", "runs", "scales", "files")
 """Tables without rows in this plan."""
 USED = sorted(set(SCHEMAS) - set(UNUSED))
 COLUMNS = [(table, field.name) for table, schema in SCHEMAS.items() if table in USED for field in schema]

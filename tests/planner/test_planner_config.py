@@ -93,14 +93,26 @@ def test_the_base_gives_the_form_and_the_slices_the_layers(tmp_path: Path) -> No
     assert made.config["layer_types"] == ["x", "y", "z"]
 
 
+def _fp8(root: Path, said: dict[str, Any]) -> Path:
+    """A Llama of two layers, in the second of which one matrix is block FP8."""
+    config = llama_config(layers=2)
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {
+        name: (DType.BF16, shape) for name, shape in llama_shapes(config).items()
+    }
+    name = "model.layers.1.self_attn.q_proj.weight"
+    specs |= {name: (DType.F8_E4M3, specs[name][1]), f"{name}_scale_inv": (DType.F32, (1, 1))}
+    table = {"quant_method": "fp8", "weight_block_size": [128, 128], **said}
+    return header_checkpoint(root, specs, {**config, "quantization_config": table})
+
+
 def test_names_in_what_is_said_of_quantisation_are_renumbered(tmp_path: Path) -> None:
     name = "model.layers.{}.self_attn.q_proj"
-    said = {"quant_method": "fp8", "modules_to_not_convert": [name.format(0), "lm_head"]}
-    a = llama(tmp_path / "a", 2, quantization_config=said)
+    said = {"modules_to_not_convert": [name.format(0), "lm_head"]}
+    a = _fp8(tmp_path / "a", said)
     made = good(_stack(_piece(a, 1, 2), _piece(a, 0, 1), _piece(a, 0, 1)))
     kept = made.config["quantization_config"]["modules_to_not_convert"]
     assert kept == [name.format(1), name.format(2), "lm_head"]
-    pattern = llama(tmp_path / "p", 2, quantization_config={**said, "ignore": ["re:.*layers.0.*"]})
+    pattern = _fp8(tmp_path / "p", {**said, "ignore": ["re:.*layers.0.*"]})
     (problem,) = refusals(_stack(_piece(pattern, 1, 2), _piece(pattern, 0, 1)))
     assert "re:.*layers.0.*" in problem
 

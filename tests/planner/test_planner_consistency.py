@@ -237,11 +237,16 @@ def test_packed_tensors_may_differ_by_layer(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_not_quantised_is_no_hole(tmp_path: Path) -> None:
-    shapes, config = llama(quantization_config={"quant_method": "fp8"})
-    shapes |= {f"model.layers.{layer}.mlp.up_proj.weight_scale_inv": (1, 1) for layer in range(3)}
-    assert said(tmp_path, shapes, config) == []
-    del shapes["model.layers.1.mlp.up_proj.weight"]
-    assert "model.layers.1 lacks mlp.up_proj.weight" in only(said(tmp_path / "hole", shapes, config))
+    shapes, config = llama(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    specs = {name: (DType.BF16, shape) for name, shape in shapes.items()}
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        specs |= {name: (DType.F8_E4M3, shapes[name]), f"{name}_scale_inv": (DType.F32, (1, 1))}
+    assert verify_structure(header_checkpoint(tmp_path / "whole", specs, config)).problems == ()
+    for ending in ("", "_scale_inv"):
+        del specs[f"model.layers.1.mlp.up_proj.weight{ending}"]
+    verdict = verify_structure(header_checkpoint(tmp_path / "hole", specs, config))
+    assert "model.layers.1 lacks mlp.up_proj.weight" in only([str(each) for each in verdict.problems])
 
 
 # Experts

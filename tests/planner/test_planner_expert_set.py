@@ -174,6 +174,9 @@ def test_plain_experts_between_quantised_ones_are_copied(tmp_path: Path) -> None
     assert all("quantised as block FP8" in problem for problem in problems)
     dense = good_set({"base_model": root, "experts": {"dense": "mean", "of": [1, 3]}})
     assert dense.dtype("model.layers.0.mlp.up_proj.weight") == "BF16"
+    kept = good_set({"base_model": root, "experts": {"keep": [1, 3]}})
+    for made, is_quantised in ((dense, False), (kept, False), (merged, True)):
+        assert ("quantization_config" in made.config) == is_quantised
 
 
 def test_experts_are_added_to_mixed_ones_as_they_are(tmp_path: Path) -> None:

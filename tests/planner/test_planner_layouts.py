@@ -214,13 +214,35 @@ def _accounts_for_everything(made: Planned) -> bool:
     return made.fates() == {(s.index, name) for s in made.sources for name in s.checkpoint.tensors}
 
 
-def test_combining_block_fp8_is_refused_by_name_and_still_accounts_for_everything(tmp_path: Path) -> None:
-    made = planned(_linear(_fp8(tmp_path / "a"), _fp8(tmp_path / "b")))
+def _codebook(root: Path) -> Path:
+    """GPTQ, whose codes raymerge does not read, behind a plain name."""
+    extra: Specs = {WEIGHT: (DType.I32, (64, 4)), f"{WEIGHT}.qzeros": (DType.I32, (1, 4))}
+    return _codes(root, extra, quantization_config={"quant_method": "gptq"})
+
+
+def test_combining_codes_that_are_not_read_is_refused_and_still_accounts_for_everything(
+    tmp_path: Path,
+) -> None:
+    made = planned(_linear(_codebook(tmp_path / "a"), _codebook(tmp_path / "b")))
     problems = [str(problem) for problem in made.plan.problems]
     assert len(problems) == 2
-    assert all("2 tensors are quantised as block FP8" in problem for problem in problems)
-    assert all(f"{WEIGHT} F8_E4M3[64, 32]; {WEIGHT}_scale_inv F32[1, 1]" in problem for problem in problems)
+    assert all("2 tensors are quantised as gptq, which raymerge" in each for each in problems)
+    assert all(f"{WEIGHT} I32[64, 4]; {WEIGHT}.qzeros I32[1, 4]" in problem for problem in problems)
     assert _accounts_for_everything(made)
+
+
+def test_block_fp8_is_combined_as_numbers_and_makes_its_scales(tmp_path: Path) -> None:
+    made = good(_linear(_fp8(tmp_path / "a"), _fp8(tmp_path / "b")))
+    assert (made.method(WEIGHT), made.dtype(WEIGHT)) == ("linear", "F8_E4M3")
+    assert (made.method(f"{WEIGHT}_scale_inv"), made.dtype(f"{WEIGHT}_scale_inv")) == ("scales", "F32")
+    (codes,), (scales,) = made.rows(WEIGHT), made.rows(f"{WEIGHT}_scale_inv")
+    assert scales["made_with"] >= 0
+    assert codes["scales"] >= 0
+    assert [read["scales"] >= 0 for read in made.inputs(codes)] == [True, True]
+    for source in range(2):
+        assert made.fate(source, WEIGHT) == ("merged", "method", WEIGHT)
+        assert made.fate(source, f"{WEIGHT}_scale_inv") == ("merged", "method", f"{WEIGHT}_scale_inv")
+    assert made.config["quantization_config"] == FP8
 
 
 def test_a_quantised_tensor_passes_with_its_scales(tmp_path: Path) -> None:
@@ -232,51 +254,88 @@ def test_a_quantised_tensor_passes_with_its_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["dtype", "out_dtype"])
-def test_another_dtype_of_a_quantised_tensor_is_refused(tmp_path: Path, key: str) -> None:
+def test_another_dtype_of_block_fp8_is_written_without_scales(tmp_path: Path, key: str) -> None:
     entry = {"model": _fp8(tmp_path / "a")}
+    made = good({"merge_method": "passthrough", "models": [entry], key: "bfloat16"})
+    assert (made.method(WEIGHT), made.dtype(WEIGHT)) == ("passthrough", "BF16")
+    assert f"{WEIGHT}_scale_inv" not in made.names()
+    assert made.fate(0, f"{WEIGHT}_scale_inv") == ("converted", "dtype", WEIGHT)
+    assert "quantization_config" not in made.config
+
+
+@pytest.mark.parametrize("key", ["dtype", "out_dtype"])
+def test_another_dtype_of_codes_that_are_not_read_is_refused(tmp_path: Path, key: str) -> None:
+    entry = {"model": _codebook(tmp_path / "a")}
     (problem,) = refusals({"merge_method": "passthrough", "models": [entry], key: "bfloat16"})
-    assert "2 tensors are quantised as block FP8" in problem
+    assert "2 tensors are quantised as gptq" in problem
     assert "without dtype" in problem
 
 
-def test_a_quantised_parent_beside_plain_ones_is_refused(tmp_path: Path) -> None:
-    plain = _codes(tmp_path / "plain", {})
-    made = planned(_linear(plain, _fp8(tmp_path / "fp8")))
-    problems = "\n".join(map(str, made.plan.problems))
-    assert "1 tensors are quantised as block FP8" in problems
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_quantised_parent_beside_a_plain_one(tmp_path: Path, is_first: bool) -> None:
+    """The first one says how the output is stored."""
+    plain, fp8 = _codes(tmp_path / "plain", {}), _fp8(tmp_path / "fp8")
+    made = good(_linear(*((fp8, plain) if is_first else (plain, fp8))))
+    assert made.dtype(WEIGHT) == ("F8_E4M3" if is_first else "BF16")
+    assert (f"{WEIGHT}_scale_inv" in made.names()) == is_first
+    (row,) = made.rows(WEIGHT)
+    assert [read["scales"] >= 0 for read in made.inputs(row)] == [is_first, not is_first]
+    assert made.config.get("quantization_config") == (FP8 if is_first else None)
 
 
-def test_a_quantised_base_that_only_gives_names_is_refused_too(tmp_path: Path) -> None:
+def test_codes_that_are_not_read_beside_plain_numbers_are_refused(tmp_path: Path) -> None:
+    extra: Specs = {WEIGHT: (DType.U8, (64, 32))}
+    said = {"quant_method": "mystery"}
+    plain, packed = _codes(tmp_path / "plain", {}), _codes(tmp_path / "u8", extra, quantization_config=said)
+    made = planned(_linear(plain, packed))
+    assert "1 tensors are quantised as mystery" in "\n".join(map(str, made.plan.problems))
+
+
+def test_a_quantised_base_that_only_gives_names_gives_the_format_too(tmp_path: Path) -> None:
     """Else sums would be written as codes without a scale."""
     entries = [{"model": _codes(tmp_path / n, {}), "parameters": {"weight": 1}} for n in "ab"]
-    data = {"merge_method": "linear", "base_model": _fp8(tmp_path / "base"), "models": entries}
-    assert any("quantised as block FP8" in problem for problem in refusals(data))
+    made = good({"merge_method": "linear", "base_model": _fp8(tmp_path / "base"), "models": entries})
+    assert (made.dtype(WEIGHT), made.method(f"{WEIGHT}_scale_inv")) == ("F8_E4M3", "scales")
+    unread = _codes(
+        tmp_path / "u8", {WEIGHT: (DType.U8, (64, 32))}, quantization_config={"quant_method": "mystery"}
+    )
+    problems = refusals({"merge_method": "linear", "base_model": unread, "models": entries})
+    assert any("quantised as mystery" in problem for problem in problems)
 
 
-def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_codes_in_a_fused_stack_are_found_behind_plain_names(tmp_path: Path, is_read: bool) -> None:
     plain = _model(tmp_path / "plain", _matrices(0), "mixtral")
     specs: dict[str, tuple[DType, tuple[int, ...]]] = {
         name: (DType.F32, tuple(value.shape)) for name, value in _stored(_matrices(1), "out_in").items()
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}.mlp.experts.down_proj"
-        specs[name] = (DType.F8_E4M3, (E, D, F))
-        specs[f"{name}_scale_inv"] = (DType.F32, (E, 1, 1))
-    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "quantization_config": FP8}
+        specs[name] = (DType.F8_E4M3 if is_read else DType.U8, (E, D, F))
+        specs[f"{name}_scale_inv" if is_read else f"{name}_means"] = (DType.F32, (E, 1, 1))
+    said = FP8 if is_read else {"quant_method": "mystery"}
+    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "quantization_config": said}
     fused = header_checkpoint(tmp_path / "fused", specs, {**config, "tie_word_embeddings": False})
-    problems = refusals(_linear(plain, fused))
-    assert any("2 tensors are quantised as block FP8" in problem for problem in problems)
+    if not is_read:
+        assert any("tensors are quantised as mystery" in each for each in refusals(_linear(plain, fused)))
+        return
+    made = good(_linear(plain, fused))
+    experts = [name for name in made.names() if name.endswith("w2.weight")]
+    assert len(experts) == LAYERS * E
+    for name in experts:
+        (row,) = made.rows(name)
+        assert [read["scales"] >= 0 for read in made.inputs(row)] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("extra", "config", "form"),
     [
-        ({"x_blocks": (DType.U8, (2, 16)), "x_scales": (DType.U8, (2,))}, {}, "MXFP4"),
+        ({"x.weight_packed": (DType.I64, (2, 2))}, {}, "I64 in weight_packed"),
         ({"x.weight_packed": (DType.I32, (2, 2))}, {"quantization_config": {"a": 1}}, "packed INT4"),
         ({"x.qweight": (DType.I32, (2, 2)), "x.qzeros": (DType.I32, (1, 1))}, {}, "GPTQ or AWQ"),
         ({"x.weight": (DType.U8, (2, 2))}, {"quantization_config": {"a": 1}}, "U8 codes"),
         (
-            {"x.weight": (DType.F8_E4M3, (2, 2)), "x.weight_scale": (DType.F32, ())},
+            {"x.weight": (DType.F8_E5M2, (2, 2)), "x.weight_scale": (DType.F32, ())},
             {},
             "FP8 with weight_scale",
         ),

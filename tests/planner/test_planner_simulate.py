@@ -14,7 +14,6 @@ from raymerge.errors import OptionError
 from raymerge.planner.simulate import Limiter, Simulation, simulate
 from raymerge.planner.simulate_cluster import Cluster
 from raymerge.planner.simulate_run import run_segments
-from raymerge.planner.simulate_shares import Limit, fair_rates, water_level
 from raymerge.planner.simulate_work import Floats, SegmentLoads
 
 MB, GB = 10**6, 10**9
@@ -93,8 +92,9 @@ def test_cores_are_shared_by_computing_and_moving_bytes() -> None:
     loads = _equal(64, seconds_per_byte=1e-9)
     one = _cluster(cores=1, per_core=2 * GB, threads=2, lanes=3)
     work = 64 * (0.4 + 0.5 / 2)
-    assert run_segments(loads, one).seconds == pytest.approx(work, rel=5e-3)
-    assert run_segments(loads, replace(one, cores=2)).seconds == pytest.approx(work / 2, rel=0.05)
+    # Now and then all lanes but one wait for leave to compute, of which there is less than of lanes.
+    assert work <= run_segments(loads, one).seconds <= 1.04 * work
+    assert work / 2 <= run_segments(loads, replace(one, cores=2)).seconds <= 1.06 * work / 2
 
 
 def test_a_given_speed_takes_the_place_of_the_measured_one() -> None:
@@ -137,10 +137,12 @@ def test_lanes_overlap_until_something_is_full() -> None:
         return run_segments(loads, _cluster(storage=None, read=1 * GB, write=1 * GB, **given)).seconds
 
     assert seconds(lanes=1) == pytest.approx(60 * 0.9, rel=5e-3)
-    assert seconds(lanes=2) == pytest.approx(60 * 0.9 / 2, rel=5e-3)
-    # From the third on the storage and the one thread are busy all the time.
-    assert seconds(lanes=3) == pytest.approx(60 * 0.4, rel=0.02)
-    assert seconds(lanes=9) == pytest.approx(60 * 0.4, rel=0.02)
+    some = [seconds(lanes=lanes) for lanes in (1, 2, 3, 5, 9, 30)]
+    assert some == sorted(some, reverse=True)
+    # Each lane waits for the other now and then, so that two are not twice as fast.
+    assert 1.2 * 60 * 0.9 / 2 < some[1] < 1.5 * 60 * 0.9 / 2
+    # Many keep the storage or the one thread busy nearly all the time.
+    assert 60 * 0.4 < some[-1] < 1.1 * 60 * 0.4
 
 
 def test_a_worker_has_two_lanes_beside_its_threads() -> None:
@@ -152,13 +154,25 @@ def test_a_worker_has_two_lanes_beside_its_threads() -> None:
     assert usual == named
 
 
-def test_time_that_nothing_holds_back_is_told_by_what_a_lane_does() -> None:
+def test_time_is_told_by_what_lanes_do() -> None:
     loads = _loads([1 * GB], seconds_per_byte=0.5e-9)
-    spent = run_segments(loads, _cluster(storage=None, read=1 * GB, write=1 * GB, per_core=0.5 * GB)).spent
-    found = {name: seconds for name, seconds in spent.items() if seconds}
-    assert found == pytest.approx(
-        {Limiter.READING: 1.0, Limiter.WRITING: 0.25, Limiter.CORES: 1.25, Limiter.COMPUTING: 0.5}, rel=1e-3
-    )
+
+    def spent(**given: float | None) -> dict[Limiter, float]:
+        course = run_segments(loads, _cluster(storage=None, read=1 * GB, write=1 * GB, **given))
+        return {name: seconds for name, seconds in course.spent.items() if seconds}
+
+    parts = {Limiter.READING: 1.0, Limiter.WRITING: 0.25, Limiter.COMPUTING: 0.5}
+    assert spent() == pytest.approx(parts, rel=1e-3)
+    # A core that takes longer to move bytes than the storage is what the time goes to.
+    assert spent(per_core=0.5 * GB) == pytest.approx({Limiter.CORES: 2.5, Limiter.COMPUTING: 0.5}, rel=1e-3)
+
+
+def test_waiting_is_told_by_what_is_waited_for() -> None:
+    loads = _equal(64, seconds_per_byte=1e-9)
+    by_threads = run_segments(loads, _cluster(threads=1, lanes=4, cores=4)).spent
+    by_cores = run_segments(loads, _cluster(threads=4, lanes=4, cores=1)).spent
+    assert by_threads[Limiter.COMPUTING] > 20 * by_threads[Limiter.CORES]
+    assert by_cores[Limiter.CORES] > 2 * by_cores[Limiter.COMPUTING]
 
 
 def test_no_segments_take_no_time() -> None:
@@ -208,11 +222,10 @@ def test_no_run_is_faster_than_its_limits(reads: list[int], cluster: Cluster, pe
 
 def _alone(loads: SegmentLoads, cluster: Cluster) -> Floats:
     """Seconds of each segment on a cluster that has no other."""
-    both = [each for each in (cluster.storage, cluster.per_worker) if each is not None]
-    reading, writing = (min([*both, each or np.inf]) for each in (cluster.read, cluster.write))
-    waiting = loads.read_bytes / reading + loads.write_bytes / writing
-    moving = (loads.read_bytes + loads.write_bytes) / (cluster.per_core or np.inf)
-    return np.asarray(np.maximum(waiting, moving) + loads.thread_seconds)
+    either = [each for each in (cluster.storage, cluster.per_worker, cluster.per_core) if each is not None]
+    reading, writing = (min([*either, each or np.inf]) for each in (cluster.read, cluster.write))
+    moving = loads.read_bytes / reading + loads.write_bytes / writing
+    return np.asarray(moving + loads.thread_seconds)
 
 
 @given(reads=segment_sizes, cluster=clusters, per_byte=st.sampled_from([0.0, 1e-9]))
@@ -302,49 +315,6 @@ def test_a_thousand_workers_and_thousands_of_segments_take_seconds() -> None:
     began = time.process_time()
     run_segments(loads, cluster)
     assert time.process_time() - began < 10
-
-
-@given(wants=st.lists(st.floats(0, 1e12), min_size=1, max_size=20), capacity=st.floats(1e-3, 1e12))
-@settings(deadline=None, max_examples=100)
-def test_a_water_level_gives_out_all_there_is_and_nobody_more_than_wanted(
-    wants: list[float], capacity: float
-) -> None:
-    level = water_level(np.array([wants]), capacity)
-    if level is None:
-        assert sum(wants) <= capacity * (1 + 1e-9)
-    else:
-        granted = np.minimum(np.array(wants), level[0, 0])
-        assert granted.sum() == pytest.approx(capacity, rel=1e-9)
-
-
-rates_of = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=12, max_size=12)
-
-
-@given(own=rates_of, reads=rates_of, writes=rates_of, seconds=rates_of)
-@settings(deadline=None, max_examples=100)
-def test_fair_rates_exceed_no_limit_and_hold_nobody_back_without_reason(
-    own: list[float], reads: list[float], writes: list[float], seconds: list[float]
-) -> None:
-    alone, read, write, compute = (np.array(each).reshape(4, 3) for each in (own, reads, writes, seconds))
-    limits = (Limit("r", 3.0, read, True), Limit("w", 2.0, write, True), Limit("c", 1.0, compute, False))
-    for some in (limits, limits[:2], limits[1:], limits[:1]):
-        rates = fair_rates(alone, some)
-        assert (rates <= alone).all()
-        for limit in some:
-            assert (_used(limit, rates) <= limit.capacity * (1 + 1e-9)).all()
-        if len(some) == 1:
-            held = rates < alone
-            assert not held.any() or _used(some[0], rates).max() == pytest.approx(some[0].capacity)
-
-
-def _used(limit: Limit, rates: Floats) -> Floats:
-    return np.atleast_1d((rates * limit.demand).sum(axis=None if limit.is_common else 1))
-
-
-def test_what_one_lane_leaves_goes_to_the_others() -> None:
-    own, demand = np.array([[0.1], [9.0]]), np.ones((2, 1))
-    rates = fair_rates(own, [Limit("storage", 2.0, demand, True)])
-    assert rates.ravel().tolist() == [0.1, 1.9]
 
 
 def test_everything_wrong_with_a_cluster_is_told_at_once() -> None:

@@ -17,7 +17,7 @@ from raymerge.planner.simulate import Cluster, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
 from raymerge.planner.simulate_work import SegmentLoads, segment_loads, stays_resident
 
-SPEEDS = MethodSpeeds({"linear": 1e-9, "ties": 4e-9}, 2e-8, 1e-10)
+SPEEDS = MethodSpeeds({"linear": 1e-9, "ties": 4e-9}, 2e-8, 1e-10, {})
 AMPLE = Lane(1 << 30)
 SCARCE = Lane(0)
 
@@ -93,6 +93,14 @@ def test_a_layer_taken_twice_is_read_once_and_written_to_both_places(tmp_path: P
     assert loads.read_bytes.sum() == distinct < _data_bytes(made)
 
 
+def test_every_tensor_takes_time_beyond_its_elements(tmp_path: Path) -> None:
+    made = planned(_merge("linear", _models(tmp_path, 2)))
+    speeds = MethodSpeeds({"linear": 1e-9}, 0.0, 0.0, {"linear": 1e-3, "ties": 1.0})
+    loads, size = segment_loads(made.plan.require(), AMPLE, speeds), _data_bytes(made)
+    assert loads.thread_seconds.sum() == pytest.approx(size * 1e-9 + len(made.names()) * 1e-3)
+    assert speeds.per_tensor("slerp") == 0
+
+
 def test_a_given_speed_counts_bytes_of_sources(tmp_path: Path) -> None:
     made = planned(_merge("linear", _models(tmp_path, 2)))
     loads = _loads(made)
@@ -143,5 +151,7 @@ def test_the_figures_that_come_along_are_of_methods_that_there_are() -> None:
     speeds = measured_speeds()
     assert set(speeds.by_method) <= set(methods())
     assert all(0 < value < 1e-3 for value in speeds.by_method.values())
+    assert set(speeds.by_tensor) <= set(speeds.by_method)
+    assert all(0 <= value < 0.1 for value in speeds.by_tensor.values())
     assert 0 < speeds.copied_byte < speeds.other < 1e-6
     assert speeds.per_element("no such method") == speeds.other

@@ -234,7 +234,7 @@ def _refused(directory: Path) -> str:
     return str(caught.value)
 
 
-USED = sorted(set(SCHEMAS) - {"assemblies", "terms", "factors", "runs", "files"})
+USED = sorted(set(SCHEMAS) - {"assemblies", "terms", "factors", "runs", "scales", "files"})
 """Tables that have rows in such plans."""
 
 

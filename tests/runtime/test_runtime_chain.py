@@ -381,9 +381,9 @@ def test_an_unfinished_run_goes_on_before_a_touched_result(
     shutil.copytree(left, Staging(left, plan.plan).root)
     _flip(left)
     with pytest.raises(IncompleteError):
-        _submit(chain, output, AGAIN, _Interrupter("left", after=4))
+        _submit(chain, output, AGAIN, _Interrupter("left", after=1))
     _, events = _submit(chain, output, AGAIN)
-    assert _done_before(events)[0] >= 4
+    assert _done_before(events)[0] >= 1
     assert {**digests(output), "raymerge/numerics.json": ""} == {**before, "raymerge/numerics.json": ""}
 
 
@@ -490,7 +490,7 @@ def test_a_stopped_chain_goes_on_where_it_was(
     step: str, chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(IncompleteError):
-        _submit(chain, output, INLINE, _Interrupter(step, after=4))
+        _submit(chain, output, INLINE, _Interrupter(step, after=1))
     assert not output.exists()
     _, events = _submit(chain, output, INLINE)
     names = ["left", "right", ""]
@@ -498,7 +498,7 @@ def test_a_stopped_chain_goes_on_where_it_was(
         (name, "kept" if names.index(name) < names.index(step) else "made") for name in names
     ]
     started = next(event for event in events if isinstance(event, Started))
-    assert started.done_segments >= 4
+    assert started.done_segments >= 1
     _submit(chain, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
     assert [path.name for path in output.parent.iterdir()] == ["out"]
@@ -516,7 +516,7 @@ def test_a_killed_chain_goes_on_where_it_was(
     _, events = _submit(chain, output, INLINE)
     assert _steps(events) == [("left", "kept"), ("right", "made"), ("", "made")]
     started = next(event for event in events if isinstance(event, Started))
-    assert started.done_segments >= 4
+    assert started.done_segments >= 1
     _submit(chain, tmp_path / "fresh", INLINE)
     assert digests(output) == digests(tmp_path / "fresh")
     assert [path.name for path in output.parent.iterdir()] == ["out"]
@@ -526,10 +526,10 @@ def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
     with pytest.raises(IncompleteError):
-        _submit(chain, output, INLINE, _Interrupter("right", after=4))
+        _submit(chain, output, INLINE, _Interrupter("right", after=1))
     chain[0]["models"][0]["parameters"]["weight"] = 0.9
     with pytest.raises(IncompleteError):
-        _submit(chain, output, INLINE, _Interrupter("", after=4))
+        _submit(chain, output, INLINE, _Interrupter("", after=1))
     assert sorted(path.name for path in steps_directory(output).iterdir()) == ["left", "right"]
     chain[0]["models"][0]["parameters"]["weight"] = 0.8
     with pytest.raises(TargetError, match="made_by was"):

@@ -70,3 +70,27 @@ def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         connection.open()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+_PROCESSES = """
+import json, psutil
+from raymerge.runtime.ray_environment import RayConnection
+connection = RayConnection(None, num_cpus=1)
+node = connection.ray._private.node.Node
+before = dict(vars(node))
+connection.open()
+kin = psutil.Process().children(recursive=True)
+print(json.dumps([" ".join(each.cmdline()) for each in kin]), vars(node) == before)
+connection.close()
+"""
+
+
+def test_an_embedded_ray_starts_no_process_without_use() -> None:
+    """Neither its web server nor its autoscaler nor what forwards logs; and Ray is left as it was."""
+    done = subprocess.run([sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True)
+    listed, _, is_unchanged = done.stdout.strip().rpartition(" ")
+    commands = json.loads(listed)
+    assert any("raylet" in each for each in commands)
+    helpers = ("dashboard/dashboard.py", "monitor.py", "log_monitor.py")
+    assert not [each for each in commands if any(name in each for name in helpers)]
+    assert is_unchanged == "True"

@@ -85,18 +85,17 @@ def test_a_run_goes_on_where_it_was_begun(
 ) -> None:
     """Begun without a GPU; now there is one, and a disk as fast as can be."""
     recipe, output = recipes(medium)["linear"], tmp_path / "out"
-    fill = inline_module._feed
+    run = InlinePool.run
 
     def broken(*args: Any) -> Any:
-        yield next(iter(fill(*args)))
+        yield next(receipts for receipts in run(*args) if receipts)
         raise IncompleteError("the power went")
 
-    monkeypatch.setattr(inline_module, "_feed", broken)
     with monkeypatch.context() as before:
+        before.setattr(InlinePool, "run", broken)
         before.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(IncompleteError):
             merge(recipe, output, AUTO)
-    monkeypatch.setattr(inline_module, "_feed", fill)
     merged = merge(recipe, output, AUTO)
     (started,) = merged.of(Started)
     assert started.done_segments >= 1

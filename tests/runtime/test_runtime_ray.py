@@ -99,7 +99,8 @@ def test_a_killed_worker_costs_nothing_but_time(
     (lost,) = (event for event in events if isinstance(event, WorkerLost))
     assert lost.worker == "worker-0"
     assert lost.reason
-    assert 1 <= len(lost.segments) <= most_lanes(TWO)
+    # One more than it has lanes for.
+    assert 1 <= len(lost.segments) <= most_lanes(TWO) + 1
     done = [event for event in events if isinstance(event, SegmentDone)]
     assert sorted(event.segment for event in done) == list(range(len(done)))
     merge(recipe, tmp_path / "undisturbed")
@@ -136,7 +137,8 @@ def test_ctrl_c_drains_the_workers(
     recipe = recipes(medium)["linear"]
     with pytest.raises(IncompleteError, match="stopped with"):
         submit(recipe, tmp_path / "out", TWO, on_event=on_event)
-    assert 3 <= len(done) <= 8
+    # Before the third, what came with it, and what both workers were given in the place of that.
+    assert 3 <= len(done) <= 2 + 2 * 2 * (most_lanes(TWO) + 1)
     merged = merge(recipe, tmp_path / "out")
     assert merged.of(Started)[0].done_segments == len(done)
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from raymerge.api import submit
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, OptionError, TargetError
 from raymerge.execute.segment import SegmentRunner
+from raymerge.planner.lanes import lanes_of
 from raymerge.runtime.events import Event, Planned, Published, SegmentDone, ShardDone, Started, Verified
 from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
@@ -182,7 +183,10 @@ def test_a_signal_drains_and_the_same_command_goes_on(
     assert caught.value.exit_code == 3
     assert signal.getsignal(number) == before
     done = {event.segment for event in events if isinstance(event, SegmentDone)}
-    assert 5 <= len(done) < 10
+    # The fifth receipt's event asks, and no event comes before the next receipts are waited for: as many more
+    # may be in hand or done as are let go ahead of the driver.
+    (begun,) = (event for event in events if isinstance(event, Started))
+    assert 5 <= len(done) <= 4 + 2 * (lanes_of(begun.threads) + 1)
     assert not (tmp_path / "out").exists()
     merged = merge(recipe, tmp_path / "out")
     (started,) = merged.of(Started)
@@ -199,8 +203,11 @@ def test_a_second_signal_stops_at_once(recipe: dict[str, Any], tmp_path: Path) -
     stopper = _signalling(signal.SIGINT, events, after=3, times=2)
     with pytest.raises(IncompleteError, match="stopped at once"):
         submit(recipe, tmp_path / "out", INLINE, on_event=stopper)
+    told = sum(isinstance(event, SegmentDone) for event in events)
+    assert told == 3
     (started,) = merge(recipe, tmp_path / "out").of(Started)
-    assert started.done_segments == 3
+    # Receipts that came together were recorded together, before the first of them was told of.
+    assert told <= started.done_segments <= 2 + 2 * (lanes_of(started.threads) + 1)
 
 
 def test_a_run_beside_the_main_thread_leaves_signals_alone(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -129,6 +129,25 @@ class TestBytes:
         assert extent(store, 100, NBYTES - 100) == DATA[100:]
         assert len(direct_reads) == 1
 
+    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(offset=st.integers(0, 9000), like=st.integers(0, 9000), nbytes=st.integers(0, 40_000))
+    def test_from_the_cache_they_begin_where_they_will_be_written(
+        self, store: LocalStore, offset: int, like: int, nbytes: int
+    ) -> None:
+        store.read("x", 0, NBYTES)
+        buffer = aligned_buffer(room_for(nbytes))
+        position = store.read_extent("x", offset, nbytes, buffer, like=like)
+        assert position == like % ALIGNMENT
+        assert bytes(buffer[position : position + nbytes]) == DATA[offset : offset + nbytes]
+
+    def test_past_the_cache_they_begin_as_in_their_file(
+        self, store: LocalStore, direct_reads: list[tuple[int, int]]
+    ) -> None:
+        buffer = aligned_buffer(room_for(50_000))
+        assert store.read_extent("x", 4099, 50_000, buffer, like=7) == 3
+        assert bytes(buffer[3:50_003]) == DATA[4099:54_099]
+        assert len(direct_reads) == 1
+
     def test_a_buffer_that_is_not_aligned_is_filled_through_the_cache(
         self, store: LocalStore, direct_reads: list[tuple[int, int]]
     ) -> None:

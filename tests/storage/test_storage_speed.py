@@ -39,10 +39,17 @@ class SlowStore(LocalStore):
         self.threads.add(threading.get_ident())
 
     def read_extent(
-        self, key: str, offset: int, nbytes: int, buffer: memoryview, *, again: bool = False
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
     ) -> int:
         self._note(offset, nbytes)
-        return super().read_extent(key, offset, nbytes, buffer, again=again)
+        return super().read_extent(key, offset, nbytes, buffer, again=again, like=like)
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         self._note(offset, len(buffer))

@@ -1,0 +1,190 @@
+"""Codes of 4 bits with scales of blocks, to float32 and back: two to a byte, the first in the lower half.
+
+``e2m1`` are float4 numbers, ``int4`` the whole numbers from -8 to 7. Grids and blocks are as in ``blocks``;
+blocks have an even number of columns, and so has the matrix. The loops differ in the element alone: one that
+is handed to a loop as a function is called for each of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raymerge.compiled.blocks import divisor
+from raymerge.compiled.jit import compiled, inlined
+
+
+@inlined
+def e2m1_element(byte: np.uint32) -> np.float32:
+    """What the code in the lower half is without its scale."""
+    magnitude = np.uint32(byte & np.uint32(7))
+    normal = np.uint32((magnitude << np.uint32(22)) + np.uint32(126 << 23))
+    # A half and nothing are the only ones that have no leading one.
+    small = np.uint32(126 << 23) if magnitude == np.uint32(1) else np.uint32(0)
+    pattern = np.uint32(normal if magnitude > np.uint32(1) else small)
+    return np.uint32(pattern | ((byte & np.uint32(8)) << np.uint32(28))).view(np.float32)
+
+
+@inlined
+def e2m1_nearest(quotient: np.float32) -> np.uint8:
+    """The code of the nearest element, ties to even, at most 6."""
+    pattern = np.float32(quotient).view(np.uint32)
+    within = np.uint32(min(np.uint32(pattern & np.uint32(0x7FFFFFFF)), np.uint32(0x40C00000)))
+    # A number so large that its last bit is that of the code: adding it rounds, and leaves a count of codes.
+    exponent = np.uint32(max(np.uint32(within & np.uint32(0x7F800000)), np.uint32(127 << 23)))
+    large = np.uint32(exponent + np.uint32(22 << 23))
+    count = np.uint32(np.float32(within.view(np.float32) + large.view(np.float32)).view(np.uint32) - large)
+    code = np.uint32(count + ((exponent >> np.uint32(22)) - np.uint32(127 << 1)))
+    return np.uint8(code | ((pattern >> np.uint32(28)) & np.uint32(8)))
+
+
+@inlined
+def int4_element(byte: np.uint32) -> np.float32:
+    """The same; the code 8 is 0."""
+    return np.float32(np.int32(byte & np.uint32(15)) - np.int32(8))
+
+
+@inlined
+def int4_nearest(quotient: np.float32) -> np.uint8:
+    """The code of the nearest whole number, ties to even, from -8 to 7."""
+    within = np.float32(min(max(np.float32(quotient), np.float32(-8.0)), np.float32(7.0)))
+    # The last bit of such a number is 1: adding it rounds. That the offset is even, and ties stay even.
+    return np.uint8(np.float32(within + np.float32(1.5 * 2.0**23 + 8.0)).view(np.uint32) & np.uint32(15))
+
+
+@compiled
+def e2m1_decode(
+    codes: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    values: NDArray[np.float32],
+) -> None:
+    """Elements times the steps of their blocks.
+
+    Args:
+        codes: [rows, columns / 2].
+        steps: [bands, blocks].
+        height: rows of a block.
+        width: its columns.
+        values: [rows, columns], written.
+    """
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = steps[row // height, block]
+            run = codes[row, block * width // 2 : (block + 1) * width // 2]
+            into = values[row, block * width : (block + 1) * width]
+            for i in range(run.size):
+                byte = np.uint32(run[i])
+                into[2 * i] = e2m1_element(byte) * step
+                into[2 * i + 1] = e2m1_element(np.uint32(byte >> np.uint32(4))) * step
+
+
+@compiled
+def e2m1_encode(
+    values: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    codes: NDArray[np.uint8],
+) -> None:
+    """The nearest codes of values over the steps of their blocks; the reverse of ``e2m1_decode``."""
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = divisor(steps[row // height, block])
+            run = values[row, block * width : (block + 1) * width]
+            into = codes[row, block * width // 2 : (block + 1) * width // 2]
+            for i in range(into.size):
+                second = e2m1_nearest(run[2 * i + 1] / step)
+                into[i] = e2m1_nearest(run[2 * i] / step) | (second << np.uint8(4))
+
+
+@compiled
+def e2m1_fits(
+    values: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    found: NDArray[np.bool_],
+) -> None:
+    """Which blocks are the same when encoded and decoded; ``found`` [bands, blocks], true at first."""
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            if not found[row // height, block]:
+                continue
+            step = steps[row // height, block]
+            by = divisor(step)
+            run = values[row, block * width : (block + 1) * width]
+            differs = False
+            for i in range(run.size):
+                differs |= e2m1_element(np.uint32(e2m1_nearest(run[i] / by))) * step != run[i]
+            found[row // height, block] = not differs
+
+
+@compiled
+def int4_decode(
+    codes: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    values: NDArray[np.float32],
+) -> None:
+    """Elements times the steps of their blocks.
+
+    Args:
+        codes: [rows, columns / 2].
+        steps: [bands, blocks].
+        height: rows of a block.
+        width: its columns.
+        values: [rows, columns], written.
+    """
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = steps[row // height, block]
+            run = codes[row, block * width // 2 : (block + 1) * width // 2]
+            into = values[row, block * width : (block + 1) * width]
+            for i in range(run.size):
+                byte = np.uint32(run[i])
+                into[2 * i] = int4_element(byte) * step
+                into[2 * i + 1] = int4_element(np.uint32(byte >> np.uint32(4))) * step
+
+
+@compiled
+def int4_encode(
+    values: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    codes: NDArray[np.uint8],
+) -> None:
+    """The nearest codes of values over the steps of their blocks; the reverse of ``int4_decode``."""
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = divisor(steps[row // height, block])
+            run = values[row, block * width : (block + 1) * width]
+            into = codes[row, block * width // 2 : (block + 1) * width // 2]
+            for i in range(into.size):
+                second = int4_nearest(run[2 * i + 1] / step)
+                into[i] = int4_nearest(run[2 * i] / step) | (second << np.uint8(4))
+
+
+@compiled
+def int4_fits(
+    values: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    found: NDArray[np.bool_],
+) -> None:
+    """Which blocks are the same when encoded and decoded; ``found`` [bands, blocks], true at first."""
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            if not found[row // height, block]:
+                continue
+            step = steps[row // height, block]
+            by = divisor(step)
+            run = values[row, block * width : (block + 1) * width]
+            differs = False
+            for i in range(run.size):
+                differs |= int4_element(np.uint32(int4_nearest(run[i] / by))) * step != run[i]
+            found[row // height, block] = not differs

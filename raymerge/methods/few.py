@@ -1,0 +1,42 @@
+"""A few sources of bfloat16 as the compiled loops take them that have all sources of an element at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raymerge.methods.stored import Stored
+
+if TYPE_CHECKING:
+    from raymerge.compiled.elect import Sum
+    from raymerge.compiled.elect_few import FewInputs, Numbers
+
+
+def few_inputs_of(stored: Stored) -> FewInputs | None:
+    """The stored elements of base and sources; None where they are more than a few."""
+    from raymerge.compiled import elect_few
+
+    if len(stored.places) > 1 + elect_few.MOST:
+        return None
+    return elect_few.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
+
+
+def few_numbers_of(how: Sum) -> Numbers:
+    """The numbers that go with the terms of a few sources, of which nothing is picked by size or chance."""
+    from raymerge.compiled.elect_few import Numbers
+
+    none = (np.float32(np.nan),) * how.weights.size
+    return Numbers(
+        above=none,
+        over=none,
+        tied=none,
+        level=none,
+        factors=(np.float32(1.0),) * how.weights.size,
+        coefficients=tuple(how.coefficients),
+        shares=tuple(how.shares),
+        weights=tuple(how.weights),
+        factor=how.factor,
+        elects=how.elects,
+        divides=how.divides,
+    )

@@ -1,0 +1,295 @@
+"""Proves the scales of a plan: those that codes are read with, and the rows of those that are made.
+
+A matrix that is stored as codes with scales is taken by whole bands of rows, since the rows of a band share
+scales. A row of codes makes its scales too, and the row of these is made by no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from raymerge.checkpoints.numbers import code_dtype
+from raymerge.checkpoints.packing import Encoding, Packing
+from raymerge.planner.check_bytes import outside_files, stored_bits
+from raymerge.planner.columns import (
+    Flags,
+    Ints,
+    codes,
+    ints,
+    last_values,
+    lists,
+    maxima,
+    named_in_order,
+    products,
+    starts,
+)
+from raymerge.planner.contradictions import Contradictions
+from raymerge.planner.expressions import scales_part
+from raymerge.planner.plan import Plan
+
+_LARGEST_SIDE = 1 << 40
+"""No matrix has as many columns; what is computed from them then stays far from overflowing."""
+
+
+def smallest_packing(encoding: Encoding) -> Packing:
+    """How the smallest matrix that an encoding is for is stored.
+
+    Raises:
+        ValueError: no matrix is stored so.
+    """
+    return encoding.packing((encoding.band, encoding.block[1] or 1))
+
+
+def check_scales(plan: Plan, found: Contradictions) -> None:
+    """Check scales that are read and made, of rows that fit in all else."""
+    _check_named(plan, found)
+    if not found:
+        _check_read(plan, found)
+    _check_tied(plan, found)
+    if not found:
+        _check_codes(plan, found)
+    if not found:
+        _check_made(plan, found)
+
+
+class _Bands(NamedTuple):
+    """What the bands of some matrices take ``[n]``."""
+
+    elements: Ints
+    """Elements of a band; 0 where no matrix of so many columns is stored so."""
+    scales_nbytes: Ints
+    """Bytes of its scales."""
+    row_elements: Ints
+    """Elements of the tensor of codes that a row of the matrix takes."""
+    row_dimensions: Ints
+    """Its last dimensions that these are."""
+    tensor_scale_nbytes: Ints
+    """Bytes of the one scale of the whole matrix; 0 for none."""
+
+
+def _bands(encodings: Sequence[Encoding], number: Ints, columns: Ints) -> _Bands:
+    """The bands of matrices of these encodings and columns ``[n]``; each different pair is looked at once."""
+    known = np.where((columns > 0) & (columns < _LARGEST_SIDE), columns, 0)
+    pairs, inverse = np.unique(number * _LARGEST_SIDE + known, return_inverse=True)
+    each = [_band(encodings[pair // _LARGEST_SIDE], pair % _LARGEST_SIDE) for pair in pairs.tolist()]
+    found = np.array(each, dtype=np.int64).reshape(-1, len(_Bands._fields))
+    return _Bands(*found.T[:, inverse])
+
+
+def _band(encoding: Encoding, columns: int) -> tuple[int, ...]:
+    try:
+        packing = encoding.packing((encoding.band, columns)) if columns else None
+    except ValueError:
+        packing = None
+    if packing is None or packing.band * columns > _LARGEST_SIDE:
+        return (0,) * len(_Bands._fields)
+    row = packing.codes_shape[1:]
+    of_tensor = packing.tensor_scale_dtype
+    whole = 0 if of_tensor is None else of_tensor.nbytes(1)
+    return packing.band * columns, packing.scales_nbytes(packing.band), prod(row), len(row), whole
+
+
+def _check_named(plan: Plan, found: Contradictions) -> None:
+    """Inputs name all scales, in order, and these all encodings."""
+    named, known = ints(plan["inputs"], "scales"), plan["scales"].num_rows
+    found.flag("inputs", (named < -1) | (named >= known), f"scales is not one of {known}")
+    if not named_in_order(named, known):
+        found.say("table scales", "inputs do not name every one of them, in order")
+    if not named_in_order(ints(plan["scales"], "encoding"), len(plan.manifest["encodings"])):
+        found.say("manifest", "scales do not name every one of the encodings, in order")
+
+
+class _Read(NamedTuple):
+    """Inputs with scales ``[n]``."""
+
+    which: Ints
+    """Their numbers."""
+    scales: Ints
+    """Those of their scales."""
+    part: Ints
+    """Index of the part among all parts."""
+    row: Ints
+    """Index of the row."""
+
+
+def _check_read(plan: Plan, found: Contradictions) -> None:
+    """Codes have scales for all of their bands, which lie within a file of the same source."""
+    rows, inputs, table = plan["rows"], plan["inputs"], plan["scales"]
+    row = np.repeat(np.arange(rows.num_rows), ints(rows, "num_inputs"))
+    which = np.flatnonzero(ints(inputs, "scales") >= 0)
+    row = row[which]
+    part = ints(rows, "first_part")[row] + ints(inputs, "part")[which]
+    read = _Read(which, ints(inputs, "scales")[which], part, row)
+    encoding, columns, nbytes = (ints(table, name) for name in ("encoding", "columns", "nbytes"))
+    bands = _bands(plan.encodings, encoding, columns)
+    found.flag("scales", bands.elements == 0, "no matrix of so many columns is stored so")
+    if found:
+        return
+    _check_files(plan, read, bands, found)
+    _check_inputs(plan, read, found)
+    count = (ints(inputs, "nbytes") * 8 // stored_bits(inputs))[read.which]
+    elements, per_band = bands.elements[read.scales], bands.scales_nbytes[read.scales]
+    _flag(found, read, count % columns[read.scales] != 0, "its codes are no whole rows")
+    wanted = -(-count // elements) * per_band
+    _flag(found, read, nbytes[read.scales] != wanted, "its scales are not those of its codes")
+    _check_begins(plan, read, elements, found)
+    _check_columns(plan, read, columns[read.scales], found)
+
+
+def _flag(found: Contradictions, read: _Read, broken: Flags, what: str) -> None:
+    _flag_some(found, "inputs", read.which, broken, what)
+
+
+def _flag_some(found: Contradictions, table: str, which: Ints, broken: Flags, what: str) -> None:
+    """A rule that some of the rows of a table were asked for."""
+    flags = np.zeros(which.max(initial=-1) + 1, dtype=np.bool_)
+    flags[which[broken]] = True
+    found.flag(table, flags, what)
+
+
+def _check_files(plan: Plan, read: _Read, bands: _Bands, found: Contradictions) -> None:
+    """Scales lie within a file of the source that their codes are read from."""
+    table, source = plan["scales"].take(read.scales), ints(plan["inputs"], "source")[read.which]
+    outside = outside_files(plan, source, codes(table, "key"), ints(table, "offset"), ints(table, "nbytes"))
+    _flag(found, read, outside, "its scales are not within a file of its source")
+    place, key = ints(table, "tensor_offset"), codes(table, "tensor_key")
+    nbytes = bands.tensor_scale_nbytes[read.scales]
+    unnamed = np.array([not word for word in key[1]], dtype=np.bool_)[key[0]]
+    outside = outside_files(plan, source, key, place, nbytes)
+    wrong = np.where(nbytes > 0, outside, ~unnamed | (place != 0))
+    _flag(found, read, wrong, "the scale of its whole tensor is not within a file of its source")
+
+
+def _check_inputs(plan: Plan, read: _Read, found: Contradictions) -> None:
+    """What has scales are codes of their encoding, which arithmetic reads as they are stored."""
+    dtype, words = codes(plan["inputs"], "dtype")
+    of_codes = [code_dtype(smallest_packing(each)).value for each in plan.encodings]
+    wanted = np.array([words.index(each) if each in words else -1 for each in of_codes], dtype=np.int64)
+    encoding = ints(plan["scales"], "encoding")[read.scales]
+    _flag(found, read, dtype[read.which] != wanted[encoding], "it is no codes of the encoding of its scales")
+    is_copy = np.array([each.is_copy for each in plan.expressions], dtype=np.bool_)
+    copied = is_copy[ints(plan["rows"], "expression")[read.row]]
+    _flag(found, read, copied, "a copy of bytes has scales")
+    assembled = ints(plan["inputs"], "assembly")[read.which] >= 0
+    _flag(found, read, assembled, "it is made of rows of other tensors, and has scales")
+
+
+def _check_begins(plan: Plan, read: _Read, elements: Ints, found: Contradictions) -> None:
+    """Pieces of a cut tensor begin and end between bands, but for its end."""
+    broken = _cuts_bands(plan, read.row, read.part, elements)
+    _flag(found, read, broken, "it is a piece that does not begin and end between bands")
+
+
+def _cuts_bands(plan: Plan, row: Ints, part: Ints, elements: Ints) -> Flags:
+    """Whether a row ``[n]`` begins or ends within a band of so many elements."""
+    rows = plan["rows"]
+    first, count, flat = (ints(rows, name)[row] for name in ("first_element", "num_elements", "is_flat"))
+    whole = products(*lists(plan["parts"], "shape"))[part]
+    within = (count % elements != 0) & (first + count != whole)
+    return np.asarray((flat == 1) & ((first % elements != 0) | within), dtype=np.bool_)
+
+
+def _check_columns(plan: Plan, read: _Read, columns: Ints, found: Contradictions) -> None:
+    """Scales count the columns that the codes have: of the part, or of the tensor that it lies within."""
+    lengths, strides = lists(plan["inputs"], "view_strides")
+    viewed = (lengths > 0)[read.which]
+    own = last_values(*lists(plan["parts"], "shape"), default=1)[read.part]
+    # Of a matrix within a tensor one stride is that of its rows, or of every other one of them.
+    apart = maxima(lengths, strides)[read.which] % columns != 0
+    wrong = np.where(viewed, apart, own != columns)
+    _flag(found, read, wrong, "its scales are those of other columns")
+
+
+def _check_tied(plan: Plan, found: Contradictions) -> None:
+    """Rows of scales and of codes that are made point at each other, and no others do."""
+    rows, expressions = plan["rows"], plan.expressions
+    made_with, scales, first = (ints(rows, name) for name in ("made_with", "scales", "copy_of"))
+    index = np.arange(rows.num_rows)
+    for name, values in (("made_with", made_with), ("scales", scales)):
+        found.flag("rows", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
+    if found:
+        return
+    number, made = ints(rows, "expression"), first < 0
+    is_scales = np.array([each.is_scales for each in expressions], dtype=np.bool_)[number]
+    encoded = [each.encode is not None and each.encode.scales_nbytes(1) > 0 for each in expressions]
+    makes = np.array(encoded, dtype=np.bool_)[number]
+    found.flag("rows", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
+    found.flag("rows", (scales >= 0) != (makes & made), "scales is not said of codes alone")
+    lost = (made_with >= 0) & (scales[made_with] != index)
+    found.flag("rows", lost, "the row that it is made with does not name it as its scales")
+    lost = (scales >= 0) & (made_with[scales] != index)
+    found.flag("rows", lost, "its scales are made with another row")
+    copies = lists(rows, "also")[0]
+    found.flag("rows", (scales >= 0) & (copies[scales] != copies), "its scales have other copies than it has")
+
+
+def _check_codes(plan: Plan, found: Contradictions) -> None:
+    """Rows of codes are whole bands of matrices with the columns of their tensor."""
+    which, bands = _encoded(plan)
+    _flag_some(found, "rows", which, bands.elements == 0, "no matrix of so many columns is stored so")
+    if found or not len(which):
+        return
+    rows, first = plan["rows"], starts(ints(plan["rows"], "num_parts"))
+    broken = _cuts_bands(plan, which, first[which], bands.elements)
+    _flag_some(found, "rows", which, broken, "it is a piece that does not begin and end between bands")
+    lengths, sizes = lists(plan["tensors"], "shape")
+    tensor = ints(rows, "tensor")[which]
+    last = (starts(lengths) + lengths)[tensor] - 1
+    flat = bands.row_dimensions > lengths[tensor]
+    _flag_some(found, "rows", which, flat, "its tensor is no matrix of codes")
+    if found:
+        return
+    width = sizes[last] * np.where(bands.row_dimensions > 1, sizes[last - 1], 1)
+    _flag_some(found, "rows", which, width != bands.row_elements, "its tensor has other columns than it has")
+    columns = last_values(*lists(plan["parts"], "shape"), default=1)
+    owner = np.repeat(np.arange(rows.num_rows), ints(rows, "num_parts"))
+    other = np.isin(owner, which) & (columns != columns[first[owner]])
+    found.flag("parts", other, "it has other columns than the first part of its row")
+
+
+def _check_made(plan: Plan, found: Contradictions) -> None:
+    """Scales that are made are of the dtype that their codes name, and as many as their bands have."""
+    which, bands = _encoded(plan)
+    rows = plan["rows"]
+    scales, count, number = (ints(rows, name) for name in ("scales", "num_elements", "expression"))
+    own = scales[which]
+    has = own >= 0
+    which, own = which[has], own[has]
+    cast = np.array([each.cast for each in plan.expressions])
+    named = np.array([each.encode.scale_dtype if each.encode else each.cast for each in plan.expressions])
+    other = cast[number[own]] != named[number[which]]
+    _flag_some(found, "rows", own, other, "it is of another dtype than the scales of its codes")
+    wanted = -(-count[which] // bands.elements[has]) * bands.scales_nbytes[has]
+    wrong = ints(rows, "nbytes")[own] != wanted
+    _flag_some(found, "rows", own, wrong, "it is not as many scales as its codes have")
+    _check_pairs(plan, which, own, found)
+
+
+def _check_pairs(plan: Plan, made: Ints, scales: Ints, found: Contradictions) -> None:
+    """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
+    number, words = codes(plan["parts"], "logical")
+    part = starts(ints(plan["rows"], "num_parts"))
+    names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
+    other = np.array([words[own] != scales_part(words[one]) for one, own in names], dtype=np.bool_)
+    _flag_some(found, "rows", scales, other, "it is called the scales of another matrix than its codes are")
+    tensor = ints(plan["rows"], "tensor")
+    same = np.diff(tensor[made]) == 0
+    astray = same & ((np.diff(tensor[scales]) != 0) | (np.diff(scales) <= 0))
+    _flag_some(found, "rows", scales[1:], astray, "it does not follow the scales of the piece before")
+
+
+def _encoded(plan: Plan) -> tuple[Ints, _Bands]:
+    """The rows that are codes, and their bands."""
+    rows, expressions = plan["rows"], plan.expressions
+    encodings = [each.encode for each in expressions if each.encode is not None]
+    place = np.cumsum([each.encode is not None for each in expressions]) - 1
+    encodes = np.array([each.encode is not None for each in expressions], dtype=np.bool_)
+    number = ints(rows, "expression")
+    which = np.flatnonzero(encodes[number])
+    columns = last_values(*lists(plan["parts"], "shape"), default=1)
+    part = starts(ints(rows, "num_parts"))[which]
+    return which, _bands(encodings, place[number[which]].astype(np.int64), columns[part])

@@ -1,0 +1,31 @@
+"""Sources whose codes and scales are seen as the numbers that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raymerge.checkpoints.numbers import as_numbers
+from raymerge.errors import PlanError, Problem, UserError
+from raymerge.planner.quantised import quantised_tensors
+from raymerge.planner.sources import Source
+
+
+def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """The sources with each packed tensor as one.
+
+    Raises:
+        PlanError: in some of them codes and scales, or they and the config, do not go together.
+    """
+    found: list[Source] = []
+    problems: list[Problem] = []
+    for source in sources:
+        try:
+            numbers = as_numbers(source.checkpoint, quantised_tensors(source.checkpoint))
+        except UserError as error:
+            problems.extend(error.problems)
+        else:
+            found.append(replace(source, checkpoint=numbers))
+    if problems:
+        raise PlanError(problems)
+    return tuple(found)

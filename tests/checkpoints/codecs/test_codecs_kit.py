@@ -1,0 +1,71 @@
+"""Every codec through the kit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+from kits.codec_kit import CodecKit
+
+from raymerge.checkpoints.packing import Format, Packing, usual_packing
+from raymerge.dtypes import DType
+
+SCALES = [
+    *((dtype, power) for dtype in (DType.F32, DType.BF16, DType.F16) for power in (False, True)),
+    (DType.F8_E8M0, True),
+    (DType.U8, True),
+]
+
+
+def small_blocks(rows: int, columns: int, dtype: DType, *, power: bool) -> Packing:
+    """Block FP8 with blocks of 4 by 8, so that ragged ones are cheap to try."""
+    grid = (-(-rows // 4), -(-columns // 8))
+    return Packing(Format.FP8_BLOCK, (rows, columns), (4, 8), dtype, power, grid)
+
+
+class TestFp8Block(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = (
+        *(small_blocks(11, 21, dtype, power=power) for dtype, power in SCALES),
+        *(
+            small_blocks(rows, columns, DType.F32, power=False)
+            for rows, columns in itertools.product((1, 4, 8, 9), (1, 8, 16, 17))
+        ),
+        usual_packing(Format.FP8_BLOCK, (144, 136)),
+    )
+
+
+class TestFp8Channel(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = tuple(
+        usual_packing(Format.FP8_CHANNEL, (6, 33), scale_dtype=dtype, power_of_two=power)
+        for dtype, power in SCALES
+    )
+
+
+class TestFp8Tensor(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = tuple(
+        usual_packing(Format.FP8_TENSOR, (7, 19), scale_dtype=dtype) for dtype in (DType.F32, DType.BF16)
+    )
+
+
+class TestMxfp4(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = (
+        usual_packing(Format.MXFP4, (7, 96)),
+        usual_packing(Format.MXFP4, (1, 32)),
+        usual_packing(Format.MXFP4, (3, 64), scale_dtype=DType.F8_E8M0),
+        usual_packing(Format.MXFP4, (2, 5, 64)),
+    )
+
+
+class TestInt4(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = (
+        *(usual_packing(Format.INT4, (7, 96), scale_dtype=d) for d in (DType.BF16, DType.F16, DType.F32)),
+        Packing(Format.INT4, (5, 128), (1, 128), DType.BF16, False, (5, 1)),
+    )
+
+
+class TestNvfp4(CodecKit):
+    packings: ClassVar[Sequence[Packing]] = (
+        usual_packing(Format.NVFP4, (7, 48)),
+        usual_packing(Format.NVFP4, (1, 16)),
+    )

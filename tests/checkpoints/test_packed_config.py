@@ -1,0 +1,156 @@
+"""What a config says of quantisation is read as transformers and compressed-tensors read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raymerge.checkpoints.packed_config import Declared, PlainModules, Scheme, read_declared
+from raymerge.checkpoints.packing import Format
+
+LAYER = "model.layers.1"
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+def fp8(*listed: str, key: str = "modules_to_not_convert") -> PlainModules:
+    """What an FP8 config lists as plain."""
+    return read_declared([{"quant_method": "fp8", key: list(listed)}]).plain
+
+
+def ignored(*listed: str) -> PlainModules:
+    """What compressed-tensors lists as plain."""
+    return read_declared([{"quant_method": "compressed-tensors", "ignore": list(listed)}]).plain
+
+
+def groups(**weights: Any) -> Declared:
+    """A table of compressed-tensors with one group, some fields of it other than usual."""
+    group = {"weights": {**WEIGHTS, **weights}}
+    return read_declared([{"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}])
+
+
+def test_without_a_table_nothing_is_said() -> None:
+    assert read_declared([]) == Declared()
+    assert Declared().is_read
+
+
+def test_of_several_tables_the_first_counts() -> None:
+    assert read_declared([{"quant_method": "mxfp4"}, {"quant_method": "fp8"}]).method == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("table", "method", "is_read"),
+    [
+        ({"quant_method": "gptq"}, "gptq", False),
+        ({"config_groups": {}}, "compressed-tensors", True),
+        ({"bits": 4}, "a method without a name", False),
+        ({"quant_method": "q" * 500}, "q" * 60, False),
+    ],
+)
+def test_methods_that_are_not_read_are_named(table: dict[str, Any], method: str, is_read: bool) -> None:
+    declared = read_declared([table])
+    assert (declared.method, declared.is_read, declared.schemes) == (method, is_read, ())
+
+
+@pytest.mark.parametrize(
+    ("weights", "scheme"),
+    [
+        ({}, Scheme(Format.FP8_TENSOR, None)),
+        ({"strategy": "channel"}, Scheme(Format.FP8_CHANNEL, None)),
+        ({"strategy": "block", "block_structure": [64, 32]}, Scheme(Format.FP8_BLOCK, (64, 32))),
+        ({"strategy": "block", "block_structure": "64x32"}, Scheme(Format.FP8_BLOCK, (64, 32))),
+        ({"strategy": "group", "group_size": 32}, Scheme(Format.FP8_BLOCK, (1, 32))),
+        ({"strategy": None, "group_size": -1}, Scheme(Format.FP8_CHANNEL, None)),
+        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(Format.INT4, (1, 32))),
+        ({"type": "int", "num_bits": 4, "strategy": None, "group_size": 32}, Scheme(Format.INT4, (1, 32))),
+        ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(Format.INT4, (1, 0))),
+        ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, Scheme(Format.NVFP4, None)),
+        ({"actorder": "weight"}, Scheme(Format.FP8_TENSOR, None)),
+    ],
+)
+def test_groups_are_read(weights: dict[str, Any], scheme: Scheme) -> None:
+    declared = groups(**weights)
+    assert (declared.schemes, declared.others) == ((scheme,), ())
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"symmetric": False}, "asymmetric 8-bit float by tensor"),
+        ({"actorder": "group"}, "8-bit float by tensor, in another order of columns"),
+        ({"type": "int"}, "8-bit int by tensor"),
+        ({"type": "int", "num_bits": 4}, "4-bit int by tensor"),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32}, "4-bit float by group"),
+        ({"strategy": "block"}, "8-bit float by block"),
+        ({"num_bits": [1]}, "[1]-bit float by tensor"),
+    ],
+)
+def test_groups_that_are_not_read_are_put_in_words(weights: dict[str, Any], words: str) -> None:
+    declared = groups(**weights)
+    assert (declared.schemes, declared.others) == ((), (words,))
+
+
+@pytest.mark.parametrize("wrong", [None, [], 3, {"a": 1}, {"a": {"weights": None}}, {"a": {"weights": 4}}])
+def test_groups_that_are_none_say_nothing(wrong: Any) -> None:
+    declared = read_declared([{"quant_method": "compressed-tensors", "config_groups": wrong, "ignore": 7}])
+    assert (declared.schemes, declared.others, declared.plain) == ((), (), PlainModules())
+
+
+def test_another_float_than_e4m3_is_told() -> None:
+    (wrong,) = read_declared([{"quant_method": "fp8", "fmt": "e5m2"}]).wrong
+    assert "e5m2" in wrong
+
+
+@pytest.mark.parametrize(
+    ("listed", "module", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("gate", f"{LAYER}.mlp.gate", True),
+        ("mlp.gate", f"{LAYER}.mlp.gate", True),
+        ("gate", f"{LAYER}.mlp.gate_proj", False),
+        # transformers takes this one, others do not: not certain.
+        ("up_proj", f"{LAYER}.mlp.gate_up_proj", False),
+        (f"{LAYER}.self_attn", f"{LAYER}.self_attn.q_proj", True),
+        ("model.layers.1", "model.layers.11.mlp", False),
+        ("model.layers.*.self_attn", f"{LAYER}.self_attn.q_proj", True),
+        ("model.layers.*.self_attn", f"{LAYER}.mlp.up_proj", False),
+        ("model.layers.*.mlp.gate", f"{LAYER}.mlp.gate", True),
+        ("model.layers.*.mlp.gate", f"{LAYER}.mlp.gate_proj", False),
+        ("self_attn.*", f"{LAYER}.self_attn.q_proj", False),
+    ],
+)
+def test_modules_not_to_convert_are_paths_ends_of_paths_or_patterns(
+    listed: str, module: str, expected: bool
+) -> None:
+    assert fp8(listed).lists(module) is expected
+    assert fp8("other", listed, "(model|x).y").lists(module) is expected
+    assert fp8(listed, key="ignored_layers").lists(module) is expected
+
+
+@pytest.mark.parametrize(
+    ("listed", "module", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("gate", f"{LAYER}.mlp.gate", False),
+        (f"{LAYER}.self_attn", f"{LAYER}.self_attn.q_proj", False),
+        ("re:.*self_attn.*", f"{LAYER}.self_attn.q_proj", True),
+        ("re:self_attn", f"{LAYER}.self_attn.q_proj", False),
+        (r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", f"{LAYER}.mlp.up_proj", True),
+        (r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", f"{LAYER}.mlp.experts.3.up_proj", False),
+        ("re:(?i).*SELF_ATTN", f"{LAYER}.self_attn.q_proj", True),
+        (r"re:.*\.(q)_proj\.\1", f"{LAYER}.self_attn.q_proj.q", True),
+        (r"re:(?P<a>model)\.layers", f"{LAYER}.self_attn", True),
+    ],
+)
+def test_what_compressed_tensors_ignores_are_whole_paths_or_patterns(
+    listed: str, module: str, expected: bool
+) -> None:
+    assert ignored(listed).lists(module) is expected
+    # Beside others, groups have other numbers.
+    assert ignored(r"re:(other)\.(one)", listed, r"re:(?P<a>last)").lists(module) is expected
+
+
+def test_patterns_that_are_none_are_told_and_the_others_hold() -> None:
+    declared = read_declared([{"quant_method": "compressed-tensors", "ignore": ["re:*", "re:.*gate"]}])
+    assert declared.wrong == ("lists *, which is no regular expression",)
+    assert declared.plain.lists("model.gate")

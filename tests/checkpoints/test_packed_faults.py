@@ -1,0 +1,217 @@
+"""What is incomplete, fits together in no way or contradicts the config is told with both facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.packed_headers import (
+    FP8,
+    GOOD,
+    MX,
+    NV,
+    TENSOR,
+    W4,
+    W8,
+    E,
+    X,
+    compressed,
+    f8,
+    f32,
+    fault,
+    look,
+)
+from kits.plan_maker import Specs, header_checkpoint
+
+from raymerge.checkpoints.packed import packed_tensors
+from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.dtypes import DType
+
+ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
+    "FP8 codes": ({f"{X}.weight": f8(2, 2)}, FP8, [f"{X}.weight F8_E4M3[2, 2]", f"no {X}.weight_scale_inv"]),
+    "FP8 codes, undeclared": ({f"{X}.weight": f8(2, 2)}, None, [f"no {X}.weight_scale_inv"]),
+    "fused codes": ({f"{E}.gate_up_proj": f8(2, 2, 2)}, FP8, [f"no {E}.gate_up_proj_scale_inv"]),
+    "FP8 scales": ({f"{X}.weight_scale_inv": f32(1, 1)}, None, [f"{X}.weight_scale_inv", f"no {X}.weight."]),
+    "FP8 scales beside plain numbers": (
+        {f"{X}.weight": (DType.BF16, (2, 2)), f"{X}.weight_scale_inv": f32(1, 1)},
+        None,
+        [f"{X}.weight_scale_inv F32[1, 1]", f"{X}.weight BF16[2, 2] in model.safetensors is no codes"],
+    ),
+    "scales by V4's name": ({f"{X}.scale": (DType.F8_E8M0, (1, 1))}, FP8, [f"{X}.scale", f"no {X}.weight."]),
+    "blocks": ({f"{E}.up_blocks": (DType.U8, (2, 2, 1, 16))}, MX, [f"{E}.up_blocks", f"no {E}.up_scales"]),
+    "exponents": ({f"{E}.up_scales": (DType.U8, (2, 2, 1))}, MX, [f"{E}.up_scales", f"no {E}.up_blocks"]),
+    "INT4 codes": (
+        {f"{X}.weight_packed": (DType.I32, (2, 4))},
+        compressed(W4),
+        [f"{X}.weight_packed I32[2, 4]", f"no {X}.weight_scale"],
+    ),
+    "INT4 scales": (
+        {f"{X}.weight_scale": (DType.BF16, (2, 1))},
+        compressed(W4),
+        [f"{X}.weight_scale BF16[2, 1]", f"no {X}.weight and no {X}.weight_packed"],
+    ),
+    "an INT4 shape": ({f"{X}.weight_shape": (DType.I64, (2,))}, compressed(W4), [f"no {X}.weight_packed"]),
+    "NVFP4 without the scale of the whole": (
+        {f"{X}.weight_packed": (DType.U8, (2, 8)), f"{X}.weight_scale": f8(2, 1)},
+        compressed(NV),
+        [f"{X}.weight_packed U8[2, 8]", f"no {X}.weight_global_scale"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_LEFT)
+def test_one_part_without_the_other_is_a_fault_that_names_both(tmp_path: Path, kind: str) -> None:
+    specs, table, parts = ONE_LEFT[kind]
+    found = look(tmp_path / "a", specs, table)
+    text = fault(found)
+    assert all(part in text for part in parts), text
+    assert text.startswith("a model: ")
+    assert "model.safetensors" in text
+    assert not found.tensors
+
+
+def test_a_scale_of_another_dtype_or_of_two_names_is_a_fault(tmp_path: Path) -> None:
+    both: Specs = {f"{X}.weight": f8(2, 2), f"{X}.weight_scale_inv": f32(1, 1), f"{X}.weight_scale": f32(1)}
+    text = fault(look(tmp_path / "a", both, FP8))
+    assert f"several scales: {X}.weight_scale_inv and {X}.weight_scale." in text
+    integers: Specs = {f"{X}.weight": f8(2, 2), f"{X}.weight_scale_inv": (DType.F64, (1, 1))}
+    assert "cannot be read: fp8_block has scales of" in fault(look(tmp_path / "b", integers, FP8))
+
+
+def test_codes_and_plain_numbers_of_one_name_are_a_fault(tmp_path: Path) -> None:
+    specs = {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight": (DType.BF16, (6, 64))}
+    found = look(tmp_path / "a", specs, compressed(W4))
+    assert f"holds the numbers of {X}.weight, and so does {X}.weight BF16[6, 64]" in fault(found)
+
+
+def test_what_else_belongs_to_a_tensor_must_be_what_readers_take(tmp_path: Path) -> None:
+    int4 = {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_shape": (DType.I64, (3,))}
+    assert f"{X}.weight_shape I64[3] in" in fault(look(tmp_path / "a", int4, compressed(W4)))
+    nvfp4 = {**GOOD["NVFP4"][0], f"{X}.weight_global_scale": f32(6, 1)}
+    text = fault(look(tmp_path / "b", nvfp4, compressed(NV)))
+    assert f"{X}.weight_global_scale F32[6, 1] in model.safetensors is no F32 of 1 elements" in text
+
+
+MISFITS: dict[str, tuple[Specs, Mapping[str, Any]]] = {
+    "more blocks than rows": ({f"{X}.weight": f8(4, 256), f"{X}.weight_scale_inv": f32(5, 2)}, FP8),
+    "no block gives six": ({f"{X}.weight": f8(10, 256), f"{X}.weight_scale_inv": f32(6, 2)}, FP8),
+    "another stack": ({f"{E}.up": f8(4, 128, 128), f"{E}.up_scale_inv": f32(3, 1, 1)}, FP8),
+    "one scale for a stack": ({f"{E}.up": f8(4, 128, 128), f"{E}.up_scale_inv": f32()}, FP8),
+    "no matrix": ({f"{X}.weight": f8(256), f"{X}.weight_scale_inv": f32(2)}, FP8),
+    "MXFP4": ({f"{E}.up_blocks": (DType.U8, (4, 2, 1, 16)), f"{E}.up_scales": (DType.U8, (4, 2, 2))}, MX),
+    "groups that do not divide": (
+        {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 3))},
+        compressed(W4),
+    ),
+    "other rows": (
+        {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (5, 2))},
+        compressed(W4),
+    ),
+    "no rows": (
+        {f"{X}.weight_packed": (DType.I32, ()), f"{X}.weight_scale": (DType.BF16, ())},
+        compressed(W4),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_grid_that_fits_no_blocks_is_a_fault_that_names_both_shapes(tmp_path: Path, kind: str) -> None:
+    specs, table = MISFITS[kind]
+    text = fault(look(tmp_path / "a", specs, table))
+    for name, (dtype, shape) in specs.items():
+        assert f"{name} {dtype.value}{list(shape)} in model.safetensors" in text
+    assert "do not fit together" in text
+
+
+CONTRADICTIONS: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
+    "other blocks": (
+        {f"{X}.weight": f8(256, 256), f"{X}.weight_scale_inv": f32(4, 4)},
+        FP8,
+        ["fp8_block in blocks of 64x64", "says fp8 (fp8_block with blocks of 128x128)"],
+    ),
+    "blocks for rows": (
+        {f"{X}.weight": f8(256, 256), f"{X}.weight_scale": f32(256, 1)},
+        FP8,
+        ["fp8_channel in blocks of 1x256", "says fp8 (fp8_block with blocks of 128x128)"],
+    ),
+    "nothing declared": (
+        {f"{X}.weight": f8(256, 256), f"{X}.weight_scale_inv": f32(2, 2)},
+        None,
+        ["fp8_block in blocks of 128x128", "config.json has no quantization_config"],
+    ),
+    "another method": (GOOD["gpt-oss"][0], FP8, ["mxfp4 in blocks of 1x32", "says fp8"]),
+    "other groups": (
+        GOOD["Kimi-K2-Thinking"][0],
+        compressed({**W4, "group_size": 128}),
+        ["int4 in blocks of 1x32", "says compressed-tensors (int4 with blocks of 1x128)"],
+    ),
+    "rows for tensors": (
+        GOOD["per channel [rows]"][0],
+        compressed(TENSOR),
+        ["fp8_channel in blocks of 1x32", "says compressed-tensors (fp8_tensor)"],
+    ),
+    "all plain": (
+        {f"{X}.weight": (DType.BF16, (2, 2)), f"{X}.bias": f32(2)},
+        FP8,
+        ["says that weights are quantised by fp8", "no tensor is: all are BF16, F32"],
+    ),
+    "all plain, other integers declared": (
+        {f"{X}.weight": (DType.BF16, (2, 2))},
+        compressed(W8),
+        ["compressed-tensors (8-bit int by group)", "all are BF16"],
+    ),
+    "listed as plain": (
+        GOOD["gpt-oss"][0],
+        {**MX, "modules_to_not_convert": ["lm_head", "model.layers.*.mlp.experts"]},
+        [f"{E}.down_proj_blocks", f"lists {E}.down_proj as not quantised"],
+    ),
+    "not to be read": (
+        GOOD["gpt-oss"][0],
+        {**MX, "modules_to_not_convert": ["(("]},
+        ["lists ((, which is no"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_config_and_tensors_that_disagree_are_told_with_both_facts(tmp_path: Path, kind: str) -> None:
+    specs, table, parts = CONTRADICTIONS[kind]
+    text = fault(look(tmp_path / "a", specs, table))
+    assert all(part in text for part in parts), text
+
+
+def test_what_needs_no_codes_is_no_contradiction(tmp_path: Path) -> None:
+    plain: Specs = {f"{X}.weight": (DType.BF16, (2, 2))}
+    assert not look(tmp_path / "a", plain).faults
+    assert not look(tmp_path / "b", plain, compressed()).faults
+    assert not look(tmp_path / "c", plain, compressed(W4, format="dense")).faults
+    assert not look(tmp_path / "d", plain, {"quant_method": "gptq"}).faults
+    other_codes: Specs = {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))}
+    assert not look(tmp_path / "e", other_codes, FP8).faults
+
+
+def test_a_single_file_has_no_config_to_disagree_with(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(
+        header_checkpoint(tmp_path / "a", GOOD["DeepSeek-V3, ragged rows"][0], {"x": 1}), "a model"
+    )
+    raw = Checkpoint("a model", checkpoint.root, {}, checkpoint.tensors, checkpoint.files, (), ())
+    found = packed_tensors(raw, [])
+    assert list(found.tensors) == [f"{X}.weight"]
+    assert not found.faults
+
+
+@pytest.mark.parametrize("said", [[0, 128], [128], "128x128", [True, 128], [-1, 1], {}, [1.5, 2]])
+def test_a_block_size_that_is_none_is_told(tmp_path: Path, said: Any) -> None:
+    specs = GOOD["DeepSeek-V3, ragged rows"][0]
+    assert "gives weight_block_size as" in fault(
+        look(tmp_path / "a", specs, {**FP8, "weight_block_size": said})
+    )
+
+
+def test_alike_faults_are_told_once_with_their_number(tmp_path: Path) -> None:
+    specs = {f"model.layers.{number}.weight": f8(2, 2) for number in range(12)}
+    text = fault(look(tmp_path / "a", specs, FP8))
+    assert "model.layers.0.weight" in text
+    assert "So it is with 11 more tensors." in text

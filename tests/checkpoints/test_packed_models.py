@@ -1,0 +1,190 @@
+"""The tiny quantised models are what they are made to look like, and are read as what they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors
+from kits.quantised_loading import loaded
+from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.quantised_numbers import ScaleKind, e2m1_values, e4m3_values, fp8_blocks, int4, mxfp4
+
+from raymerge.checkpoints.packed import PackedTensors, packed_tensors
+from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.dtypes import DType
+
+KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
+KV = "self_attn.kv_a_proj_with_mqa.weight"
+
+
+def look(model: QuantisedModel) -> tuple[Checkpoint, PackedTensors]:
+    """A model's checkpoint and what of it is packed."""
+    checkpoint = open_checkpoint(model.root, "a model")
+    return checkpoint, packed_tensors(checkpoint, [checkpoint.config["quantization_config"]])
+
+
+MAKERS: dict[str, tuple[Callable[[Path, int], QuantisedModel], Format, int]] = {
+    "DeepSeek-V3": (deepseek_v3, Format.FP8_BLOCK, 8 + 20 + 20),
+    "Kimi-K2-Thinking": (kimi_k2_thinking, Format.INT4, 12),
+    "gpt-oss": (gpt_oss, Format.MXFP4, 4),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_published_layout_is_found_whole(tmp_path: Path, name: str) -> None:
+    make, form, count = MAKERS[name]
+    model = make(tmp_path / "a", 1)
+    checkpoint, found = look(model)
+    assert not found.faults
+    assert not found.unknown
+    assert found.tensors.keys() == model.quantised
+    assert len(found.tensors) == count
+    assert {packed.packing.format for packed in found.tensors.values()} == {form}
+    assert found.members.keys() == checkpoint.tensors.keys() - (model.values.keys() - model.quantised)
+    shapes = {name: packed.packing.shape for name, packed in found.tensors.items()}
+    assert shapes == {name: model.values[name].shape for name in model.quantised}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_partners_are_found_in_other_files(tmp_path: Path, name: str) -> None:
+    checkpoint, found = look(MAKERS[name][0](tmp_path / "a", 1))
+    assert sorted(each.key for each in checkpoint.files) == [
+        f"model-{number:05d}-of-000004.safetensors" for number in range(1, 5)
+    ]
+    pairs = [(packed.codes, packed.scales) for packed in found.tensors.values()]
+    apart = [checkpoint.tensors[codes].key != checkpoint.tensors[scales].key for codes, scales in pairs]
+    assert any(apart)
+    assert not all(apart)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_parents_differ_a_little_and_each_is_the_same_every_time(tmp_path: Path, name: str) -> None:
+    make = MAKERS[name][0]
+    first, again, second = (make(tmp_path / each, seed) for each, seed in (("a", 1), ("b", 1), ("c", 2)))
+    for file in os.listdir(first.root):
+        assert (first.root / file).read_bytes() == (again.root / file).read_bytes()
+    for name, values in first.values.items():
+        change = np.linalg.norm(second.values[name] - values) / np.linalg.norm(values)
+        assert 0 < change < 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deepseek_v3_has_ragged_blocks_and_v31_powers_of_two(tmp_path: Path, kind: ScaleKind) -> None:
+    model = deepseek_v3(tmp_path / "a", 1, scales=kind)
+    _, found = look(model)
+    assert not found.faults
+    ragged = found.tensors[f"model.layers.2.{KV}"].packing
+    assert (ragged.shape, ragged.grid, ragged.block) == ((272, 256), (3, 2), (128, 128))
+    assert {packed.packing.power_of_two for packed in found.tensors.values()} == {kind != "F32"}
+    expected = {"F8_E8M0": DType.F8_E8M0, "U8": DType.U8}.get(kind, DType.F32)
+    assert {packed.packing.scale_dtype for packed in found.tensors.values()} == {expected}
+
+
+def test_deepseek_v3_keeps_the_rest_in_their_own_dtypes(tmp_path: Path) -> None:
+    model = deepseek_v3(tmp_path / "a", 1)
+    checkpoint, found = look(model)
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
+    bias = {name for name in rest if name.endswith("e_score_correction_bias")}
+    assert {rest[name].dtype for name in bias} == {DType.F32}
+    assert {rest[name].dtype for name in rest.keys() - bias} == {DType.BF16}
+    words = ("embed_tokens", "head.", "norm", "mlp.gate.", "eh_proj")
+    assert all(any(word in name for word in words) for name in rest)
+    assert {"model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"} <= rest.keys()
+
+
+def test_values_are_what_codes_and_scales_mean(tmp_path: Path) -> None:
+    values = np.random.default_rng(5).standard_normal((200, 160))
+    for kind in KINDS:
+        coded = fp8_blocks(values, kind)
+        scale = coded.scales.view(torch.uint8) if kind in KINDS[2:] else coded.scales
+        exact = scale.double().numpy() if kind in KINDS[:2] else 2.0 ** (scale.double().numpy() - 127)
+        spread = exact.repeat(128, 0).repeat(128, 1)[:200, :160]
+        assert np.array_equal(coded.codes.double().numpy() * spread, coded.values)
+        assert np.all(np.abs(coded.values - values) <= np.maximum(np.abs(values) / 16, spread * 2.0**-10))
+    step = np.abs(values.reshape(200, 5, 32)).max(-1, keepdims=True) / 7
+    assert np.all(np.abs(int4(values).values - values).reshape(200, 5, 32) <= step * 0.52)
+    assert np.all(np.abs(mxfp4(values[None]).values - values).reshape(200, 5, 32) <= step * 7 / 4)
+
+
+def test_the_numbers_of_codes_are_those_of_torch() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert np.array_equal(codes.view(torch.float8_e4m3fn).double().numpy(), e4m3_values(), equal_nan=True)
+    assert e2m1_values()[:8].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = torch.from_numpy(np.linspace(-460, 460, 4001)).float().clamp(-448, 448)
+    found = fp8_blocks(expected.double().numpy()[None] * 1.0, "ue8m0 F32", block=4001)
+    assert found.scales.item() == 1
+    assert torch.equal(found.codes.view(torch.uint8)[0], expected.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_transformers_loads_gpt_oss_strictly_and_reads_the_same_values(tmp_path: Path) -> None:
+    """Without a GPU, triton and its kernels it decodes while it loads, into [E, columns, rows]."""
+    made = gpt_oss(tmp_path / "a", 1)
+    model, report = loaded(made.root)
+    assert not report
+    state = model.state_dict()
+    assert state.keys() == made.values.keys()
+    for name, values in made.values.items():
+        expected = values.transpose(0, 2, 1) if name in made.quantised else values
+        assert np.array_equal(state[name].double().numpy(), expected), name
+    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_deepseek_v3_and_reads_the_same_values(tmp_path: Path, kind: ScaleKind) -> None:
+    """All but the layer for further tokens, which it never builds."""
+    made = deepseek_v3(tmp_path / "a", 1, scales=kind, ragged=False)
+    model, report = loaded(made.root)
+    assert report.keys() == {"unexpected_keys"}
+    assert all(name.startswith("model.layers.2.") for name in report["unexpected_keys"])
+    state = model.state_dict()
+    seen = made.values.keys() & state.keys()
+    assert len(seen) == len(state) - 2
+    for name in seen:
+        assert np.array_equal(state[name].float().numpy(), made.values[name].astype(np.float32)), name
+    experts = [f"model.layers.1.mlp.experts.{expert}" for expert in range(4)]
+    down = np.stack([made.values[f"{expert}.down_proj.weight"] for expert in experts])
+    fused = state["model.layers.1.mlp.experts.down_proj"].float().numpy()
+    assert np.array_equal(fused, down.astype(np.float32))
+    assert model.float()(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_cannot_load_ragged_blocks(tmp_path: Path) -> None:
+    """It divides rows by the rows of the grid: 272 by 3 is refused, and 240 by 2 is read in blocks of 120."""
+    made = deepseek_v3(tmp_path / "a", 1)
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        loaded(made.root)
+
+
+def test_transformers_builds_the_models_that_the_configs_describe(tmp_path: Path) -> None:
+    """Kimi-K2's own code is not in transformers; its tensors are those of DeepSeek-V3."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = kimi_k2_thinking(tmp_path / "a", 1)
+    config = json.loads((made.root / "config.json").read_text())
+    assert config.pop("model_type") == "kimi_k2"
+    del config["quantization_config"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own = {name: values.shape for name, values in made.values.items() if ".experts." not in name}
+    assert {name: shape for name, shape in shapes.items() if ".experts." not in name} == own
+    assert shapes["model.layers.1.mlp.experts.gate_up_proj"] == (4, 128, 256)
+    assert made.values["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (64, 256)
+
+
+def test_int4_shapes_repeat_the_shapes(tmp_path: Path) -> None:
+    made = kimi_k2_thinking(tmp_path / "a", 1)
+    _, found = look(made)
+    stored = read_tensors(made.root)
+    for packed in found.tensors.values():
+        assert packed.shape_tensor is not None
+        assert stored[packed.shape_tensor].tolist() == [packed.packing.rows, packed.packing.columns]

@@ -1,0 +1,96 @@
+"""Codes and scales by the definitions of their formats, in float64 on numpy arrays, without the codecs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raymerge.checkpoints.packing import Format, Packing
+from raymerge.dtypes import DType
+
+Array = NDArray[Any]
+
+
+def e4m3(code: int) -> float:
+    """The number that a float8 e4m3 code without infinities is: 1 sign, 4 exponent and 3 mantissa bits."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+def e2m1(code: int) -> float:
+    """The same for float4 e2m1: 1 sign, 2 exponent and 1 mantissa bits, no NaN."""
+    sign = -1.0 if code & 8 else 1.0
+    exponent, mantissa = code >> 1 & 3, code & 1
+    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+
+
+E4M3 = np.array([e4m3(code) for code in range(256)])
+ELEMENTS = {
+    Format.FP8_BLOCK: E4M3,
+    Format.FP8_CHANNEL: E4M3,
+    Format.FP8_TENSOR: E4M3,
+    Format.MXFP4: np.array([e2m1(code) for code in range(16)]),
+    Format.NVFP4: np.array([e2m1(code) for code in range(16)]),
+    Format.INT4: np.arange(16.0) - 8,
+}
+
+
+def scale_numbers(dtype: DType, stored: Array) -> Array:
+    """Stored scales, uint8, as float64."""
+    if dtype in (DType.U8, DType.F8_E8M0):
+        return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127))
+    if dtype is DType.F8_E4M3:
+        return E4M3[stored]
+    if dtype is DType.BF16:
+        return (stored.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.view("<f4" if dtype is DType.F32 else "<f2").astype(np.float64)
+
+
+def unpack(packing: Packing, codes: Array) -> Array:
+    """Stored codes, uint8 [bytes], as one number each, [rows, columns]."""
+    if packing.code_bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=1)
+    return codes.reshape(-1, packing.columns)
+
+
+def spread(packing: Packing, grid: Array, num_rows: int) -> Array:
+    """What blocks have, [bands, blocks], for each of their elements."""
+    height, width = packing.block
+    return grid.repeat(height, axis=0)[:num_rows].repeat(width, axis=1)[:, : packing.columns]
+
+
+def steps_of(packing: Packing, scales: Array, tensor_scale: float | None, num_rows: int) -> Array:
+    """What elements are multiplied by: float64 [rows, columns] of numbers that float32 holds."""
+    if packing.format is Format.FP8_TENSOR:
+        return np.full((num_rows, packing.columns), tensor_scale)
+    grid = scale_numbers(packing.scale_dtype, scales).reshape(-1, packing.grid[1])
+    if packing.format is Format.NVFP4:
+        grid = (grid / tensor_scale).astype(np.float32).astype(np.float64)
+    return spread(packing, grid, num_rows)
+
+
+def reference_decode(packing: Packing, codes: Array, scales: Array, tensor_scale: float | None) -> Array:
+    """float32 [rows, columns]: the exact product, rounded once."""
+    elements = ELEMENTS[packing.format][unpack(packing, codes)]
+    with np.errstate(over="ignore"):
+        return (elements * steps_of(packing, scales, tensor_scale, len(elements))).astype(np.float32)
+
+
+def nearest_codes(form: Format, quotients: Array) -> Array:
+    """The code with the nearest element, among two the even one; -0 is nearest to what has its sign."""
+    elements = ELEMENTS[form]
+    signs = np.signbit(elements) if form is not Format.INT4 else elements > 99
+    distances = np.abs(quotients[..., None] - elements)
+    distances[np.isnan(distances)] = np.inf
+    if form is not Format.INT4:
+        distances[signs != np.signbit(quotients)[..., None]] = np.inf
+    # Before an odd code that is as near, the even one: it comes first in this order.
+    order = np.argsort(np.arange(elements.size) % 2, kind="stable")
+    return order[np.argmin(distances[..., order], axis=-1)].astype(np.uint8)

@@ -1,0 +1,159 @@
+"""Checkpoints without data in which one module is stored as codes, and what is found in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kits.plan_maker import Specs, header_checkpoint
+
+from raymerge.checkpoints.packed import PackedTensors, packed_tensors
+from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.dtypes import DType
+
+X = "model.layers.0.mlp.up_proj"
+"""A module with one matrix."""
+E = "model.layers.0.mlp.experts"
+"""A module with several matrices, each fused of several experts'."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+MX = {"quant_method": "mxfp4"}
+
+
+def compressed(*weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A table of compressed-tensors with one group for each."""
+    groups = {f"group_{number}": {"weights": dict(each)} for number, each in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, **more}
+
+
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+W8 = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+NV = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def look(root: Path, specs: Specs, table: Mapping[str, Any] | None = None, **config: Any) -> PackedTensors:
+    """What is found in a checkpoint of these tensors."""
+    fields = {"model_type": "llama", **config} | ({"quantization_config": table} if table else {})
+    checkpoint = open_checkpoint(header_checkpoint(root, specs, fields), "a model")
+    return packed_tensors(checkpoint, [table] if table else [])
+
+
+def fault(found: PackedTensors) -> str:
+    """The only fault, as its sentence."""
+    (problem,) = found.faults
+    assert problem.remedy
+    return str(problem)
+
+
+def f8(*shape: int) -> tuple[DType, tuple[int, ...]]:
+    """Codes of a shape."""
+    return DType.F8_E4M3, shape
+
+
+def f32(*shape: int) -> tuple[DType, tuple[int, ...]]:
+    """Scales of a shape."""
+    return DType.F32, shape
+
+
+GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], tuple[int, int]]]] = {
+    "DeepSeek-V3, ragged rows": (
+        {f"{X}.weight": f8(576, 7168), f"{X}.weight_scale_inv": f32(5, 56)},
+        FP8,
+        (Format.FP8_BLOCK, (576, 7168), (128, 128)),
+    ),
+    "DeepSeek-V4": (
+        {f"{X}.weight": f8(256, 256), f"{X}.scale": (DType.F8_E8M0, (2, 2))},
+        {**FP8, "scale_fmt": "ue8m0"},
+        (Format.FP8_BLOCK, (256, 256), (128, 128)),
+    ),
+    "smaller than a block": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale_inv": f32(1, 1)},
+        FP8,
+        (Format.FP8_BLOCK, (64, 32), (128, 128)),
+    ),
+    "no block size is 128x128": (
+        {f"{X}.weight": f8(256, 300), f"{X}.weight_scale_inv": (DType.BF16, (2, 3))},
+        {"quant_method": "fp8"},
+        (Format.FP8_BLOCK, (256, 300), (128, 128)),
+    ),
+    "fused experts": (
+        {f"{E}.gate_up_proj": f8(4, 256, 300), f"{E}.gate_up_proj_scale_inv": f32(4, 2, 3)},
+        FP8,
+        (Format.FP8_BLOCK, (4, 256, 300), (128, 128)),
+    ),
+    "one scale of FP8": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(), f"{X}.input_scale": f32()},
+        {"quant_method": "fp8", "weight_block_size": None},
+        (Format.FP8_TENSOR, (64, 32), (64, 32)),
+    ),
+    "per tensor": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(1), f"{X}.input_scale": f32(1)},
+        compressed(TENSOR),
+        (Format.FP8_TENSOR, (64, 32), (64, 32)),
+    ),
+    "per channel [rows, 1]": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": (DType.BF16, (64, 1))},
+        compressed(CHANNEL, format="float-quantized"),
+        (Format.FP8_CHANNEL, (64, 32), (1, 32)),
+    ),
+    "per channel [rows]": (
+        {f"{X}.weight": f8(64, 32), f"{X}.weight_scale": f32(64)},
+        compressed(CHANNEL),
+        (Format.FP8_CHANNEL, (64, 32), (1, 32)),
+    ),
+    "one row per channel": (
+        {f"{X}.weight": f8(1, 32), f"{X}.weight_scale": f32(1, 1)},
+        compressed(CHANNEL),
+        (Format.FP8_CHANNEL, (1, 32), (1, 32)),
+    ),
+    "blocks of compressed-tensors": (
+        {f"{X}.weight": f8(256, 130), f"{X}.weight_scale": f32(2, 2)},
+        compressed({**BLOCK, "block_structure": "128x128"}),
+        (Format.FP8_BLOCK, (256, 130), (128, 128)),
+    ),
+    "MXFP8": (
+        {f"{X}.weight": f8(4, 64), f"{X}.weight_scale": (DType.U8, (4, 2))},
+        compressed(GROUP),
+        (Format.FP8_BLOCK, (4, 64), (1, 32)),
+    ),
+    "gpt-oss": (
+        {f"{E}.down_proj_blocks": (DType.U8, (4, 6, 3, 16)), f"{E}.down_proj_scales": (DType.U8, (4, 6, 3))},
+        MX,
+        (Format.MXFP4, (4, 6, 96), (1, 32)),
+    ),
+    "Kimi-K2-Thinking": (
+        {
+            f"{X}.weight_packed": (DType.I32, (6, 8)),
+            f"{X}.weight_scale": (DType.BF16, (6, 2)),
+            f"{X}.weight_shape": (DType.I64, (2,)),
+        },
+        compressed(W4),
+        (Format.INT4, (6, 64), (1, 32)),
+    ),
+    "INT4 beside wider integers": (
+        {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
+        compressed(W8, W4),
+        (Format.INT4, (6, 64), (1, 32)),
+    ),
+    "INT4 per channel": (
+        {f"{X}.weight_packed": (DType.I32, (6, 8)), f"{X}.weight_scale": (DType.F16, (6, 1))},
+        compressed({**W4, "strategy": "channel", "group_size": None, "actorder": "static"}),
+        (Format.INT4, (6, 64), (1, 64)),
+    ),
+    "NVFP4": (
+        {
+            f"{X}.weight_packed": (DType.U8, (6, 16)),
+            f"{X}.weight_scale": f8(6, 2),
+            f"{X}.weight_global_scale": f32(1),
+            f"{X}.input_global_scale": f32(1),
+        },
+        compressed(NV),
+        (Format.NVFP4, (6, 32), (1, 16)),
+    ),
+}
+"""Published layouts: tensors, table, and the format, shape and blocks that they are of."""

@@ -1,0 +1,248 @@
+"""What merges of quantised models must be: float64 merges of what the parents mean, and what outputs mean.
+
+Outputs are decoded from the definitions of the formats, and nothing here is raymerge's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kits.checkpoint_maker import TOKENIZER_FILES, read_tensors, write_checkpoint
+from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
+
+KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
+"""How scales of block FP8 are stored."""
+
+Maker = Callable[[Path, int], QuantisedModel]
+"""Writes the parent of a seed."""
+Merge = Callable[[Sequence[Values]], Values]
+"""Of one matrix of each parent, what may come out of it: [outcomes, ...]."""
+
+
+def _deepseek(kind: ScaleKind) -> Maker:
+    return lambda root, seed: deepseek_v3(root, seed, scales=kind)
+
+
+MAKERS: Mapping[str, Maker] = {
+    **{f"DeepSeek-V3 {kind}": _deepseek(kind) for kind in KINDS},
+    "Kimi-K2-Thinking": kimi_k2_thinking,
+    "gpt-oss": gpt_oss,
+}
+"""A maker for each layout, with ragged blocks where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a stored tensor means."""
+
+    values: Values
+    """Its numbers, in the stored order of dimensions."""
+    steps: Values
+    """From each number to the next that its code, times its scale, could mean."""
+    limits: Values
+    """The largest that codes could mean at each place."""
+
+
+def read_numbers(root: Path) -> dict[str, Numbers]:
+    """What every tensor of a checkpoint means, by the name that it has where it is not quantised."""
+    stored = read_tensors(root)
+    found: dict[str, Numbers] = {}
+    for name, tensor in stored.items():
+        if name.endswith("_blocks"):
+            module = name.removesuffix("_blocks")
+            found[module] = _mxfp4(tensor, stored[f"{module}_scales"])
+        elif name.endswith(".weight_packed"):
+            module = name.removesuffix("_packed")
+            found[module] = _int4(tensor, stored[f"{module}_scale"])
+        elif tensor.dtype is torch.float8_e4m3fn:
+            found[name] = _fp8(tensor, stored[f"{name}_scale_inv"])
+        elif not name.endswith(("_scale_inv", "_scales", ".weight_scale", ".weight_shape")):
+            found[name] = _plain(tensor)
+    return found
+
+
+def linear(*weights: float) -> Merge:
+    """The weighted mean, divided by the sum of the weights."""
+    return lambda parents: np.average(np.stack(parents), axis=0, weights=weights)[None]
+
+
+def slerp(t: float) -> Merge:
+    """Along the arc from the first to the second, or along the line where they are all but parallel."""
+
+    def merge(parents: Sequence[Values]) -> Values:
+        one, other = parents
+        norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+        cosine = float((one * other).sum()) / norms if norms > 0 else 0.0
+        if abs(cosine) > 0.9995:
+            return (one * (1 - t) + other * t)[None]
+        angle = math.acos(cosine)
+        arc = one * math.sin((1 - t) * angle) + other * math.sin(t * angle)
+        return np.asarray(arc / math.sin(angle))[None]
+
+    return merge
+
+
+def ties(weights: Sequence[float], density: float) -> Merge:
+    """TIES (2306.01708) on the first: trimmed deltas, an elected sign, the mean of those that have it.
+
+    Which of equal magnitudes at the cut stay is free: there is an outcome for each choice.
+    """
+
+    def merge(parents: Sequence[Values]) -> Values:
+        base, *tuned = parents
+        choices = [_trimmed(each - base, density) for each in tuned]
+        return np.stack([base + _consensus(deltas, weights) for deltas in product(*choices)])
+
+    return merge
+
+
+def merged_values(parents: Sequence[QuantisedModel], merge: Merge) -> dict[str, Values]:
+    """Every tensor merged matrix by matrix: the outcomes that each number may have."""
+    found: dict[str, Values] = {}
+    for name, first in parents[0].values.items():
+        views = [list(_matrices(name, parent.values[name])) for parent in parents]
+        merged = [merge(group) for group in zip(*views, strict=True)]
+        whole = np.empty((len(merged[0]), *first.shape))
+        for outcome, values in enumerate(whole):
+            for target, found_here in zip(_matrices(name, values), merged, strict=True):
+                target[...] = found_here[outcome]
+        found[name] = whole
+    return found
+
+
+def check_merged(root: Path, expected: Mapping[str, Values], parents: Sequence[QuantisedModel]) -> None:
+    """Every number of a checkpoint is the nearest that its scale allows to what was expected."""
+    found = read_numbers(root)
+    assert found.keys() == expected.keys()
+    for name, outcomes in expected.items():
+        have = found[name]
+        errors = np.abs(outcomes - have.values)
+        nearest = np.take_along_axis(outcomes, errors.argmin(0)[None], 0)[0]
+        error = errors.min(0)
+        # What float32 loses while numbers are merged hangs on what goes in, not on what comes out.
+        lost = 3e-6 * np.max([np.abs(parent.values[name]) for parent in parents], axis=0)
+        assert np.all(error <= have.steps + lost), name
+        inside = np.abs(nearest) <= have.limits
+        assert np.all((error <= have.steps / 2 + lost)[inside]), name
+        # Scales that are too coarse would make any error small.
+        most = 0.15 if have.limits.min() < np.inf else 0.01
+        assert np.linalg.norm(error) <= most * np.linalg.norm(nearest), name
+
+
+def in_plain_layout(name: str, values: Values) -> Values:
+    """Numbers in the order of dimensions of the family's bfloat16: gpt-oss has its experts turned there."""
+    return values.swapaxes(-1, -2) if name.endswith((".gate_up_proj", ".down_proj")) else values
+
+
+def plain_twin(model: QuantisedModel, root: Path) -> QuantisedModel:
+    """The same model in bfloat16, as its family publishes that; what is F32 stays so."""
+    stored, tensors = read_tensors(model.root), {}
+    values: dict[str, Values] = {}
+    for name, exact in model.values.items():
+        if name not in model.quantised:
+            tensors[name], values[name] = stored[name], exact
+        else:
+            tensors[name] = torch.from_numpy(in_plain_layout(name, exact)).float().bfloat16()
+            values[name] = in_plain_layout(name, tensors[name].double().numpy())
+    config = {key: value for key, value in config_of(model.root).items() if key != "quantization_config"}
+    write_checkpoint(root, tensors, config, extra=TOKENIZER_FILES)
+    return QuantisedModel(root, values, frozenset())
+
+
+def check_stored_alike(root: Path, base: Path) -> None:
+    """The same stored tensors with the same shapes and dtypes as in another checkpoint, and its tables."""
+    found, wanted = ({n: (t.dtype, t.shape) for n, t in read_tensors(each).items()} for each in (root, base))
+    assert found == wanted
+    assert config_of(root)["quantization_config"] == config_of(base)["quantization_config"]
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are stored in the same bytes."""
+    alike = one.dtype is other.dtype and one.shape == other.shape
+    return alike and torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def changed_bytes(root: Path, base: Path) -> set[str]:
+    """The tensors of a checkpoint that are not in the same bytes in another; both have the same names."""
+    found, wanted = read_tensors(root), read_tensors(base)
+    assert found.keys() == wanted.keys()
+    return {name for name, tensor in found.items() if not same_bytes(tensor, wanted[name])}
+
+
+def config_of(root: Path) -> dict[str, Any]:
+    """A checkpoint's config."""
+    config: dict[str, Any] = json.loads((root / "config.json").read_text())
+    return config
+
+
+def _matrices(name: str, values: Values) -> Iterator[Values]:
+    """Views of the matrices that a method sees alone: those of each expert, gate and up of fused ones."""
+    word = name.rpartition(".")[2].removesuffix("_bias")
+    if word not in ("gate_up_proj", "down_proj"):
+        yield values
+        return
+    for expert in values:
+        yield from (expert[0::2], expert[1::2]) if word == "gate_up_proj" else (expert,)
+
+
+def _trimmed(delta: Values, density: float) -> tuple[Values, Values]:
+    """The delta with all but its largest elements set to zero: with those equal to the last, and without."""
+    magnitudes = np.abs(delta)
+    keep = math.floor(density * delta.size)
+    cut = np.sort(magnitudes, axis=None)[-keep]
+    margin = 1e-6 * cut + 1e-9 * magnitudes.max()
+    return tuple(np.where(magnitudes > cut + sign * margin, delta, 0.0) for sign in (-1, 1))  # type: ignore[return-value]
+
+
+def _consensus(deltas: Sequence[Values], weights: Sequence[float]) -> Values:
+    terms = [weight * delta for weight, delta in zip(weights, deltas, strict=True)]
+    elected = np.where(sum(terms) >= 0, 1.0, -1.0)
+    agrees = [np.sign(term) == elected for term in terms]
+    total = sum(term * mask for term, mask in zip(terms, agrees, strict=True))
+    share = sum(weight * mask for weight, mask in zip(weights, agrees, strict=True))
+    return np.asarray(total / np.where(share == 0, 1.0, share))
+
+
+def _fp8(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    exponents = scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
+    exact = 2.0 ** (scales.view(torch.uint8).double() - 127) if exponents else scales.double()
+    rows, columns = codes.shape
+    spread = exact.numpy().repeat(128, 0).repeat(128, 1)[:rows, :columns]
+    number = codes.view(torch.uint8).numpy()
+    spacing = 2.0 ** (np.maximum((number >> 3) & 15, 1) - 10.0)
+    return Numbers(e4m3_values()[number] * spread, spacing * spread, 448 * spread)
+
+
+def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    pairs = blocks.numpy()
+    number = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 32)
+    spread = np.broadcast_to(2.0 ** (scales.double().numpy() - 127)[..., None], number.shape)
+    spacing = np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[number & 7]
+    shape = (*pairs.shape[:-2], -1)
+    parts = (e2m1_values()[number] * spread, spacing * spread, 6 * spread)
+    return Numbers(*(part.reshape(shape) for part in parts))
+
+
+def _int4(packed: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    words = packed.numpy().view(np.uint32)
+    number = np.stack([(words >> np.uint32(4 * place)) & 15 for place in range(8)], axis=-1)
+    codes = number.reshape(len(words), -1).astype(np.float64) - 8
+    spread = scales.double().numpy().repeat(32, 1)
+    # There is one code more below zero than above.
+    return Numbers(codes * spread, spread, 7 * spread)
+
+
+def _plain(tensor: torch.Tensor) -> Numbers:
+    values = tensor.double().numpy()
+    fraction = {torch.bfloat16: 7, torch.float32: 23}[tensor.dtype]
+    steps = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 1e-30))) - fraction)
+    return Numbers(values, steps, np.full(values.shape, np.inf))

@@ -1,0 +1,311 @@
+"""Tiny checkpoints in the layouts in which quantised mixtures of experts are published.
+
+Parents of one layout are the same model plus a little that hangs on the seed, each quantised by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from kits.checkpoint_maker import TOKENIZER_FILES, write_json
+from kits.quantised_numbers import Coded, ScaleKind, Values, fp8_blocks, int4, mxfp4, plain
+from safetensors.torch import save_file
+
+from raymerge.checkpoints.source import natural_key
+
+_HIDDEN, _VOCAB, _EXPERTS = 256, 64, 4
+_STD, _CHANGE = 0.05, 0.005
+
+_GROUPS = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4}
+_GROUPS |= {
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
+KIMI_TABLE: Mapping[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": _GROUPS,
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": [
+        *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+"""``quantization_config`` of Kimi-K2-Thinking."""
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+"""Names and shapes of tensors as they are where nothing is quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedModel:
+    """A checkpoint and what it means."""
+
+    root: Path
+    """Its directory."""
+    values: Mapping[str, Values]
+    """What the stored numbers mean, by logical name, in the stored order of dimensions."""
+    quantised: frozenset[str]
+    """Logical names of the tensors that are stored as codes."""
+
+
+def deepseek_v3(root: Path, seed: int, *, scales: ScaleKind = "F32", ragged: bool = True) -> QuantisedModel:
+    """DeepSeek-V3 or R1 in block FP8: a dense layer, one with experts, and one that predicts further tokens.
+
+    Args:
+        root: where to write it.
+        seed: what this parent's difference hangs on.
+        scales: other kinds than F32 make it DeepSeek-V3.1.
+        ragged: whether blocks of ``kv_a_proj_with_mqa`` ([272, 256], a [3, 2] grid) and ``kv_b_proj`` are.
+    """
+    table: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    table |= {"weight_block_size": [128, 128]} | ({} if scales == "F32" else {"scale_fmt": "ue8m0"})
+    config = _deepseek_config(layers=2, mtp=1, kv_rank=208 if ragged else 64) | {"quantization_config": table}
+    model = _Made(seed)
+    for name, shape in _deepseek_shapes(config):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name:
+            model.code(name, shape, lambda values: fp8_blocks(values, scales), name, f"{name}_scale_inv")
+        else:
+            model.plain(name, shape)
+    return model.write(root, config)
+
+
+def kimi_k2_thinking(root: Path, seed: int) -> QuantisedModel:
+    """Kimi-K2-Thinking: routed experts in INT4 by groups of 32, the rest in BF16, no further tokens."""
+    config = _deepseek_config(layers=2, mtp=0, kv_rank=64) | {
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "quantization_config": dict(KIMI_TABLE),
+    }
+    model = _Made(seed)
+    for name, shape in _deepseek_shapes(config):
+        if ".experts." in name:
+            module = name.removesuffix(".weight")
+            model.code(name, shape, int4, f"{module}.weight_packed", f"{module}.weight_scale")
+            model.tensors[f"{module}.weight_shape"] = torch.tensor(shape)
+        else:
+            model.plain(name, shape)
+    return model.write(root, config)
+
+
+def gpt_oss(root: Path, seed: int) -> QuantisedModel:
+    """gpt-oss: experts in MXFP4, rows of gate and up taking turns; biases, sinks, routers ... in BF16."""
+    config = _gpt_oss_config()
+    model = _Made(seed)
+    for name, shape in _gpt_oss_shapes(config):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            model.code(name, shape, mxfp4, f"{name}_blocks", f"{name}_scales")
+        else:
+            model.plain(name, shape)
+    return model.write(root, config)
+
+
+class _Made:
+    """Tensors of one model as they are made."""
+
+    def __init__(self, seed: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._seed = seed
+        self._values: dict[str, Values] = {}
+        self._quantised: set[str] = set()
+
+    def code(
+        self, name: str, shape: tuple[int, ...], quantise: Callable[[Values], Coded], codes: str, scales: str
+    ) -> None:
+        """A tensor that is stored as codes with scales, under two names."""
+        coded = quantise(self._numbers(name, shape))
+        self.tensors |= {codes: coded.codes, scales: coded.scales}
+        self._values[name] = coded.values
+        self._quantised.add(name)
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> None:
+        """A tensor that is stored as it is: the router's correction in F32, all else in BF16."""
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        self.tensors[name], self._values[name] = plain(self._numbers(name, shape), dtype)
+
+    def write(self, root: Path, config: Mapping[str, Any]) -> QuantisedModel:
+        """The checkpoint in four files, with six digits in their count as DeepSeek writes it."""
+        root.mkdir(parents=True, exist_ok=True)
+        weight_map: dict[str, str] = {}
+        names = sorted(self.tensors, key=natural_key)
+        for place, name in enumerate(names):
+            # Runs of neighbours, but for every third scale, which lies in the last file.
+            apart = place % 3 == 0 and name.endswith(("_scale_inv", "_scale", "_scales"))
+            number = 3 if apart else place * 4 // len(names)
+            weight_map[name] = f"model-{number + 1:05d}-of-000004.safetensors"
+        for file in sorted(set(weight_map.values())):
+            members = {name: self.tensors[name].contiguous() for name in names if weight_map[name] == file}
+            save_file(members, root / file, metadata={"format": "pt"})
+        write_json(root / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+        write_json(root / "config.json", config)
+        for file, text in TOKENIZER_FILES.items():
+            (root / file).write_text(text)
+        return QuantisedModel(root, self._values, frozenset(self._quantised))
+
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Values:
+        first = np.random.default_rng([crc32(name.encode()), 0])
+        second = np.random.default_rng([crc32(name.encode()), 1 + self._seed])
+        middle = 1.0 if "norm" in name else 0.0
+        return middle + first.standard_normal(shape) * _STD + second.standard_normal(shape) * _CHANGE
+
+
+def _deepseek_config(*, layers: int, mtp: int, kv_rank: int) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 384,
+        "kv_lora_rank": kv_rank,
+        "max_position_embeddings": 128,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "n_group": 2,
+        "n_routed_experts": _EXPERTS,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 2,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": mtp,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 64,
+        "vocab_size": _VOCAB,
+    }
+
+
+def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
+    yield "model.embed_tokens.weight", (_VOCAB, _HIDDEN)
+    main = config["num_hidden_layers"]
+    for layer in range(main + config["num_nextn_predict_layers"]):
+        block = f"model.layers.{layer}"
+        yield f"{block}.input_layernorm.weight", (_HIDDEN,)
+        yield f"{block}.post_attention_layernorm.weight", (_HIDDEN,)
+        yield from _latent_attention(f"{block}.self_attn", config)
+        yield from _feed_forward(f"{block}.mlp", config, is_dense=layer == 0)
+        if layer >= main:
+            yield from _prediction(block)
+    yield "model.norm.weight", (_HIDDEN,)
+    yield "lm_head.weight", (_VOCAB, _HIDDEN)
+
+
+def _latent_attention(block: str, config: Mapping[str, Any]) -> Shapes:
+    rank, heads = config["kv_lora_rank"], config["num_attention_heads"]
+    yield f"{block}.q_a_proj.weight", (128, _HIDDEN)
+    yield f"{block}.q_a_layernorm.weight", (128,)
+    yield f"{block}.q_b_proj.weight", (heads * 128, 128)
+    yield f"{block}.kv_a_proj_with_mqa.weight", (rank + 64, _HIDDEN)
+    yield f"{block}.kv_a_layernorm.weight", (rank,)
+    yield f"{block}.kv_b_proj.weight", (heads * 128, rank)
+    yield f"{block}.o_proj.weight", (_HIDDEN, heads * 64)
+
+
+def _feed_forward(block: str, config: Mapping[str, Any], *, is_dense: bool) -> Shapes:
+    if is_dense:
+        yield from _mlp(block, config["intermediate_size"])
+        return
+    yield f"{block}.gate.weight", (_EXPERTS, _HIDDEN)
+    yield f"{block}.gate.e_score_correction_bias", (_EXPERTS,)
+    yield from _mlp(f"{block}.shared_experts", config["moe_intermediate_size"])
+    for expert in range(_EXPERTS):
+        yield from _mlp(f"{block}.experts.{expert}", config["moe_intermediate_size"])
+
+
+def _mlp(block: str, width: int) -> Shapes:
+    yield f"{block}.gate_proj.weight", (width, _HIDDEN)
+    yield f"{block}.up_proj.weight", (width, _HIDDEN)
+    yield f"{block}.down_proj.weight", (_HIDDEN, width)
+
+
+def _prediction(block: str) -> Shapes:
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{block}.{name}.weight", (_HIDDEN,)
+    yield f"{block}.eh_proj.weight", (_HIDDEN, 2 * _HIDDEN)
+    for name in ("embed_tokens", "shared_head.head"):
+        yield f"{block}.{name}.weight", (_VOCAB, _HIDDEN)
+
+
+def _gpt_oss_config() -> dict[str, Any]:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 256,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": _EXPERTS,
+        "quantization_config": {"modules_to_not_convert": kept, "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": _VOCAB,
+    }
+
+
+def _gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    yield "model.embed_tokens.weight", (_VOCAB, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        yield f"{block}.input_layernorm.weight", (hidden,)
+        yield f"{block}.post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns in (("q", 128, 64), ("k", 64, 64), ("v", 64, 64), ("o", 64, 128)):
+            yield f"{block}.self_attn.{name}_proj.weight", (rows, columns)
+            yield f"{block}.self_attn.{name}_proj.bias", (rows,)
+        yield f"{block}.self_attn.sinks", (config["num_attention_heads"],)
+        yield f"{block}.mlp.router.weight", (_EXPERTS, hidden)
+        yield f"{block}.mlp.router.bias", (_EXPERTS,)
+        yield f"{block}.mlp.experts.gate_up_proj", (_EXPERTS, 2 * width, hidden)
+        yield f"{block}.mlp.experts.gate_up_proj_bias", (_EXPERTS, 2 * width)
+        yield f"{block}.mlp.experts.down_proj", (_EXPERTS, hidden, width)
+        yield f"{block}.mlp.experts.down_proj_bias", (_EXPERTS, hidden)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (_VOCAB, hidden)

@@ -1,0 +1,119 @@
+"""A plain quantiser in float64: codes and scales from the definitions of the formats, and values from them.
+
+Nothing here is fast, and nothing here is raymerge's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+"""Numbers that something is quantised from, or decoded to."""
+ScaleKind = Literal["F32", "ue8m0 F32", "F8_E8M0", "U8"]
+"""What block FP8 scales are: any F32, powers of two in F32, or exponents in one byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Numbers as codes with scales."""
+
+    codes: torch.Tensor
+    """As stored."""
+    scales: torch.Tensor
+    """As stored."""
+    values: Values
+    """What the two mean."""
+
+
+def e4m3_values() -> Values:
+    """What each code of float8 e4m3 means: a sign, 4 bits of exponent, 3 of fraction; two codes are NaN."""
+    code = np.arange(256)
+    exponent, fraction = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+    size[(code & 127) == 127] = np.nan
+    return np.where(code < 128, size, -size)
+
+
+def e2m1_values() -> Values:
+    """What each of the 16 codes of a 4-bit float means."""
+    half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return np.concatenate([half, -half])
+
+
+def fp8_blocks(values: Values, kind: ScaleKind, block: int = 128) -> Coded:
+    """Float8 e4m3 in square blocks [rows, columns], those at the edges ragged."""
+    scales = np.empty([-(-size // block) for size in values.shape])
+    decoded, codes = np.empty_like(values), np.empty(values.shape, np.uint8)
+    for row, column in np.ndindex(scales.shape):
+        part = np.s_[row * block : (row + 1) * block, column * block : (column + 1) * block]
+        scale = _fp8_scale(float(np.abs(values[part]).max()), kind)
+        codes[part] = _nearest(values[part] / scale, e4m3_values()[:127], sign=128)
+        decoded[part] = e4m3_values()[codes[part]] * scale
+        scales[row, column] = scale
+    return Coded(torch.from_numpy(codes).view(torch.float8_e4m3fn), _stored_scales(scales, kind), decoded)
+
+
+def mxfp4(values: Values) -> Coded:
+    """4-bit floats by runs of 32 columns of [..., rows, columns], in gpt-oss's shapes: 16 bytes a run.
+
+    Codes lie in pairs, the first one lowest.
+    """
+    runs = values.reshape(*values.shape[:-1], -1, 32)
+    largest = np.abs(runs).max(-1)
+    exponents = np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - 2
+    scaled = runs / 2.0 ** exponents[..., None]
+    codes = _nearest(scaled, e2m1_values()[:8], sign=8)
+    pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    decoded = e2m1_values()[codes] * 2.0 ** exponents[..., None]
+    scales = torch.from_numpy((exponents + 127).astype(np.uint8))
+    return Coded(torch.from_numpy(pairs), scales, decoded.reshape(values.shape))
+
+
+def int4(values: Values, group: int = 32) -> Coded:
+    """Symmetric 4-bit integers in runs of columns, stored plus 8, eight to an int32, the first one lowest."""
+    runs = values.reshape(len(values), -1, group)
+    scales = torch.from_numpy(np.abs(runs).max(-1) / 7).bfloat16()
+    exact = scales.double().numpy()[..., None]
+    numbers = np.clip(np.rint(runs / exact), -8, 7)
+    codes = (numbers + 8).astype(np.uint32).reshape(len(values), -1, 8)
+    packed = np.zeros(codes.shape[:2], np.uint32)
+    for place in range(8):
+        packed |= codes[..., place] << np.uint32(4 * place)
+    return Coded(torch.from_numpy(packed.view(np.int32)), scales, (numbers * exact).reshape(values.shape))
+
+
+def plain(values: Values, dtype: torch.dtype) -> tuple[torch.Tensor, Values]:
+    """Numbers rounded to a dtype, as stored and as what they mean."""
+    stored = torch.from_numpy(values).to(dtype)
+    return stored, stored.double().numpy()
+
+
+def _fp8_scale(largest: float, kind: ScaleKind) -> float:
+    if largest == 0:
+        return 1.0
+    if kind == "F32":
+        return float(np.float32(largest / 448))
+    fraction, exponent = np.frexp(largest / 448)
+    return float(2.0 ** (exponent - (fraction == 0.5)))
+
+
+def _stored_scales(scales: Values, kind: ScaleKind) -> torch.Tensor:
+    if kind in ("F32", "ue8m0 F32"):
+        return torch.from_numpy(scales).float()
+    exponents = torch.from_numpy((np.log2(scales) + 127).astype(np.uint8))
+    return exponents if kind == "U8" else exponents.view(torch.float8_e8m0fnu)
+
+
+def _nearest(values: Values, ascending: Values, sign: int) -> NDArray[np.uint8]:
+    """The code of the nearest of some sizes, of two the even one; beyond the last, the last."""
+    between = (ascending[1:] + ascending[:-1]) / 2
+    sizes = np.abs(values)
+    codes = np.searchsorted(between, sizes, side="left")
+    is_tie = sizes == between[np.minimum(codes, len(between) - 1)]
+    codes += is_tie & (codes % 2 == 1)
+    return np.where(np.signbit(values), codes + sign, codes).astype(np.uint8)

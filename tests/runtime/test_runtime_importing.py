@@ -1,0 +1,95 @@
+"""Imports of processes of raymerge's own: the garbage collector stays out of their way."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from raymerge.runtime import importing
+from raymerge.runtime.importing import heavy_imports
+
+_COMMAND = """
+import gc, json, sys
+from raymerge.cli.main import main
+sys.argv = ["raymerge", "methods"]
+before = gc.get_stats()[2]["collections"]
+try:
+    main()
+except SystemExit:
+    full = gc.get_stats()[2]["collections"] - before
+    print(json.dumps([full, gc.isenabled(), gc.get_freeze_count(), "torch" in sys.modules]))
+"""
+_WORKER = """
+import gc, json, sys
+from raymerge.runtime.worker import MergeWorker
+loaded = [name for name in ("torch", "numba") if name in sys.modules]
+before = gc.get_stats()[2]["collections"]
+worker = MergeWorker("worker-0", "cpu")
+full = gc.get_stats()[2]["collections"] - before
+print(json.dumps([loaded, full, gc.isenabled(), gc.get_freeze_count(), worker.ready()["numerics"]["device"]]))
+"""
+
+
+def _last_line(code: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_command_is_not_searched_for_garbage_while_torch_is_imported() -> None:
+    full, is_enabled, frozen, has_torch = _last_line(_COMMAND)
+    assert has_torch
+    assert is_enabled
+    assert full == 0
+    assert frozen > 100_000
+
+
+def test_a_worker_imports_what_it_needs_when_it_is_made() -> None:
+    """Its module is imported by the driver, too, which need not have that."""
+    loaded, full, is_enabled, frozen, device = _last_line(_WORKER)
+    assert loaded == []
+    assert full == 0
+    assert is_enabled
+    assert frozen > 100_000
+    assert device == "cpu"
+
+
+@pytest.fixture
+def _heavy_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_HEAVY", "raymerge_absent")
+    # What this process has frozen would stay so.
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
+@pytest.mark.usefixtures("_heavy_absent")
+def test_the_collector_is_away_for_as_long_as_the_imports_take() -> None:
+    with heavy_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), heavy_imports():
+        import raymerge_absent  # noqa: F401
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("_heavy_absent")
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with heavy_imports():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_with_torch_there_already_nothing_changes() -> None:
+    import torch  # noqa: F401
+
+    frozen = gc.get_freeze_count()
+    with heavy_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
