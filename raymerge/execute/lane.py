@@ -259,7 +259,7 @@ class Lane:
             raise NotFinite(row)
         values = result.view(-1, columns)
         packing = encode.packing((len(values), columns))
-        kept = _kept(row, raw)
+        kept = _kept(row, raw, result.numel())
         codes, scales = codec_of(packing.format).encode(packing, values, kept=kept)
         self._output.take(row, skipped, codes.numel(), self._fetcher(codes))
         if row.scales is not None:
@@ -314,12 +314,15 @@ def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     return part.apply(whole)
 
 
-def _kept(row: RowJob, raw: Raw) -> torch.Tensor | None:
-    """The scales that a tile's codes had in the first input, where that is stored as the output is."""
+def _kept(row: RowJob, raw: Raw, num_elements: int) -> torch.Tensor | None:
+    """The scales that a tile's codes had in the first input, where that is stored as the output is: one that
+    is fused otherwise has other rows there."""
     first, held = row.inputs[0], raw[0]
     if not isinstance(first, Read) or first.scales is None or not isinstance(held, RawCodes):
         return None
-    return held.scales if first.scales.encoding == row.expression.encode else None
+    is_alike = first.scales.columns == row.parts[0].shape[-1]
+    is_alike &= held.codes.numel() * 8 == num_elements * first.dtype.bits
+    return held.scales if is_alike and first.scales.encoding == row.expression.encode else None
 
 
 def _by_part(row: RowJob, raw: Raw) -> list[Raw]:
