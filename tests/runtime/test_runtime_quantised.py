@@ -109,6 +109,8 @@ def test_an_aborted_run_is_resumed(cases: tuple[Recipes, Path], tmp_path: Path) 
         submit(recipes["ties"], tmp_path / "out", INLINE, on_event=abort)
     assert not (tmp_path / "out").exists()
     merged = merge(recipes["ties"], tmp_path / "out")
-    assert merged.of(Started)[0].done_segments == 2
-    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - 2 > 0
+    # Receipts are recorded in groups, so one that was not told of yet may be in the ledger, too.
+    kept = merged.of(Started)[0].done_segments
+    assert kept >= 2
+    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - kept > 0
     assert digests(tmp_path / "out") == digests(expected / "ties")
