@@ -34,7 +34,7 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
 
 test: check
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raymerge.api import RunOptions as RunOptions
     from raymerge.api import RunResult as RunResult
+    from raymerge.api import conversion as conversion
     from raymerge.api import extract_lora as extract_lora
     from raymerge.api import inspect as inspect
     from raymerge.api import merge_adapters as merge_adapters
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunOptions",
     "RunResult",
+    "conversion",
     "extract_lora",
     "inspect",
     "merge_adapters",

@@ -32,6 +32,7 @@ from raymerge.recipes import (
     ModelReference,
     MoeRecipe,
     Recipe,
+    conversion_recipe,
     load_recipes,
     merge_order,
     parse_reference,
@@ -59,6 +60,7 @@ __all__ = [
     "RunResult",
     "Selection",
     "Verdict",
+    "conversion",
     "extract_lora",
     "inspect",
     "merge_adapters",
@@ -176,6 +178,20 @@ def submit(
             return chain.carry_out(pool)
         finally:
             pool.close()
+
+
+def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
+    """The recipe that stores one model's numbers in other formats, for ``plan`` and ``submit``.
+
+    Args:
+        model: a directory or a Hub name.
+        to: a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that speaks of a
+            tensor holds; a selector is a role or a pattern of names.
+
+    Raises:
+        RecipeError: with all that is wrong.
+    """
+    return conversion_recipe(str(model), (to,) if isinstance(to, str) else to)
 
 
 def merge_adapters(

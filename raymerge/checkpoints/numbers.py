@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.packed import Packed, PackedTensors
@@ -13,10 +14,6 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
 
 _WEIGHT = ".weight"
-_COPIED: Mapping[Format, str] = {
-    Format.FP8_TENSOR: "FP8 with one scale a tensor",
-    Format.NVFP4: "NVFP4",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,6 @@ def as_numbers(checkpoint: Checkpoint, found: PackedTensors) -> Checkpoint:
     """
     if found.faults:
         raise CheckpointError(found.faults)
-    found = _without_tensor_scales(found)
     stored = checkpoint.tensors
     tensors = {name: tensor for name, tensor in stored.items() if name not in found.members}
     for name, packed in found.tensors.items():
@@ -60,21 +56,6 @@ def as_numbers(checkpoint: Checkpoint, found: PackedTensors) -> Checkpoint:
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
     return replace(
         checkpoint, tensors=ordered, packs=Packs(stored, found.tensors, found.members, found.unknown)
-    )
-
-
-def _without_tensor_scales(found: PackedTensors) -> PackedTensors:
-    """What was found, but for tensors with one scale for all of a matrix: those are only copied.
-
-    Such a scale must be known before the first code is made, which takes a pass of its own.
-    """
-    copied = {n: p for n, p in found.tensors.items() if p.packing.tensor_scale_dtype is not None}
-    parts = {part: _COPIED[packed.packing.format] for packed in copied.values() for part in packed.stored}
-    return replace(
-        found,
-        tensors={name: packed for name, packed in found.tensors.items() if name not in copied},
-        members={part: name for part, name in found.members.items() if part not in parts},
-        unknown={**found.unknown, **parts},
     )
 
 
@@ -89,8 +70,31 @@ def part_name(name: str, part: str, other: str) -> str:
     return other.removesuffix(_WEIGHT) + part[len(name.removesuffix(_WEIGHT)) :]
 
 
-def fresh_names(name: str, form: Format) -> tuple[str, str]:
-    """What publishers call the codes and scales of a tensor that was plain, by its name."""
-    if form is Format.FP8_BLOCK:
-        return name, f"{name}_scale_inv"
-    raise ValueError(f"plain tensors are not stored as {form.value}")
+class PartNames(NamedTuple):
+    """What the stored tensors of a packed one are called; "" for what it has none of."""
+
+    codes: str
+    """Its codes."""
+    scales: str = ""
+    """The scales of their blocks."""
+    tensor_scale: str = ""
+    """The one scale of all codes."""
+    shape: str = ""
+    """Its shape."""
+
+
+_FRESH: Mapping[Format, Mapping[str, str]] = {
+    Format.FP8_BLOCK: {"codes": "", "scales": "_scale_inv"},
+    Format.FP8_CHANNEL: {"codes": "", "scales": "_scale"},
+    Format.FP8_TENSOR: {"codes": "", "tensor_scale": "_scale"},
+    Format.MXFP4: {"codes": "_blocks", "scales": "_scales"},
+    Format.MXFP4_ROWS: {"codes": "_packed", "scales": "_scale"},
+    Format.INT4: {"codes": "_packed", "scales": "_scale", "shape": "_shape"},
+    Format.NVFP4: {"codes": "_packed", "scales": "_scale", "tensor_scale": "_global_scale"},
+}
+"""What follows the name of a tensor in those of its parts."""
+
+
+def fresh_names(name: str, form: Format) -> PartNames:
+    """What publishers call the parts of a tensor of this name that was stored in another way before."""
+    return PartNames(**{part: f"{name}{ending}" for part, ending in _FRESH[form].items()})

@@ -14,6 +14,7 @@ codes                    scales                                                 
 ``X.weight_packed`` I32  ``X.weight_scale`` (compressed-tensors)                  ``X.weight_shape``
 ``X.weight_packed`` U8   ``X.weight_scale`` F8_E4M3 (compressed-tensors)          ``X.weight_global_scale``,
                                                                                   ``X.input_global_scale``
+``X.weight_packed`` U8   ``X.weight_scale`` U8 (compressed-tensors)
 =======================  =======================================================  =======================
 
 What the config says must agree with what is stored. It is certain, and a fault, when a stored format is not
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.packed_config import Declared, read_declared
 from raymerge.checkpoints.packed_faults import Faults
-from raymerge.checkpoints.packed_grids import Blocks, fp8_blocks
+from raymerge.checkpoints.packed_grids import Blocks, fp8_blocks, turned_fp8
 from raymerge.checkpoints.packing import Format, Packing
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
 from raymerge.dtypes import DType
@@ -40,7 +41,7 @@ from raymerge.errors import Problem
 _WEIGHT, _PACKED = ".weight", ".weight_packed"
 _SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", ".scale", ".scales")
 _EXPONENTS = frozenset({DType.U8, DType.F8_E8M0})
-_PACKED_FORMATS = {DType.I32: Format.INT4, DType.U8: Format.NVFP4}
+_PACKED_DTYPES = (DType.I32, DType.U8)
 _CODE_DTYPES = frozenset({DType.F8_E4M3, DType.U8, DType.I8, DType.I32})
 _OF_PACKED = (
     *(_PACKED, ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
@@ -84,7 +85,7 @@ class Packed:
 
     @property
     def shape_tensor(self) -> str | None:
-        """The stored tensor that repeats the shape; whoever reads data checks it with ``shape_problem``."""
+        """The stored tensor that repeats the shape, or None. Nobody looks at its content."""
         return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
@@ -120,25 +121,6 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Mapping[str, Any]]) 
     return search.result()
 
 
-def shape_problem(packed: Packed, where: str, content: bytes) -> Problem | None:
-    """What is wrong with the content of ``weight_shape``: two integers that repeat the rows and columns.
-
-    It is data and stands in no header, so it cannot be checked with the rest.
-
-    Args:
-        packed: the tensor it belongs to.
-        where: what messages call the checkpoint.
-        content: its bytes, 8 (I32) or 16 (I64).
-    """
-    half = len(content) // 2
-    said = [int.from_bytes(part, "little", signed=True) for part in (content[:half], content[half:])]
-    if said == [packed.packing.rows, packed.packing.columns]:
-        return None
-    have = [packed.packing.rows, packed.packing.columns]
-    what = f"tensor {packed.shape_tensor!r} holds {said}, but {packed.codes!r} is of {have}."
-    return Problem(where, what, _GET_WHOLE)
-
-
 class _Parts(NamedTuple):
     """What belongs to one logical tensor."""
 
@@ -159,7 +141,7 @@ class _Search:
         self._members: dict[str, str] = {}
         self._unknown: dict[str, str] = {}
         self._blamed: set[str] = set()
-        self._fp8_blocks: dict[tuple[tuple[int, ...], ...], Blocks | None] = {}
+        self._fp8_blocks: dict[tuple[Any, ...], Blocks | str | None] = {}
         self._packings: dict[tuple[Any, ...], Packing] = {}
         self._faults = Faults(checkpoint.name)
 
@@ -207,16 +189,20 @@ class _Search:
             self._faults.add("plain", f"{what}all are {', '.join(dtypes) or 'missing'}.", _ONE_IS_WRONG)
 
     def _compare_one(self, packed: Packed) -> None:
-        packing, declared = packed.packing, self._declared
+        module = packed.name.removesuffix(_WEIGHT)
+        packing, declared = packed.packing, self._said(module)
         if not declared.method:
             if not self._checkpoint.is_raw:
                 self._contradiction(packed, "undeclared", "has no quantization_config")
         elif not declared.allows(packing.format, packing.block, packing.shape):
             kind = f"not allowed {packing.format} {packing.block}"
             self._contradiction(packed, kind, f"says {declared}")
-        module = packed.name.removesuffix(_WEIGHT)
         if declared.plain.lists(module):
             self._contradiction(packed, "listed", f"lists {module} as not quantised")
+
+    def _said(self, module: str) -> Declared:
+        """What the config says of a module; of one that loaders may call otherwise, what it says at all."""
+        return self._declared.of(module) or self._declared
 
     def _contradiction(self, packed: Packed, kind: str, said: str) -> None:
         packing = packed.packing
@@ -235,22 +221,19 @@ class _Search:
         scales = self._partner(codes, possible)
         if scales is None:
             return
-        shapes = codes.shape, scales.shape
-        if shapes not in self._fp8_blocks:
-            self._fp8_blocks[shapes] = self._blocks_meant(*shapes)
-        blocks = self._fp8_blocks[shapes]
+        said = self._said(module)
+        key = codes.shape, scales.shape, said.schemes
+        if key not in self._fp8_blocks:
+            self._fp8_blocks[key] = _blocks_meant(codes.shape, scales.shape, said)
+        blocks = self._fp8_blocks[key]
         if blocks is None:
             self._misfit(codes, scales)
             return
-        others = (f"{module}{ending}" for ending in _OF_FP8)
-        held = tuple(each for each in others if each in self._stored)
+        held = tuple(each for ending in _OF_FP8 if (each := f"{module}{ending}") in self._stored)
+        if isinstance(blocks, str):
+            self._unknown.update((each, blocks) for each in (name, scales.name, *held))
+            return
         self._add(_Parts(name, codes, scales, held), *blocks, codes.shape)
-
-    def _blocks_meant(self, codes: tuple[int, ...], scales: tuple[int, ...]) -> Blocks | None:
-        """The format and blocks of FP8 with these shapes, one that the config allows before others."""
-        grids = list(fp8_blocks(codes, scales, self._declared.fp8_blocks)) if len(codes) > 1 else []
-        allowed = (each for each in grids if self._declared.allows(*each, codes))
-        return next(allowed, grids[0] if grids else None)
 
     def _mxfp4(self, codes: StoredTensor, name: str) -> None:
         scales = self._partner(codes, [f"{name}_scales"])
@@ -276,10 +259,9 @@ class _Search:
             self._misfit(codes, scales)
             return
         shape = (*codes.shape[:-1], columns)
-        form, block = _PACKED_FORMATS[codes.dtype], (1, columns // groups)
-        if form is Format.INT4 and self._declared.others and not self._declared.allows(form, block, shape):
-            # Wider integers lie in the same dtype, so only the config tells them apart.
-            self._refuse(module, f"packed integers, declared as {' or '.join(self._declared.others)}")
+        form, block = _packed_format(codes, scales), (1, columns // groups)
+        if form is Format.INT4 and (wider := self._wider(module, block, shape)):
+            self._refuse(module, f"packed integers, declared as {' or '.join(wider)}")
             return
         if form is Format.NVFP4 and not self._partner(codes, [f"{module}.weight_global_scale"]):
             return
@@ -287,17 +269,21 @@ class _Search:
         others = tuple(each for each in parts if each in self._stored)
         self._add(_Parts(f"{module}{_WEIGHT}", codes, scales, others), form, block, shape)
 
+    def _wider(self, module: str, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[str, ...]:
+        """What packed integers are declared as that may be wider: only the config tells, not their dtype."""
+        said = self._declared.of(module)
+        if said is None:
+            return self._declared.others
+        return () if said.allows(Format.INT4, block, shape) else said.others
+
     def _refused(self, codes: StoredTensor, module: str) -> str | None:
         """What a packed variant that is not read is called, or None."""
         if f"{module}.weight_zero_point" in self._stored:
             return "packed integers with zero points"
         if f"{module}.weight_g_idx" in self._stored:
             return "packed integers in another order of columns (g_idx)"
-        if codes.dtype not in _PACKED_FORMATS:
+        if codes.dtype not in _PACKED_DTYPES:
             return f"{codes.dtype.value} in weight_packed"
-        scales = self._stored.get(f"{module}.weight_scale")
-        if codes.dtype is DType.U8 and scales is not None and scales.dtype in _EXPONENTS:
-            return "MXFP4 in weight_packed"
         return None
 
     def _refuse(self, module: str, form: str) -> None:
@@ -364,6 +350,24 @@ class _Search:
         return not any(each.dtype in _CODE_DTYPES and len(each.shape) > 1 for each in held)
 
 
+def _blocks_meant(codes: tuple[int, ...], scales: tuple[int, ...], said: Declared) -> Blocks | str | None:
+    """The format and blocks of FP8 with these shapes, or what it is called where it is not read.
+
+    What the config allows goes before the rest.
+    """
+    named, allows = said.fp8_blocks, said.allows
+    grids = list(fp8_blocks(codes, scales, named)) if len(codes) > 1 else []
+    found = next((each for each in grids if allows(*each, codes)), None)
+    return found or turned_fp8(codes, scales, named, allows) or next(iter(grids), None)
+
+
+def _packed_format(codes: StoredTensor, scales: StoredTensor) -> Format:
+    """The format of what compressed-tensors packs, by how codes and scales are stored."""
+    if codes.dtype is DType.I32:
+        return Format.INT4
+    return Format.MXFP4_ROWS if scales.dtype in _EXPONENTS else Format.NVFP4
+
+
 def _codes_of(scale: StoredTensor) -> Iterator[str]:
     """Names of codes that a tensor is the scale of by its name; none where plain tensors are called so."""
     name = scale.name
@@ -385,4 +389,4 @@ def _told(tensor: StoredTensor) -> str:
 
 def _in_words(packing: Packing) -> str:
     rows, columns = packing.block
-    return f"{packing.format.value} in blocks of {rows}x{columns}"
+    return f"{packing.format.word} in blocks of {rows}x{columns}"

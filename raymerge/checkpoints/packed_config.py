@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from raymerge.checkpoints.packing import Format
@@ -20,6 +21,8 @@ USUAL_FP8_BLOCK = (128, 128)
 
 _WHOLE = 0
 _SHOWN = 60
+_COMPRESSED = "compressed-tensors"
+_CLASS = re.compile(r"[A-Z]\w*")
 _NO_PATTERN = re.compile(r"[\w.-]*")
 # Groups have other numbers in a pattern that is joined from several.
 _REFERENCE = re.compile(r"\\[0-9]|\(\?P|\(\?\(")
@@ -44,13 +47,13 @@ class Scheme:
 
     def __str__(self) -> str:
         if self.block is None or _WHOLE in self.block:
-            return self.format.value
-        return f"{self.format.value} with blocks of {self.block[0]}x{self.block[1]}"
+            return self.format.word
+        return f"{self.format.word} with blocks of {self.block[0]}x{self.block[1]}"
 
 
 @dataclass(frozen=True, slots=True)
-class PlainModules:
-    """Modules that a config lists as not quantised."""
+class Modules:
+    """Modules that a config lists."""
 
     exact: frozenset[str] = frozenset()
     """Paths that are meant whole."""
@@ -78,10 +81,14 @@ class Declared:
     """Formats of weights that raymerge does not read, each in a few words."""
     power_of_two: bool = False
     """Whether scales are said to be powers of two (``scale_fmt: ue8m0``)."""
-    plain: PlainModules = field(default_factory=PlainModules)
+    plain: Modules = field(default_factory=Modules)
     """Modules that are said to be plain."""
     is_stored: bool = True
     """Whether weights are said to be stored as codes (compressed-tensors can also describe plain ones)."""
+    scales_inputs: bool = False
+    """Whether each quantised module is said to store the scale of its inputs."""
+    groups: tuple[Group, ...] = ()
+    """What is said of some modules each; () where all that is quantised is alike."""
     wrong: tuple[str, ...] = ()
     """What cannot be meant, each as the end of a sentence that begins with ``quantization_config``."""
 
@@ -96,6 +103,20 @@ class Declared:
         named = (each.block for each in self.schemes if each.format is Format.FP8_BLOCK)
         return tuple(dict.fromkeys(block for block in named if block)) or (USUAL_FP8_BLOCK,)
 
+    def of(self, module: str) -> Declared | None:
+        """What it says of one module's weight, were it no plain one; None where it says nothing of it.
+
+        A path counts before a pattern, and both before the name of a class, which is taken for that of every
+        module: nothing in a checkpoint tells of classes.
+        """
+        if not self.groups:
+            return self
+        by_name = (each for each in self.groups if module in each.modules.exact)
+        by_pattern = (each for each in self.groups if each.modules.lists(module))
+        by_class = (each for each in self.groups if each.is_of_class)
+        found = next(chain(by_name, by_pattern, by_class), None)
+        return None if found is None else found.says
+
     def allows(self, form: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
         """Whether some scheme means a tensor [..., rows, columns] of this format and these blocks."""
         return any(scheme.allows(form, block, shape) for scheme in self.schemes)
@@ -103,6 +124,18 @@ class Declared:
     def __str__(self) -> str:
         known = [str(scheme) for scheme in self.schemes]
         return f"{self.method} ({', '.join([*known, *self.others]) or 'no weights'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that a table of compressed-tensors speaks of together."""
+
+    modules: Modules
+    """Those that it names."""
+    is_of_class: bool
+    """Whether it names a class of modules (``Linear``), and with it those that no group names."""
+    says: Declared
+    """What it says of them: one scheme at most."""
 
 
 def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
@@ -116,13 +149,13 @@ def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
         return Declared()
     method = str(table.get("quant_method") or "")
     if not method:
-        method = "compressed-tensors" if "config_groups" in table else "a method without a name"
+        method = _COMPRESSED if "config_groups" in table else "a method without a name"
     if method == "fp8":
         return _read_fp8(table)
     if method == "mxfp4":
         plain, wrong = _plain_modules(_names(table, "modules_to_not_convert"))
         return Declared(method, (Scheme(Format.MXFP4, None),), plain=plain, wrong=wrong)
-    if method == "compressed-tensors":
+    if method == _COMPRESSED:
         return _read_groups(table)
     return Declared(method[:_SHOWN])
 
@@ -142,26 +175,54 @@ def _read_fp8(table: Mapping[str, Any]) -> Declared:
         wrong = (*wrong, f"gives weight_block_size as {said}, not as two whole numbers above 0")
     if table.get("fmt", "e4m3") != "e4m3":
         wrong = (*wrong, f"gives fmt as {_brief(table['fmt'])}; only e4m3 is read")
-    power_of_two = table.get("scale_fmt") == "ue8m0"
-    return Declared("fp8", schemes, power_of_two=power_of_two, plain=plain, wrong=wrong)
+    return Declared(
+        "fp8",
+        schemes,
+        power_of_two=table.get("scale_fmt") == "ue8m0",
+        plain=plain,
+        scales_inputs=table.get("activation_scheme") == "static",
+        wrong=wrong,
+    )
 
 
 def _read_groups(table: Mapping[str, Any]) -> Declared:
     groups = table.get("config_groups")
     found = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group.get("weights") for group in found if isinstance(group, Mapping)]
-    told = [each for each in weights if isinstance(each, Mapping)]
-    pairs = [(_scheme(each), each) for each in told]
-    exact, patterns = _by_kind(_names(table, "ignore"))
-    compiled, wrong = _compiled(patterns)
+    told = [each for each in found if isinstance(each, Mapping) and isinstance(each.get("weights"), Mapping)]
+    plain, wrong = _matched(_names(table, "ignore"))
+    read = [_group(each, plain) for each in told]
+    parts = [group.says for group, _ in read]
     return Declared(
-        "compressed-tensors",
-        tuple(dict.fromkeys(scheme for scheme, _ in pairs if scheme)),
-        others=tuple(dict.fromkeys(_in_words(each) for scheme, each in pairs if not scheme)),
-        plain=PlainModules(exact=exact, patterns=compiled),
+        _COMPRESSED,
+        tuple(dict.fromkeys(scheme for each in parts for scheme in each.schemes)),
+        others=tuple(dict.fromkeys(words for each in parts for words in each.others)),
+        plain=plain,
         is_stored=table.get("format") != "dense",
-        wrong=wrong,
+        scales_inputs=any(each.scales_inputs for each in parts),
+        groups=tuple(group for group, _ in read),
+        wrong=(*wrong, *(sentence for _, sentences in read for sentence in sentences)),
     )
+
+
+def _group(group: Mapping[str, Any], plain: Modules) -> tuple[Group, tuple[str, ...]]:
+    """What one group says, and what of it cannot be meant."""
+    targets, weights = _names(group, "targets"), group["weights"]
+    classes = [each for each in targets if _CLASS.fullmatch(each)]
+    modules, wrong = _matched(each for each in targets if each not in classes)
+    scheme = _scheme(weights)
+    says = Declared(
+        _COMPRESSED,
+        (scheme,) if scheme else (),
+        others=() if scheme else (_in_words(weights),),
+        plain=plain,
+        scales_inputs=_scales_inputs(group.get("input_activations")),
+    )
+    return Group(modules, bool(classes) or not targets, says), wrong
+
+
+def _scales_inputs(activations: Any) -> bool:
+    """Whether inputs have a stored scale; a dynamic one is "local" where each block has its own beside it."""
+    return isinstance(activations, Mapping) and activations.get("dynamic", False) is not True
 
 
 def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
@@ -178,8 +239,8 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme | None:
         return Scheme(Format.INT4, (1, group))
     if kind == ("int", 4) and strategy == "channel":
         return Scheme(Format.INT4, (1, _WHOLE))
-    if kind == ("float", 4) and group == 16:
-        return Scheme(Format.NVFP4, None)
+    if kind == ("float", 4) and group in (16, 32):
+        return Scheme(Format.NVFP4 if group == 16 else Format.MXFP4_ROWS, None)
     return None
 
 
@@ -212,21 +273,22 @@ def _names(table: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return tuple(each for each in listed if isinstance(each, str)) if isinstance(listed, list) else ()
 
 
-def _plain_modules(names: Iterable[str]) -> tuple[PlainModules, tuple[str, ...]]:
+def _plain_modules(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
     """Names as transformers reads ``modules_to_not_convert``: paths, ends of paths, or regular expressions.
 
     It also takes an end that is no whole word; that is left out, because other readers take none of these.
     """
     parts = frozenset(name for name in names if _NO_PATTERN.fullmatch(name))
     compiled, wrong = _compiled([name for name in names if name not in parts], boundary=_BOUNDARY)
-    return PlainModules(parts=parts, patterns=compiled), wrong
+    return Modules(parts=parts, patterns=compiled), wrong
 
 
-def _by_kind(names: Iterable[str]) -> tuple[frozenset[str], list[str]]:
-    """Names as compressed-tensors reads ``ignore``: whole paths, and regular expressions behind ``re:``."""
+def _matched(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
+    """Names as compressed-tensors reads them: whole paths, and regular expressions behind ``re:``."""
     listed = tuple(names)
-    patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
-    return frozenset(name for name in listed if not name.startswith("re:")), patterns
+    exact = frozenset(name for name in listed if not name.startswith("re:"))
+    patterns, wrong = _compiled([name.removeprefix("re:") for name in listed if name.startswith("re:")])
+    return Modules(exact=exact, patterns=patterns), wrong
 
 
 def _compiled(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from raymerge.checkpoints.packing import Format
 
@@ -37,6 +37,31 @@ def fp8_blocks(
             yield Format.FP8_BLOCK, block
 
 
+def turned_fp8(
+    shape: tuple[int, ...],
+    scales: tuple[int, ...],
+    named: Sequence[tuple[int, int]],
+    allows: Callable[[Format, tuple[int, int], tuple[int, ...]], bool],
+) -> str | None:
+    """What to call a stack of matrices [rows, columns] whose scales are those of [columns, rows], or None.
+
+    Experts that are stored [in, out] may have been quantised as [out, in].
+
+    Args:
+        shape: of the codes.
+        scales: shape of the stored scales.
+        named: blocks to try first.
+        allows: whether the config means a format with blocks and a shape.
+    """
+    if len(shape) < 3:
+        return None
+    turned = _turned(shape)
+    grids = (scales, _turned(scales)) if len(scales) == len(shape) else (scales,)
+    found = (each for grid in grids for each in fp8_blocks(turned, grid, named) if allows(*each, turned))
+    form = next((form for form, _ in found), None)
+    return None if form is None else f"{form.value} with scales of the transposed matrices"
+
+
 def implied_block(size: int, count: int) -> int:
     """Rows (or columns) of a block when ``count`` blocks cover ``size`` rows; 0 where no block does.
 
@@ -50,3 +75,7 @@ def implied_block(size: int, count: int) -> int:
         return 0
     power = 1 << (smallest - 1).bit_length()
     return power if power <= largest else smallest
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])

@@ -8,8 +8,8 @@ Blocks at the right and the lower edge of block FP8 may be ragged. The rows that
 a band: tensors are cut between bands, never within one.
 
 Layouts, as published: DeepSeek-V3's ``README_WEIGHTS.md`` (FP8_BLOCK); compressed-tensors'
-``float-quantized`` (FP8_CHANNEL, FP8_TENSOR), ``pack-quantized`` (INT4) and ``nvfp4-pack-quantized`` (NVFP4);
-gpt-oss, by OCP Microscaling v1.0 (MXFP4).
+``float-quantized`` (FP8_CHANNEL, FP8_TENSOR), ``pack-quantized`` (INT4), ``nvfp4-pack-quantized`` (NVFP4) and
+``mxfp4-pack-quantized`` (MXFP4_ROWS, as Kimi-K3 has it); gpt-oss (MXFP4, both by OCP Microscaling v1.0).
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ from raymerge.dtypes import DType
 
 
 class Format(StrEnum):
-    """A way of storing numbers as codes with scales, by its name in a recipe's ``out_format``."""
+    """A way of storing numbers as codes with scales.
+
+    Recipes have the same names for them, and one for both of MXFP4: which it is hangs on the model.
+    """
 
     FP8_BLOCK = "fp8_block"
     FP8_CHANNEL = "fp8_channel"
     FP8_TENSOR = "fp8_tensor"
     MXFP4 = "mxfp4"
+    """The codes of a run of 32 columns are a dimension of their own."""
+    MXFP4_ROWS = "mxfp4_rows"
+    """The codes of a row lie one after the other."""
     INT4 = "int4"
     NVFP4 = "nvfp4"
+
+    @property
+    def word(self) -> str:
+        """What recipes and messages call it."""
+        return "mxfp4" if self is Format.MXFP4_ROWS else self.value
 
     @property
     def is_fp8(self) -> bool:
@@ -40,6 +51,7 @@ class Format(StrEnum):
 
 _CODE_DTYPES: Mapping[Format, DType] = {
     Format.MXFP4: DType.U8,
+    Format.MXFP4_ROWS: DType.U8,
     Format.INT4: DType.I32,
     Format.NVFP4: DType.U8,
 }
@@ -68,7 +80,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         if fault := _fault(self):
-            raise ValueError(f"{self.format.value} {fault}")
+            raise ValueError(f"{self.format.word} {fault}")
 
     @property
     def rows(self) -> int:
@@ -128,9 +140,16 @@ class Packing:
 
         For FP8_TENSOR that is its only scale. NVFP4 divides the scales of blocks by it.
         """
-        if self.format is Format.NVFP4:
-            return DType.F32
-        return self.scale_dtype if self.format is Format.FP8_TENSOR else None
+        return _tensor_scale_dtype(self.format, self.scale_dtype)
+
+    def has_bands_of(self, start: int, count: int) -> bool:
+        """Whether the bands of a run of elements are those of a single matrix with as many rows.
+
+        Not so where it goes from one matrix into the next and bands do not divide their rows: each matrix of
+        a stack begins a band.
+        """
+        size = self.rows * self.columns
+        return not self.rows % self.band or start // size == (start + count - 1) // size
 
     def codes_nbytes(self, num_rows: int) -> int:
         """Bytes of the codes of ``num_rows`` whole rows."""
@@ -164,6 +183,11 @@ class Encoding:
         """Dtype of stored tensors of codes."""
         return _CODE_DTYPES.get(self.format, DType.F8_E4M3)
 
+    @property
+    def tensor_scale_dtype(self) -> DType | None:
+        """Dtype of the one scale that all blocks of a matrix share; see ``Packing``."""
+        return _tensor_scale_dtype(self.format, self.scale_dtype)
+
     def scales_nbytes(self, columns: int) -> int:
         """Bytes of the scales of one band of a matrix with so many columns."""
         if self.format is Format.FP8_TENSOR:
@@ -180,6 +204,12 @@ class Encoding:
         block = self.block[0] or rows, self.block[1] or columns
         grid = -(-rows // block[0]), -(-columns // block[1])
         return Packing(self.format, shape, block, self.scale_dtype, self.power_of_two, (*shape[:-2], *grid))
+
+
+def _tensor_scale_dtype(form: Format, scale_dtype: DType) -> DType | None:
+    if form is Format.NVFP4:
+        return DType.F32
+    return scale_dtype if form is Format.FP8_TENSOR else None
 
 
 def encoding_of(packing: Packing) -> Encoding:
@@ -204,13 +234,14 @@ def usual_packing(
         ValueError: a matrix of this shape cannot be stored so.
     """
     if len(shape) < 2:
-        raise ValueError(f"{form.value} is for matrices, but the shape is {list(shape)}.")
+        raise ValueError(f"{form.word} is for matrices, but the shape is {list(shape)}.")
     rows, columns = shape[-2:]
     blocks: Mapping[Format, tuple[int, int]] = {
         Format.FP8_BLOCK: (128, 128),
         Format.FP8_CHANNEL: (1, columns),
         Format.FP8_TENSOR: (rows, columns),
         Format.MXFP4: (1, 32),
+        Format.MXFP4_ROWS: (1, 32),
         Format.INT4: (1, 32),
         Format.NVFP4: (1, 16),
     }
@@ -230,6 +261,7 @@ _SCALES: Mapping[Format, frozenset[DType]] = {
     Format.FP8_CHANNEL: _FLOATS | _EXPONENTS,
     Format.FP8_TENSOR: _FLOATS | _EXPONENTS,
     Format.MXFP4: _EXPONENTS,
+    Format.MXFP4_ROWS: _EXPONENTS,
     Format.INT4: _FLOATS,
     Format.NVFP4: frozenset({DType.F8_E4M3}),
 }
@@ -238,6 +270,7 @@ _USUAL_SCALE: Mapping[Format, DType] = {
     Format.FP8_CHANNEL: DType.BF16,
     Format.FP8_TENSOR: DType.BF16,
     Format.MXFP4: DType.U8,
+    Format.MXFP4_ROWS: DType.U8,
     Format.INT4: DType.BF16,
     Format.NVFP4: DType.F8_E4M3,
 }
@@ -259,6 +292,7 @@ def _wrong_block(packing: Packing) -> str | None:
         Format.FP8_CHANNEL: (1, columns),
         Format.FP8_TENSOR: (packing.rows, columns),
         Format.MXFP4: (1, 32),
+        Format.MXFP4_ROWS: (1, 32),
         Format.INT4: (1, block[1]),
         Format.NVFP4: (1, 16),
     }.get(form, block)
@@ -268,6 +302,8 @@ def _wrong_block(packing: Packing) -> str | None:
         return None
     if columns % block[1]:
         return f"needs columns that {block[1]} divides, but the shape is {list(packing.shape)}."
+    if block[1] % 2:
+        return f"has two codes to a byte, and no blocks of {block[1]} columns, which would end within one."
     if columns * 4 % packing.code_dtype.bits:
         per_element = packing.code_dtype.bits // 4
         return f"has {per_element} codes to an element, which do not divide {columns} columns."

@@ -38,6 +38,11 @@ class View:
         return prod(self.shape)
 
     @property
+    def columns(self) -> int:
+        """Elements of a row of the stored matrix that it lies in, be it as it is there or transposed."""
+        return self.strides[-1] if self.strides[-1] > 1 else self.shape[-1]
+
+    @property
     def is_flat(self) -> bool:
         """Whether its elements are one contiguous run in row-major order."""
         if self.num_elements == 0:

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from raymerge.cli.messages import guarded
-from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, put_json
+from raymerge.cli.screen import MODEL_HELP, counted, heading, make_console, make_table, own_stdout, put_json
 from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.planner.inspection import ExpertLayout, Group, Inspection, Tie
+    from raymerge.planner.quantised_groups import QuantisedGroup
 
 _FILES_SHOWN = 8
 
@@ -23,9 +24,7 @@ _FILES_SHOWN = 8
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="Directory of a checkpoint, or a Hub name (org/name[@revision])."
-        ),
+        typer.Argument(metavar="MODEL", help=MODEL_HELP),
     ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
@@ -53,10 +52,13 @@ def _show(console: Console, found: Inspection) -> None:
     console.print(heading(found.name, note=kind))
     files = counted(len(found.files), "file")
     console.print(f"{counted(found.tensors, 'tensor')}, {format_size(found.nbytes)} in {files}")
-    for title, groups in (("role", found.roles), ("dtype", found.dtypes), ("quantised as", found.quantised)):
+    for title, groups in (("role", found.roles), ("dtype", found.dtypes)):
         if groups:
             console.print()
             console.print(_group_table(title, groups))
+    if found.quantised:
+        console.print()
+        console.print(_quantised_table(found.quantised))
     console.print()
     console.print(make_table(("", ""), list(_facts(found))))
 
@@ -65,6 +67,32 @@ def _group_table(title: str, groups: Sequence[Group]) -> Table:
 
     rows = [(group.name, str(group.tensors), format_size(group.nbytes)) for group in groups]
     return make_table((title, "tensors", "bytes"), rows, numbers=(1, 2))
+
+
+def _quantised_table(groups: Sequence[QuantisedGroup]) -> Table:
+    rows = [
+        (
+            group.name, _block(group.block), _scales(group), str(group.tensors), format_size(group.nbytes),
+            "" if group.bits_per_weight is None else f"{group.bits_per_weight:.4g}",
+        )
+        for group in groups
+    ]  # fmt: skip
+    titles = ("quantised as", "block", "scales", "tensors", "bytes", "bits a weight")
+    return make_table(titles, rows, numbers=(3, 4, 5))
+
+
+def _block(block: tuple[int, int] | None) -> str:
+    """The rows and columns that share a scale, in few words."""
+    if block is None:
+        return "not read"
+    rows, columns = block
+    if not columns:
+        return "a row" if rows else "all"
+    return f"{rows}x{columns}"
+
+
+def _scales(group: QuantisedGroup) -> str:
+    return f"{group.scales}, 2^n" if group.power_of_two else group.scales
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -114,7 +142,7 @@ def _tie(tie: Tie | None) -> str:
 
 
 def _quantisation(found: Inspection) -> str:
-    formats = ", ".join(group.name for group in found.quantised) or "none"
+    formats = ", ".join(dict.fromkeys(group.name for group in found.quantised)) or "none"
     declared = found.declared_quantisation
     return f"{formats}; the config declares {declared}" if declared else formats
 

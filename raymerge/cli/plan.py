@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.duplicates import group_lines, sized
+from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
 from raymerge.cli.simulate import (
@@ -30,6 +31,7 @@ from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
+    from raymerge.api import RecipesLike
     from raymerge.errors import Problem
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
     from raymerge.planner.plan import Plan
@@ -111,7 +113,7 @@ def plan(
         options = RunOptions(memory=read_memory(memory))
         cluster = _cluster(recipe, simulate or (), pairs or ())
         with own_stdout() as stdout:
-            accounts = explain_all(recipe, output or default_output(recipe), options)
+            accounts = explain_all(recipe, output or default_output(recipe), options, title=recipe)
             if cluster is not None:
                 accounts = _simulated(accounts, cluster)
         return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
@@ -173,27 +175,8 @@ def _show(accounts: Sequence[Account], recipe: str, stdout: IO[str], *, tensors:
     return 2 if problems else 0
 
 
-def read_memory(memory: str | None) -> int | None:
-    """The bytes meant by ``--memory``.
-
-    Raises:
-        OptionError: it is no size.
-    """
-    from raymerge.errors import OptionError, Problem
-    from raymerge.units import parse_size
-
-    if memory is None:
-        return None
-    try:
-        return parse_size(memory)
-    except ValueError as error:
-        raise OptionError(
-            Problem("--memory", f"{error}.", "The memory of one worker is a number with a unit.")
-        ) from error
-
-
-def explain_all(recipe: str, output: str, options: RunOptions) -> tuple[Account, ...]:
-    """The merges of a recipe's file under run options, in the order in which they are carried out."""
+def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title: str) -> tuple[Account, ...]:
+    """The merges of recipes that are called ``title``, in the order in which they are carried out."""
     with heavy_imports():
         from raymerge.api import plan_for
         from raymerge.runtime.chain import kept_steps
@@ -205,7 +188,7 @@ def explain_all(recipe: str, output: str, options: RunOptions) -> tuple[Account,
         Account(
             merge,
             _explained(merge, options),
-            f"{recipe}{_which(merge.recipe.name, number, len(merges)) if several else ''}",
+            f"{title}{_which(merge.recipe.name, number, len(merges)) if several else ''}",
             merge.recipe.name in made if several else None,
         )
         for number, merge in enumerate(merges, start=1)
@@ -395,5 +378,6 @@ def _show_tensors(console: Console, lines: Sequence[TensorLine]) -> None:
         shape = "x".join(map(str, line.shape)) or "scalar"
         origins = ",".join(map(str, line.sources))
         made = "; ".join(line.expressions)
-        text = f"{line.name}  {line.dtype}  {shape}  {line.shard}  {line.disposition} from {origins}  {made}"
+        how = f"{line.disposition} from {origins}" if origins else line.disposition
+        text = f"{line.name}  {line.dtype}  {shape}  {line.shard}  {how}  {made}"
         console.print(printable(text), soft_wrap=True)

@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from raymerge.cli.duplicates import duplicate_lines
+from raymerge.cli.encoding import encoding_lines, encoding_warning
 from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
 from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
     DeviceFailed,
     DuplicatesFound,
+    EncodingErrorsFound,
     Event,
     Planned,
     Published,
@@ -249,6 +251,8 @@ class _Report:
         elif isinstance(event, DuplicatesFound):
             for line in duplicate_lines(event):
                 self._print(line)
+        elif isinstance(event, EncodingErrorsFound):
+            self._tell_encoded(event)
         elif isinstance(event, DeviceFailed):
             self._tell_failed(event)
         elif isinstance(event, WorkerLost):
@@ -268,6 +272,12 @@ class _Report:
             instead = f"segment {event.segment} was made on the CPU, and so is any other that it fails in"
             text = f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
             self._print(text, style="yellow")
+
+    def _tell_encoded(self, event: EncodingErrorsFound) -> None:
+        for line in encoding_lines(event):
+            self._print(line)
+        if event.above is not None:
+            self._print(encoding_warning(event.above), style="yellow")
 
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.

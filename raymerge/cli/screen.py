@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+MODEL_HELP = "Directory of a checkpoint, or a Hub name: org/name or org/name@revision."
+"""What help says of a model that is named; brackets would be taken for markup."""
+
 
 class _Console(Console):
     """A console that leaves it to the caller what a reader that went away means."""

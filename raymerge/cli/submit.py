@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,14 +18,28 @@ from raymerge.cli.adapters import (
     show_adapter,
     told_modules,
 )
+from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
-from raymerge.cli.plan import default_output, explain_all, read_memory, show_accounts
-from raymerge.cli.progress import make_progress
-from raymerge.cli.routing import show_routing
+from raymerge.cli.plan import default_output
+from raymerge.cli.running import (
+    Address,
+    AsJson,
+    DeviceChoice,
+    DryRun,
+    Inline,
+    Memory,
+    Replace,
+    Request,
+    Threads,
+    Workers,
+    rehearse,
+    run,
+    terminable,
+)
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import Device, RunOptions
+from raymerge.runtime.options import RunOptions
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -40,44 +50,18 @@ if TYPE_CHECKING:
 _OUT_HELP = "Directory of the new checkpoint; RECIPE-merged where none is named."
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One submission."""
-
-    recipe: str
-    """File of the recipe."""
-    output: str
-    """Directory of the new checkpoint, as the user named it."""
-    options: RunOptions
-    """How to run."""
-    as_json: bool
-    """Whether events are given as JSON."""
-
-
 def submit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
     out: Annotated[str | None, typer.Argument(metavar="OUT", help="The same as --output.")] = None,
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where the arithmetic runs.")] = "auto",
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
-    ] = None,
-    inline: Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")] = False,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace what is at OUT, once the merge is verified.")
-    ] = False,
+    workers: Workers = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    device: DeviceChoice = "auto",
+    address: Address = None,
+    inline: Inline = False,
+    replace: Replace = False,
     keep_intermediates: Annotated[
         bool,
         typer.Option(
@@ -85,10 +69,8 @@ def submit(
             help="Keep what stages, and merges for others, made on the way, beside OUT.",
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Merge, verify and publish. A stopped run goes on by the same command.
 
@@ -98,9 +80,9 @@ def submit(
     def verb() -> int:
         budget = read_memory(memory)
         options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates, threads)
-        request = Request(recipe, _place(recipe, out, output), options, as_json)
+        request = Request(recipe, recipe, _place(recipe, out, output), options, as_json)
         with own_stdout() as stdout:
-            return _rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
+            return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
 
@@ -114,49 +96,14 @@ def _place(recipe: str, out: str | None, output: str | None) -> str:
     return output or out or default_output(recipe)
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A scheduler's SIGTERM ends the command as Ctrl-C does, wherever it is: nothing leaks, exit code 3."""
-
-    def interrupt(_: int, __: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _carry_out(request: Request, stdout: IO[str]) -> int:
-    with _terminable():
+    with terminable():
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
                 from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
-        return _merge_adapters(request, stdout) if is_of_adapters else _submit(request, stdout)
-
-
-def _submit(request: Request, stdout: IO[str]) -> int:
-    from raymerge.api import submit
-    from raymerge.runtime.events import Event, StageReport
-
-    reports: list[StageReport] = []
-    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
-
-        def show(event: Event) -> None:
-            if isinstance(event, StageReport):
-                reports.append(event)
-            progress(event)
-
-        submit(request.recipe, request.output, request.options, on_event=show)
-    if reports and not request.as_json:
-        show_routing(make_console(stdout), reports)
-    return 0
+        return _merge_adapters(request, stdout) if is_of_adapters else run(request, stdout)
 
 
 def _merge_adapters(request: Request, stdout: IO[str]) -> int:
@@ -203,22 +150,3 @@ def _adapter_facts(made: Combination) -> Iterator[Fact]:
     yield energy_fact(made.modules)
     yield "error", f"{made.relative_error:.4f} of the length of the merged change"
     yield "size", format_size(made.nbytes)
-
-
-def _rehearse(request: Request, stdout: IO[str]) -> int:
-    """Everything that a submission finds out before it writes."""
-    from raymerge.runtime.chain import Chain
-
-    accounts = explain_all(request.recipe, request.output, request.options)
-    if not request.as_json:
-        show_accounts(stdout, accounts)
-    merges = [account.merge for account in accounts]
-    Chain(merges, Path(request.output), request.options, on_event=lambda _: None).check()
-    if request.as_json:
-        found = [account.to_json(tensors=False) for account in accounts]
-        plans = found[0] if len(found) == 1 else {"merges": found}
-        put_json(stdout, {"event": "dry_run", "place": request.output, **plans})
-    else:
-        console = make_console(stdout)
-        console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
-    return 0

@@ -188,3 +188,66 @@ def int4_fits(
             for i in range(run.size):
                 differs |= int4_element(np.uint32(int4_nearest(run[i] / by))) * step != run[i]
             found[row // height, block] = not differs
+
+
+@compiled
+def int4_grids(
+    values: NDArray[np.float32],
+    largest: NDArray[np.float32],
+    width: int,
+    near: np.float32,
+    found: NDArray[np.float32],
+) -> None:
+    """The steps of which all numbers of a block are near multiples, from -8 to 7 and as large as can be.
+
+    Args:
+        values: [rows, columns]; a block is one row of ``width`` columns.
+        largest: [rows, blocks], the largest magnitude of every block.
+        width: columns of a block, an even number.
+        near: the largest difference from the multiple, as a part of it.
+        found: [rows, blocks], zeros at first, and left so where there is no such step.
+    """
+    for row in range(values.shape[0]):
+        for block in range(found.shape[1]):
+            most = largest[row, block]
+            run = values[row, block * width : (block + 1) * width]
+            if _is_near(run, np.float32(most / np.float32(8.0)), near):
+                found[row, block] = most / np.float32(8.0)
+            elif _is_near(run, np.float32(most / np.float32(7.0)), near):
+                found[row, block] = _exact_step(run, np.float32(most / np.float32(7.0)))
+
+
+@inlined
+def _multiple(quotient: np.float32) -> np.float32:
+    return int4_element(np.uint32(int4_nearest(quotient)))
+
+
+@inlined
+def _is_near(run: NDArray[np.float32], step: np.float32, near: np.float32) -> bool:
+    # The first two tell as a rule; all others are looked at together.
+    if _differs(run[0], step, near) or _differs(run[1], step, near):
+        return False
+    differs = False
+    for i in range(run.size):
+        differs |= _differs(run[i], step, near)
+    return not differs
+
+
+@inlined
+def _differs(value: np.float32, step: np.float32, near: np.float32) -> bool:
+    quotient = np.float32(value / step)
+    number = _multiple(quotient)
+    # Also where 0 is divided by 0.
+    return not abs(np.float32(quotient - number)) <= np.float32(abs(number) * near)
+
+
+@inlined
+def _exact_step(run: NDArray[np.float32], step: np.float32) -> np.float32:
+    # Patterns of magnitudes are in the order of their values.
+    most = np.uint32(0)
+    for i in range(run.size):
+        number = np.float32(abs(_multiple(np.float32(run[i] / step))))
+        is_power = (number == np.float32(1.0)) | (number == np.float32(2.0)) | (number == np.float32(4.0))
+        told = np.float32(abs(run[i]) / number) if is_power else np.float32(0.0)
+        most = max(most, np.float32(told).view(np.uint32))
+    return np.uint32(most).view(np.float32) if most else step

@@ -128,10 +128,17 @@ class RawCodes:
     """uint8, whole bands of rows."""
     scales: torch.Tensor
     """Those of the bands, uint8."""
+    tensor_scale: torch.Tensor
+    """The one scale of their matrix, uint8; empty where there is none."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return self.codes, self.scales, self.tensor_scale
 
     def to(self, device: torch.device) -> RawCodes:
-        """Both on a device; copied there without waiting for it."""
-        return RawCodes(*(each.to(device, non_blocking=True) for each in (self.codes, self.scales)))
+        """All of it on a device; copied there without waiting for it."""
+        return RawCodes(*(each.to(device, non_blocking=True) for each in self.tensors))
 
 
 Input: TypeAlias = Read | AssembledInput

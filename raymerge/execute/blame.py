@@ -12,11 +12,14 @@ from raymerge.checkpoints.codecs import load_scales
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.execute.assembled import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, Taken
-from raymerge.execute.decoding import numbers
+from raymerge.execute.decoding import numbers, tensor_scale
 from raymerge.execute.finite import first_non_finite
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.planner.expressions import Read, Term
+
+_LOST = "NaN or infinity"
+_FP8_NAN = 0x7F
 
 
 class StoredByte(NamedTuple):
@@ -28,6 +31,8 @@ class StoredByte(NamedTuple):
     """Its file."""
     byte: int
     """Place in that file."""
+    is_finite: bool = False
+    """Whether it is a code whose product with its scale is too large for float32, and so no number."""
 
 
 def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
@@ -43,9 +48,10 @@ def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: 
             for each, held in zip(row.inputs, raw, strict=True):
                 found = non_finite_byte(tile, each, held)
                 if found is not None:
+                    what = "codes with scales that make numbers beyond float32" if found.is_finite else _LOST
                     return Problem(
                         f"{names[found.source]}: {row.tensor}",
-                        f"the source holds NaN or infinity, here first at byte {found.byte} of {found.key}.",
+                        f"the source holds {what}, here first at byte {found.byte} of {found.key}.",
                         "Repair or replace that model; nothing was published.",
                     )
     # Codes can hold whatever float32 can: their scales are made to fit.
@@ -75,14 +81,21 @@ def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
     scales = source.scales
     if scales is None:
         return None
+    whole = tensor_scale(raw, scales)
+    if whole is not None and not bool(whole.isfinite()):
+        return StoredByte(source.source, scales.tensor_key, scales.tensor_offset)
     dtype = scales.encoding.scale_dtype
     lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
     if len(lost):
         return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
     values = numbers(raw, replace(source, view=None)).view(torch.uint8)
     found = first_non_finite(values.numpy(), DType.F32)
-    # Several codes may lie in one byte.
-    return None if found is None else _at(source, tile.span(source)[0] + found * source.dtype.bits // 8)
+    if found is None:
+        return None
+    # Several codes may lie in one byte. In FP8 alone one of them may itself be no number.
+    byte = found * source.dtype.bits // 8
+    is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & _FP8_NAN) == _FP8_NAN
+    return _at(source, tile.span(source)[0] + byte)._replace(is_finite=not is_nan)
 
 
 def _in_rows(source: AssembledInput, raw: RawRows) -> StoredByte | None:

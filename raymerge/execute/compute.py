@@ -50,6 +50,11 @@ class Scratch:
             self._held = self._taken(size)
         return self._held[:size].view(count, length)
 
+    def leave(self, nbytes: int) -> None:
+        """Have no more than so many bytes of a processor's memory, as something else is to have the rest."""
+        if self.device.type == "cpu" and self._held.nbytes > nbytes:
+            self._held = torch.empty(0)
+
     def _taken(self, size: int) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.empty(size, device=self.device)
@@ -182,14 +187,20 @@ class PartComputation:
             yield begin, [each[s.dtype.nbytes(begin) : s.dtype.nbytes(end)].clone() for each, s in inputs]
 
     def whole(self, raw: Raw, start: int) -> Tile:
-        """A tile as one piece, whatever its inputs are; in memory of its own."""
-        rows = torch.empty(0)
+        """A tile as one piece, whatever its inputs are; in the memory of the one before."""
+        rows: torch.Tensor | None = None
         inputs = zip(raw, self._part.inputs, self._assemblers, strict=True)
         for number, (each, source, assembler) in enumerate(inputs):
+            if isinstance(each, RawCodes) and isinstance(source, Read) and source.view is None:
+                count = each.codes.numel() * 8 // source.dtype.bits
+                rows = self._scratch.rows(len(raw), count) if rows is None else rows
+                numbers(each, source, out=rows[number])
+                continue
             values = self._values(each, source, assembler)
-            if not number:
-                rows = values.new_empty(len(raw), values.numel(), dtype=torch.float32)
+            rows = self._scratch.rows(len(raw), values.numel()) if rows is None else rows
             rows[number].copy_(values)
+        if rows is None:
+            raise ValueError(f"{self._part.logical} has no inputs")
         return self._tile(rows, start)
 
     def sample(self, raw: Sequence[torch.Tensor]) -> Tile:

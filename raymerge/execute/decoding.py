@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from raymerge.checkpoints.codecs import codec_of
+from raymerge.checkpoints.codecs import codec_of, load_scales
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.assembled import RawCodes
 from raymerge.execute.jobs import RowJob
 from raymerge.planner.elements import strided, torch_dtype
-from raymerge.planner.expressions import Read
+from raymerge.planner.expressions import Read, Scales
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:
@@ -40,20 +40,29 @@ def decode(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tenso
     return typed(raw, source, device).to(torch.float32, copy=True)
 
 
-def numbers(raw: RawCodes, source: Read) -> torch.Tensor:
+def numbers(raw: RawCodes, source: Read, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Codes with scales as float32 ``[n]`` on their device, in logical order.
 
     Args:
         raw: whole bands of rows.
         source: what they mean, and their view.
+        out: float32 ``[n]``, for the result of a source without a view; None for memory of its own.
     """
     scales = source.scales
     if scales is None:
         raise TypeError("an input of numbers was read as codes")
     rows = raw.codes.numel() * 8 // source.dtype.bits // scales.columns
     packing = scales.encoding.packing((rows, scales.columns))
-    found = codec_of(packing.format).decode(packing, raw.codes, raw.scales).flatten()
+    into, whole = None if out is None else out.view(packing.shape), tensor_scale(raw, scales)
+    codec = codec_of(packing.format)
+    found = codec.decode(packing, raw.codes, raw.scales, tensor_scale=whole, out=into).flatten()
     return found if source.view is None else strided(found, source.view).contiguous().flatten()
+
+
+def tensor_scale(raw: RawCodes, scales: Scales) -> torch.Tensor | None:
+    """The one scale that codes share, float32 ``[]``; None where there is none."""
+    dtype = scales.encoding.tensor_scale_dtype
+    return None if dtype is None else load_scales(dtype, raw.tensor_scale).squeeze(0)
 
 
 def rounded(result: torch.Tensor, dtype: DType) -> torch.Tensor:

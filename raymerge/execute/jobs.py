@@ -34,6 +34,11 @@ class JobPart:
     inputs: tuple[Input, ...]
     """What feeds it, the base first where there is one."""
 
+    @property
+    def columns(self) -> int:
+        """Of a matrix, elements of a row of the tensor that it lies in."""
+        return self.shape[-1] if self.view is None else self.view.columns
+
 
 @dataclass(frozen=True, slots=True)
 class RowJob:
@@ -59,6 +64,8 @@ class RowJob:
     """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
     scales: RowJob | None = None
     """The row of the scales that are made with it, where its bytes are codes."""
+    tensor_scale: RowJob | None = None
+    """The row of the one scale that all of its codes share, where there is one."""
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -99,6 +106,7 @@ class _Row(NamedTuple):
     copy_of: int
     made_with: int
     scales: int
+    tensor_scale: int
     also: list[int]
     first_part: int
     num_parts: int
@@ -168,8 +176,13 @@ class Jobs:
             is_flat=row.is_flat,
             parts=parts,
             places=tuple((self._shards[shard], offset) for shard, offset in places),
-            scales=self._row(row.scales, _Row(*self._rows.row(row.scales)), ()) if row.scales >= 0 else None,
+            scales=self._made_with(row.scales),
+            tensor_scale=self._made_with(row.tensor_scale),
         )
+
+    def _made_with(self, index: int) -> RowJob | None:
+        """A row of scales by its number; None for -1."""
+        return self._row(index, _Row(*self._rows.row(index)), ()) if index >= 0 else None
 
     def _job_parts(
         self, parts: Sequence[tuple[Any, ...]], rows: Sequence[tuple[Any, ...]]

@@ -14,15 +14,15 @@ from math import prod
 
 import torch
 
-from raymerge.checkpoints.codecs import codec_of
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
-from raymerge.execute.assembled import Raw, RawCodes
+from raymerge.execute.assembled import Raw
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import scatter
+from raymerge.execute.encoding import TensorScale, TensorScaleChoice, encoded, encoding_of, whole_choice
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.loading import NOTHING, LoadBuffer
-from raymerge.execute.output import Fill, NotFinite, Output
+from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
@@ -119,6 +119,7 @@ class Lane:
         self._shop.watch()
         if self._shop.aborted.is_set():
             raise IncompleteError("the segment was given up, since the run ends.")
+        self._scratch.leave(load.work_bytes)
         read = self._reader.read(load, self._buffer.room(load), again=again)
         raws, arrival = self._transfers.upload(load, read)
         self._buffer.leave(arrival)
@@ -127,8 +128,8 @@ class Lane:
         return raws
 
     def _computations(self, row: RowJob) -> list[PartComputation]:
-        """One for each part of a row; none of a copy."""
-        if row.expression.is_copy:
+        """One for each part of a row; none of a copy or a constant."""
+        if row.expression.is_copy or row.expression.is_constant:
             return []
         return [
             PartComputation(
@@ -136,7 +137,8 @@ class Lane:
                 part,
                 num_elements=row.num_elements if row.is_flat else prod(part.shape),
                 seed=self._shop.seed,
-                scratch=self._scratch,
+                # The results of several parts are there at the same time.
+                scratch=self._scratch if len(row.parts) == 1 else Scratch(self._scratch.device),
             )
             for part in row.parts
         ]
@@ -144,6 +146,9 @@ class Lane:
     def _make(self, tile: TileJob, raw: Raw, parts: list[PartComputation], *, is_begun: bool) -> None:
         """A row that is one tile."""
         row, shares = tile.row, _by_part(tile.row, raw)
+        if row.expression.is_constant:
+            self._output.take_stored(row, 0, _content(row), is_there=False)
+            return
         if not parts:
             self._copy(tile, raw)
             return
@@ -176,8 +181,14 @@ class Lane:
         begun = _Begun(part, is_begun=bool(stretch.padding))
         sample = self._sampler(stretch, part) if stretch.loads[0].tiles[0].piece else None
         part.gather(lambda: _tiles(part, begun.of(self._cycle(stretch, again=True))), sample)
+        shared = None
+        if row.tensor_scale is not None:
+            choice = TensorScaleChoice(row)
+            for tile, raw in begun.of(self._cycle(stretch, again=True)):
+                choice.observe(part.apply(part.whole(raw, tile.first_element)), raw)
+            shared = choice.made()
         for tile, raw in begun.of(self._cycle(stretch)):
-            self._apply(tile, raw, part)
+            self._apply(tile, raw, part, shared)
 
     def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
         tile = stretch.loads[0].tiles[0]
@@ -220,11 +231,13 @@ class Lane:
         )
         self._output.take_stored(row, skipped, data, is_there=is_there)
 
-    def _apply(self, tile: TileJob, raw: Raw, part: PartComputation) -> None:
+    def _apply(
+        self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None = None
+    ) -> None:
         """Make one tile of a row that is made of one part and in order."""
         row, skipped = tile.row, tile.row.expression.cast.nbytes(tile.start)
         if not tile.piece:
-            self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped, raw)
+            self._emit(row, [part.apply(part.whole(raw, tile.first_element))], skipped, raw, shared)
             return
         is_plain = row.expression.cast is DType.BF16 and row.places[0][1] % 2 == 0
         is_plain = is_plain and part.unit_bytes <= self._output.most_together
@@ -239,7 +252,14 @@ class Lane:
 
         self._output.take(row, skipped, 2 * stored.count, fill, unit=part.unit_bytes)
 
-    def _emit(self, row: RowJob, results: Iterable[torch.Tensor], skipped: int, raw: Raw) -> None:
+    def _emit(
+        self,
+        row: RowJob,
+        results: Iterable[torch.Tensor],
+        skipped: int,
+        raw: Raw,
+        shared: TensorScale | None = None,
+    ) -> None:
         """Round results to the output's dtype, one after the other, and hand them over."""
         cast = row.expression.cast
         for result in results:
@@ -247,20 +267,21 @@ class Lane:
             if row.expression.encode is None:
                 self._output.take(row, skipped, nbytes, self._encoder(result, cast))
             else:
-                self._emit_codes(row, result, raw, skipped)
+                self._emit_codes(row, result, raw, skipped, shared)
             skipped += nbytes
 
-    def _emit_codes(self, row: RowJob, result: torch.Tensor, raw: Raw, skipped: int) -> None:
+    def _emit_codes(
+        self, row: RowJob, result: torch.Tensor, raw: Raw, skipped: int, shared: TensorScale | None
+    ) -> None:
         """Encode whole bands of a row, and hand over codes and scales."""
-        encode, columns = row.expression.encode, row.parts[0].shape[-1]
-        if encode is None:
-            raise TypeError("a row of numbers is not encoded")
-        if not bool(torch.isfinite(result).all()):
-            raise NotFinite(row)
-        values = result.view(-1, columns)
-        packing = encode.packing((len(values), columns))
-        kept = _kept(row, raw, result.numel())
-        codes, scales = codec_of(packing.format).encode(packing, values, kept=kept)
+        encode, columns = encoding_of(row), row.parts[0].columns
+        if row.tensor_scale is not None:
+            shared = shared or whole_choice(row, result, raw)
+            if not skipped:
+                stored = shared.stored(row)
+                self._output.take(row.tensor_scale, 0, stored.numel(), self._fetcher(stored))
+        (codes, scales), errors = encoded(row, result, raw, shared)
+        self._output.add_errors(row, errors)
         self._output.take(row, skipped, codes.numel(), self._fetcher(codes))
         if row.scales is not None:
             first = skipped * 8 // row.expression.cast.bits // (encode.band * columns)
@@ -314,15 +335,9 @@ def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     return part.apply(whole)
 
 
-def _kept(row: RowJob, raw: Raw, num_elements: int) -> torch.Tensor | None:
-    """The scales that a tile's codes had in the first input, where that is stored as the output is: one that
-    is fused otherwise has other rows there."""
-    first, held = row.inputs[0], raw[0]
-    if not isinstance(first, Read) or first.scales is None or not isinstance(held, RawCodes):
-        return None
-    is_alike = first.scales.columns == row.parts[0].shape[-1]
-    is_alike &= held.codes.numel() * 8 == num_elements * first.dtype.bits
-    return held.scales if is_alike and first.scales.encoding == row.expression.encode else None
+def _content(row: RowJob) -> torch.Tensor:
+    """The bytes of a constant."""
+    return torch.frombuffer(bytearray(row.expression.content), dtype=torch.uint8)
 
 
 def _by_part(row: RowJob, raw: Raw) -> list[Raw]:

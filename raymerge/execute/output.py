@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from raymerge.checkpoints.codecs import ErrorSums
 from raymerge.execute.finite import first_non_finite
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.transfers import Arrival
@@ -80,6 +81,8 @@ class Output:
         """Bytes written, every copy of a row counted."""
         self.digests: dict[str, str] = {}
         """xxh3_128 hex of the rows written, by row number."""
+        self.encoding_errors: dict[str, tuple[float, float]] = {}
+        """What encoding changed: sums of squared errors and of squared values, by row number of codes."""
         self.shards: set[str] = set()
         """Names of the shards written to."""
         self._staging = staging
@@ -140,6 +143,14 @@ class Output:
         if not is_there:
             view = data.numpy().data
             self._write([(shard, begin + skipped, view) for shard, begin in row.places])
+
+    def add_errors(self, row: RowJob, sums: ErrorSums) -> None:
+        """Add what encoding changed in a tile of a row of codes."""
+        errors, values = self.encoding_errors.get(str(row.index), (0.0, 0.0))
+        self.encoding_errors[str(row.index)] = (
+            errors + float(sums.squared_errors),
+            values + float(sums.squared_values),
+        )
 
     @property
     def most_together(self) -> int:

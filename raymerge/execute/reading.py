@@ -12,7 +12,7 @@ from raymerge.execute.assembled import AssembledInput, Raw, RawCodes, RawInput, 
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.methods import sample_runs
 from raymerge.planner.assembly_memory import HOLE_MOST, REQUEST_MOST
-from raymerge.planner.expressions import Read, Term
+from raymerge.planner.expressions import Read, Scales, Term
 from raymerge.planner.memory import LOAD_MOST, READ_ROOM
 from raymerge.storage.buffers import room_for
 from raymerge.storage.ranges import Extent, Range, coalesce
@@ -21,6 +21,7 @@ from raymerge.storage.store import ReadStore
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _ELEMENT = 64
 """Bytes that begin at a multiple of this are aligned for elements of any dtype."""
+_ITSELF, _SCALES, _TENSOR_SCALE = "itself", "scales", "tensor scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class _Wanted:
     """Position of the tile in its load."""
     number: int
     """Position of the input in its row."""
-    is_scales: bool
-    """Whether they are scales of the input's codes."""
+    what: str
+    """Whether they are the input itself, the scales of its codes, or the one scale of their matrix."""
     source: int
     """Index of the source."""
     key: str
@@ -86,7 +87,7 @@ class LoadReader:
             again: whether the same bytes will be read once more.
         """
         found: list[list[RawInput]] = [[_NOTHING] * len(tile.row.inputs) for tile in load.tiles]
-        scales: dict[tuple[int, int], torch.Tensor] = {}
+        scales: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         wanted = sorted(_wanted(load), key=lambda each: each.file)
         place = 0
         for (source, key), group in groupby(wanted, key=lambda each: each.file):
@@ -106,15 +107,16 @@ class LoadReader:
                 for each in members:
                     first = begin + each.range.offset - extent.offset
                     mine_bytes = region[first : first + each.range.nbytes]
-                    if each.is_scales:
-                        scales[each.tile, each.number] = mine_bytes
-                    else:
+                    if each.what == _ITSELF:
                         found[each.tile][each.number] = mine_bytes
+                    else:
+                        scales.setdefault((each.tile, each.number), {})[each.what] = mine_bytes
                 place += room
         for (position, number), own in scales.items():
             codes = found[position][number]
             if isinstance(codes, torch.Tensor):
-                found[position][number] = RawCodes(codes, own)
+                all_own = own.get(_SCALES, _NOTHING), own.get(_TENSOR_SCALE, _NOTHING)
+                found[position][number] = RawCodes(codes, *all_own)
         self.read_bytes += sum(each.range.nbytes for each in wanted)
         rest = _Rest(buffer[place:])
         for tile, inputs in zip(load.tiles, found, strict=True):
@@ -219,7 +221,17 @@ def _wanted(load: Load) -> Iterator[_Wanted]:
             if isinstance(each, Read) and not tile.is_padding:
                 offset, nbytes = tile.span(each)
                 if nbytes:
-                    yield _Wanted(position, number, False, each.source, each.key, Range(offset, nbytes))
-                if each.scales is not None:
-                    span = Range(*tile.scales_span(each.scales))
-                    yield _Wanted(position, number, True, each.source, each.scales.key, span)
+                    yield _Wanted(position, number, _ITSELF, each.source, each.key, Range(offset, nbytes))
+                for what, key, span in _scales_wanted(tile, each.scales):
+                    yield _Wanted(position, number, what, each.source, key, span)
+
+
+def _scales_wanted(tile: TileJob, scales: Scales | None) -> Iterator[tuple[str, str, Range]]:
+    """What a tile takes of an input's scales: which, of which file, and where."""
+    if scales is None:
+        return
+    offset, nbytes = tile.scales_span(scales)
+    if nbytes:
+        yield _SCALES, scales.key, Range(offset, nbytes)
+    if scales.tensor_nbytes:
+        yield _TENSOR_SCALE, scales.tensor_key, Range(scales.tensor_offset, scales.tensor_nbytes)

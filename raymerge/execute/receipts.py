@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -29,6 +29,8 @@ class Receipt:
     """Most bytes of a GPU's memory that torch had handed out by then."""
     note: str = ""
     """What went otherwise than planned; empty as a rule."""
+    encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Sum of squared errors and of squared true values, by row number, of rows that were encoded as codes."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, a line of the ledger."""
@@ -37,4 +39,7 @@ class Receipt:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Receipt:
         """Inverse of ``to_json``."""
-        return Receipt(**data)
+        # JSON has no tuples, and a receipt that was read is to equal the one that was written.
+        found = Receipt(**data)
+        sums = {row: (error, value) for row, (error, value) in found.encoding_errors.items()}
+        return replace(found, encoding_errors=sums)

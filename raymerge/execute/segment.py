@@ -134,6 +134,7 @@ class SegmentRunner:
             seconds=round(time.monotonic() - started, 6),
             worker=self._name,
             digests=output.digests,
+            encoding_errors=output.encoding_errors,
             peak_rss=self._heap.peak_bytes,
             peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             note=note,

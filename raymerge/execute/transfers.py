@@ -138,7 +138,7 @@ class CudaTransfers:
             self._compute.wait_event(arrival)
         for raw in raws:
             for each in raw:
-                parts = (each.codes, each.scales) if isinstance(each, RawCodes) else (each,)
+                parts = each.tensors if isinstance(each, RawCodes) else (each,)
                 for part in parts:
                     if isinstance(part, torch.Tensor) and part.is_cuda:
                         part.record_stream(self._compute)

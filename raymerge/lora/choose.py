@@ -22,6 +22,7 @@ from raymerge.architectures import (
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.errors import Problem
+from raymerge.planner.quantised import CONVERT_FIRST, quantised_tensors, stored_formats
 
 Form = Literal["linear", "embedding", "bias", "whole", "out"]
 """``linear`` and ``embedding``: as factors; ``bias``: saved beside a module that has factors; ``whole``: the
@@ -124,12 +125,24 @@ def compare(
 
     Headers decide, and the bytes of a head that only ``model`` has.
     """
+    if quantised := [*_quantised(model, modules), *_quantised(base, modules)]:
+        return quantised
     problems = list(_lonely(model, base, selection))
     for module in modules:
         for name in module.tensors if module.form != "out" else ():
             if name in model.tensors:
                 problems.extend(_misfit(module, model, base, name))
     return problems
+
+
+def _quantised(checkpoint: Checkpoint, modules: Sequence[Module]) -> Iterator[Problem]:
+    """Codes with scales: what two of them differ by cannot be told from either alone."""
+    formats = stored_formats(quantised_tensors(checkpoint))
+    names = [name for module in modules if module.form != "out" for name in module.tensors if name in formats]
+    if names:
+        told = f"{len(names)} of its tensors are quantised, such as {names[0]} ({formats[names[0]]})"
+        what = f"{told}; an adapter says changes of plain numbers."
+        yield Problem(checkpoint.name, what, f"{CONVERT_FIRST} Or --exclude them.")
 
 
 def _parents(path: str) -> Iterator[str]:

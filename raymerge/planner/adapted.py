@@ -180,12 +180,19 @@ class LaidOver:
                 "Merge the adapter into its model with peft and name the result.",
             )
         if place is not None and not place.tensor.dtype.is_mergeable:
-            yield Problem(
-                where,
-                f"{place.tensor.name} is stored as {place.tensor.dtype.value} codes, to which nothing can be "
-                "added.",
-                "Name a copy of the model in bfloat16.",
-            )
+            yield self._on_codes(where, place.tensor)
+
+    def _on_codes(self, where: str, tensor: StoredTensor) -> Problem:
+        """Why nothing is added to a tensor that is no plain numbers."""
+        packs = self._source.checkpoint.packs
+        packed = None if packs is None else packs.packed.get(tensor.name)
+        if packed is None:
+            what = f"{tensor.name} is stored as {tensor.dtype.value} codes, to which nothing can be added."
+            return Problem(where, what, "Name a copy of the model in bfloat16.")
+        form = packed.packing.format.word
+        what = f"{tensor.name} is quantised as {form}, and adapters are only added to plain numbers."
+        remedy = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT+ADAPTER."
+        return Problem(where, what, remedy)
 
     def _fits(self, logical: str, tensor: StoredTensor) -> bool:
         """Whether a replacement has the shape of the model's tensor; the vocabulary's may have other rows."""

@@ -19,12 +19,13 @@ from raymerge.planner.adapted import LaidOver
 from raymerge.planner.aligned_blocks import AlignedBlock, aligned_blocks
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.quantised import quantised_formats
+from raymerge.planner.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.sources import Source, model_references
 from raymerge.planner.stages import AlignSpec, Prepared, Stage, make_stage
 from raymerge.recipes import Recipe
 
 _SAME_MAKE = "Align models of one architecture and size."
+_OR_NOT = "Or remove 'align'."
 
 
 class Reordered:
@@ -120,7 +121,9 @@ class _Opened:
         self.source = source
         self.logical = LogicalTensors(source)
         self.blocks = aligned_blocks(source, self.logical)
-        self.forms = quantised_formats(source.checkpoint)
+        found = quantised_tensors(source.checkpoint)
+        self.read = stored_formats(found)
+        self.forms = {**self.read, **found.unknown}
         fields = expert_fields(source.checkpoint.config, source.rules)
         self.num_groups = fields.num_groups if fields is not None else 1
 
@@ -206,8 +209,13 @@ class _Check:
     def _check_presence(self, pairs: Sequence[BlockPair]) -> None:
         lacking = [model for model in (self._mine, self._theirs) if not model.blocks]
         for model in lacking:
-            remedy = "Remove 'align', or name mixtures of experts only."
-            self._findings.add(Problem(model.name, "it has no experts that could be aligned.", remedy))
+            what, remedy = "it has no experts that could be aligned.", "Name mixtures of experts only."
+            if model.forms:
+                # Their names are not those of matrices then.
+                formats = ", ".join(sorted(set(model.forms.values())))
+                what = f"it is quantised ({formats}), and only plain numbers are aligned."
+                remedy = CONVERT_FIRST if model.read else USE_PLAIN
+            self._findings.add(Problem(model.name, what, f"{remedy} {_OR_NOT}"))
         if not pairs and not lacking:
             what = f"it has experts in other layers than {self._mine.name}."
             self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
@@ -266,8 +274,8 @@ class _Check:
                 what = (
                     f"{{count}} tensors of experts and routers are {form}, and only plain numbers are aligned"
                 )
-                remedy = "Use a checkpoint converted to bfloat16, or remove 'align'."
-                self._note(model, ("quantised", form), what, remedy, name)
+                plain = CONVERT_FIRST if name in model.read else USE_PLAIN
+                self._note(model, ("quantised", form), what, f"{plain} {_OR_NOT}", name)
 
     def _check_adapter(self, blocks: Sequence[AlignedBlock]) -> None:
         """Find what an adapter would add to tensors that are put into another order."""

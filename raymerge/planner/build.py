@@ -48,6 +48,7 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     check_stacks(sections, shop.aligner.placed, donor=shop.donor, findings=findings, by_token=by_token)
     outputs = _outputs(shop)
     shop.treatments.report_unused()
+    builder.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
     _settle_rest(shop)
     config, objections = plan_config(recipe, donor, sources, shop.supplies.logical, sections, outputs, tie)

@@ -89,6 +89,7 @@ def _touch_manifest(plan: Plan) -> None:
     manifest["sources"][manifest["donor"]]
     for expression in plan.expressions:
         float(expression.bind(keys=(), shape=()).position)
+        len(expression.content if expression.is_constant else b"")
     for encoding in (*plan.encodings, *(each.encode for each in plan.expressions if each.encode is not None)):
         smallest_packing(encoding)
     manifest["config"].keys()
@@ -193,16 +194,19 @@ def _check_expressions(expressions: Sequence[Expression], found: Contradictions)
 
 def _objection(expression: Expression) -> str | None:
     settings, encode = expression.bind(keys=(), shape=()), expression.encode
-    if encode is not None and (expression.is_copy or expression.is_scales):
+    if encode is not None and (expression.is_copy or expression.is_unread):
         return "what is not computed is encoded"
     if encode is not None and expression.cast is not code_dtype(smallest_packing(encode)):
-        return f"its {encode.format.value} codes are {expression.cast.value}"
+        return f"its {encode.format.word} codes are {expression.cast.value}"
     if expression.method == COPY:
         plain = not settings.sources and not settings.values and not expression.has_base
         return None if plain else "a copy has settings"
     if expression.is_scales:
         plain = not settings.sources and not settings.values and not expression.has_base
         return None if plain else "scales have settings"
+    if expression.is_constant:
+        plain = not settings.sources and len(settings.values) == 1 and not expression.has_base
+        return None if plain else "a constant has settings beside its bytes"
     method = find_method(expression.method)
     if method is None:
         return f"there is no method {expression.method!r}"

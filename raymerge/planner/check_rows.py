@@ -72,14 +72,14 @@ def check_rows(plan: Plan, found: Contradictions) -> None:
 def _check_runs(plan: Plan, found: Contradictions) -> None:
     """Parts and inputs are taken once each, in order, and each input belongs to a part of its row."""
     rows = plan["rows"]
-    is_scales = np.array([each.is_scales for each in plan.expressions], dtype=np.bool_)
-    is_scales = is_scales[ints(rows, "expression")]
+    is_unread = np.array([each.is_unread for each in plan.expressions], dtype=np.bool_)
+    is_unread = is_unread[ints(rows, "expression")]
     for table, first, number in (
         ("parts", "first_part", "num_parts"),
         ("inputs", "first_input", "num_inputs"),
     ):
         counts = ints(rows, number)
-        least = np.where(is_scales & (table == "inputs"), 0, 1)
+        least = np.where(is_unread & (table == "inputs"), 0, 1)
         if (counts < least).any() or counts.sum() != plan[table].num_rows:
             found.say("table rows", f"{number} does not take every one of the {table}")
         else:
@@ -140,6 +140,9 @@ def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     found.flag("rows", casts[expression] != dtype[tensor], "it is written in another dtype than its tensor's")
     bits = np.array([each.cast.bits for each in plan.expressions], dtype=np.int64)[expression]
     found.flag("rows", (rows.num_elements < 0) | (rows.num_elements * bits != nbytes * 8), "nbytes is wrong")
+    known = np.array([len(each.content) if each.is_constant else -1 for each in plan.expressions])
+    known = known.astype(np.int64)[expression]
+    found.flag("rows", (known >= 0) & (known != nbytes), "it is not as long as the bytes that it consists of")
     first = np.append(True, np.diff(tensor) != 0)[: len(tensor)]
     last = np.append(first[1:], True)[: len(tensor)]
     reached = np.where(first, ints(tensors, "offset")[tensor], np.roll(offset + nbytes, 1))
@@ -223,7 +226,7 @@ def _check_pieces(plan: Plan, rows: _Rows, found: Contradictions) -> None:
 def _divides(expression: Expression) -> bool:
     method = find_method(expression.method)
     settings = expression.bind(keys=(), shape=())
-    if expression.is_copy or expression.is_scales:
+    if expression.is_copy or expression.is_unread:
         return True
     return method is not None and method.access_with(settings) is Access.ELEMENT
 

@@ -6,7 +6,7 @@ scales. A row of codes makes its scales too, and the row of these is made by no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.packing import Encoding, Packing
+from raymerge.dtypes import DType
 from raymerge.planner.check_bytes import outside_files, stored_bits
 from raymerge.planner.columns import (
     Flags,
@@ -28,11 +29,13 @@ from raymerge.planner.columns import (
     starts,
 )
 from raymerge.planner.contradictions import Contradictions
-from raymerge.planner.expressions import scales_part
+from raymerge.planner.expressions import Expression, scales_part
 from raymerge.planner.plan import Plan
 
 _LARGEST_SIDE = 1 << 40
 """No matrix has as many columns; what is computed from them then stays far from overflowing."""
+_KINDS: Mapping[str, bool] = {"scales": False, "tensor_scale": True}
+"""Columns of rows that name rows of scales, with whether these are the one scale of a matrix."""
 
 
 def smallest_packing(encoding: Encoding) -> Packing:
@@ -137,6 +140,7 @@ def _check_read(plan: Plan, found: Contradictions) -> None:
     wanted = -(-count // elements) * per_band
     _flag(found, read, nbytes[read.scales] != wanted, "its scales are not those of its codes")
     _check_begins(plan, read, elements, found)
+    _flag(found, read, _spans_matrices(plan, read.part, elements), "its bands are not those of its matrices")
     _check_columns(plan, read, columns[read.scales], found)
 
 
@@ -193,6 +197,21 @@ def _cuts_bands(plan: Plan, row: Ints, part: Ints, elements: Ints) -> Flags:
     return np.asarray((flat == 1) & ((first % elements != 0) | within), dtype=np.bool_)
 
 
+def _spans_matrices(plan: Plan, part: Ints, elements: Ints) -> Flags:
+    """Whether bands of so many elements would go from one matrix of a part ``[n]`` into the next one.
+
+    They are counted through the whole part, but each matrix of a stack has its own.
+    """
+    lengths, sizes = lists(plan["parts"], "shape")
+    whole, end = products(lengths, sizes)[part], (starts(lengths) + lengths)[part]
+    stacked = lengths[part] > 2
+    # No part need have dimensions.
+    padded = np.append(sizes, 1)
+    rows, columns = (padded[np.where(stacked, end - back, 0)] for back in (2, 1))
+    matrix = rows * columns
+    return np.asarray(stacked & (whole != matrix) & (matrix % elements != 0), dtype=np.bool_)
+
+
 def _check_columns(plan: Plan, read: _Read, columns: Ints, found: Contradictions) -> None:
     """Scales count the columns that the codes have: of the part, or of the tensor that it lies within."""
     lengths, strides = lists(plan["inputs"], "view_strides")
@@ -207,24 +226,34 @@ def _check_columns(plan: Plan, read: _Read, columns: Ints, found: Contradictions
 def _check_tied(plan: Plan, found: Contradictions) -> None:
     """Rows of scales and of codes that are made point at each other, and no others do."""
     rows, expressions = plan["rows"], plan.expressions
-    made_with, scales, first = (ints(rows, name) for name in ("made_with", "scales", "copy_of"))
+    named = {name: ints(rows, name) for name in ("made_with", *_KINDS)}
     index = np.arange(rows.num_rows)
-    for name, values in (("made_with", made_with), ("scales", scales)):
+    for name, values in named.items():
         found.flag("rows", (values < -1) | (values >= len(index)), f"{name} is not one of {len(index)}")
     if found:
         return
-    number, made = ints(rows, "expression"), first < 0
+    made_with, number, made = named["made_with"], ints(rows, "expression"), ints(rows, "copy_of") < 0
     is_scales = np.array([each.is_scales for each in expressions], dtype=np.bool_)[number]
-    encoded = [each.encode is not None and each.encode.scales_nbytes(1) > 0 for each in expressions]
-    makes = np.array(encoded, dtype=np.bool_)[number]
     found.flag("rows", (made_with >= 0) != (is_scales & made), "made_with is not said of scales alone")
-    found.flag("rows", (scales >= 0) != (makes & made), "scales is not said of codes alone")
-    lost = (made_with >= 0) & (scales[made_with] != index)
-    found.flag("rows", lost, "the row that it is made with does not name it as its scales")
-    lost = (scales >= 0) & (made_with[scales] != index)
-    found.flag("rows", lost, "its scales are made with another row")
+    of_matrix = np.array([each.is_tensor_scale for each in expressions], dtype=np.bool_)[number]
     copies = lists(rows, "also")[0]
-    found.flag("rows", (scales >= 0) & (copies[scales] != copies), "its scales have other copies than it has")
+    for name, is_tensor_scale in _KINDS.items():
+        own = named[name]
+        makes = [_makes(each.encode, is_tensor_scale=is_tensor_scale) for each in expressions]
+        wanted = np.array(makes, dtype=np.bool_)[number] & made
+        found.flag("rows", (own >= 0) != wanted, f"{name} is not said of codes alone")
+        lost = (made_with >= 0) & (of_matrix == is_tensor_scale) & (own[made_with] != index)
+        found.flag("rows", lost, "the row that it is made with does not name it as its scales")
+        lost = (own >= 0) & (made_with[own] != index)
+        found.flag("rows", lost, "its scales are made with another row")
+        found.flag("rows", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
+
+
+def _makes(encode: Encoding | None, *, is_tensor_scale: bool) -> bool:
+    """Whether codes of an encoding have scales of this kind."""
+    if encode is None:
+        return False
+    return encode.tensor_scale_dtype is not None if is_tensor_scale else encode.scales_nbytes(1) > 0
 
 
 def _check_codes(plan: Plan, found: Contradictions) -> None:
@@ -236,6 +265,8 @@ def _check_codes(plan: Plan, found: Contradictions) -> None:
     rows, first = plan["rows"], starts(ints(plan["rows"], "num_parts"))
     broken = _cuts_bands(plan, which, first[which], bands.elements)
     _flag_some(found, "rows", which, broken, "it is a piece that does not begin and end between bands")
+    spans = _spans_matrices(plan, first[which], bands.elements)
+    _flag_some(found, "rows", which, spans, "its bands are not those of its matrices")
     lengths, sizes = lists(plan["tensors"], "shape")
     tensor = ints(rows, "tensor")[which]
     last = (starts(lengths) + lengths)[tensor] - 1
@@ -245,7 +276,13 @@ def _check_codes(plan: Plan, found: Contradictions) -> None:
         return
     width = sizes[last] * np.where(bands.row_dimensions > 1, sizes[last - 1], 1)
     _flag_some(found, "rows", which, width != bands.row_elements, "its tensor has other columns than it has")
-    columns = last_values(*lists(plan["parts"], "shape"), default=1)
+    columns = _part_columns(plan)
+    has_rows = lengths[tensor] > bands.row_dimensions
+    height = np.where(has_rows, sizes[last - np.where(has_rows, bands.row_dimensions, 0)], 1)
+    begin, count = (ints(rows, name)[which] for name in ("first_element", "num_elements"))
+    part_of_one = (begin != 0) | (count != height * columns[first[which]])
+    part_of_one &= bands.tensor_scale_nbytes > 0
+    _flag_some(found, "rows", which, part_of_one, "it is not one matrix, as what shares one scale must be")
     owner = np.repeat(np.arange(rows.num_rows), ints(rows, "num_parts"))
     other = np.isin(owner, which) & (columns != columns[first[owner]])
     found.flag("parts", other, "it has other columns than the first part of its row")
@@ -253,33 +290,54 @@ def _check_codes(plan: Plan, found: Contradictions) -> None:
 
 def _check_made(plan: Plan, found: Contradictions) -> None:
     """Scales that are made are of the dtype that their codes name, and as many as their bands have."""
-    which, bands = _encoded(plan)
-    rows = plan["rows"]
-    scales, count, number = (ints(rows, name) for name in ("scales", "num_elements", "expression"))
-    own = scales[which]
-    has = own >= 0
-    which, own = which[has], own[has]
-    cast = np.array([each.cast for each in plan.expressions])
-    named = np.array([each.encode.scale_dtype if each.encode else each.cast for each in plan.expressions])
-    other = cast[number[own]] != named[number[which]]
-    _flag_some(found, "rows", own, other, "it is of another dtype than the scales of its codes")
-    wanted = -(-count[which] // bands.elements[has]) * bands.scales_nbytes[has]
-    wrong = ints(rows, "nbytes")[own] != wanted
-    _flag_some(found, "rows", own, wrong, "it is not as many scales as its codes have")
-    _check_pairs(plan, which, own, found)
+    encoded, bands = _encoded(plan)
+    rows, expressions = plan["rows"], plan.expressions
+    count, number, nbytes = (ints(rows, name) for name in ("num_elements", "expression", "nbytes"))
+    cast = np.array([each.cast for each in expressions])
+    per_band = -(-count[encoded] // bands.elements) * bands.scales_nbytes
+    for name, is_tensor_scale in _KINDS.items():
+        own = ints(rows, name)[encoded]
+        has = own >= 0
+        which, own = encoded[has], own[has]
+        named = np.array([_scale_dtype(each, is_tensor_scale=is_tensor_scale) for each in expressions])
+        other = cast[number[own]] != named[number[which]]
+        _flag_some(found, "rows", own, other, "it is of another dtype than the scales of its codes")
+        wanted = bands.tensor_scale_nbytes if is_tensor_scale else per_band
+        wrong = nbytes[own] != wanted[has]
+        _flag_some(found, "rows", own, wrong, "it is not as many scales as its codes have")
+        _check_pairs(plan, which, own, found, is_tensor_scale=is_tensor_scale)
 
 
-def _check_pairs(plan: Plan, made: Ints, scales: Ints, found: Contradictions) -> None:
+def _scale_dtype(expression: Expression, *, is_tensor_scale: bool) -> DType:
+    """Dtype of the scales of an expression's codes; where it makes none, of its own bytes."""
+    encode = expression.encode
+    found = None
+    if encode is not None:
+        found = encode.tensor_scale_dtype if is_tensor_scale else encode.scale_dtype
+    return found or expression.cast
+
+
+def _check_pairs(
+    plan: Plan, made: Ints, scales: Ints, found: Contradictions, *, is_tensor_scale: bool
+) -> None:
     """Scales are those of the same matrix, and of pieces in the order of these, in one tensor."""
     number, words = codes(plan["parts"], "logical")
     part = starts(ints(plan["rows"], "num_parts"))
     names = zip(number[part[made]].tolist(), number[part[scales]].tolist(), strict=True)
-    other = np.array([words[own] != scales_part(words[one]) for one, own in names], dtype=np.bool_)
+    called = [scales_part(word, is_tensor_scale=is_tensor_scale) for word in words]
+    other = np.array([words[own] != called[one] for one, own in names], dtype=np.bool_)
     _flag_some(found, "rows", scales, other, "it is called the scales of another matrix than its codes are")
     tensor = ints(plan["rows"], "tensor")
     same = np.diff(tensor[made]) == 0
     astray = same & ((np.diff(tensor[scales]) != 0) | (np.diff(scales) <= 0))
     _flag_some(found, "rows", scales[1:], astray, "it does not follow the scales of the piece before")
+
+
+def _part_columns(plan: Plan) -> Ints:
+    """Elements of a row of the tensor that each part lies in, be it as it is there or transposed."""
+    own = last_values(*lists(plan["parts"], "shape"), default=1)
+    apart = last_values(*lists(plan["parts"], "view_strides"), default=1)
+    return np.where(apart > 1, apart, own)
 
 
 def _encoded(plan: Plan) -> tuple[Ints, _Bands]:
@@ -290,6 +348,6 @@ def _encoded(plan: Plan) -> tuple[Ints, _Bands]:
     encodes = np.array([each.encode is not None for each in expressions], dtype=np.bool_)
     number = ints(rows, "expression")
     which = np.flatnonzero(encodes[number])
-    columns = last_values(*lists(plan["parts"], "shape"), default=1)
+    columns = _part_columns(plan)
     part = starts(ints(rows, "num_parts"))[which]
     return which, _bands(encodings, place[number[which]].astype(np.int64), columns[part])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures import Role, restack_config
@@ -17,7 +17,7 @@ from raymerge.planner.config_fields import output_config
 from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.expressions import Output
 from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.quantised_config import quantisation_config
+from raymerge.planner.quantised_config import quantisation_config, without_tables
 from raymerge.planner.sources import Source
 from raymerge.planner.spans import Section, Span
 from raymerge.planner.ties import TieDecision
@@ -36,17 +36,17 @@ def plan_config(
     """The output's config, and what no config can say of this merge; files of tensors have none."""
     if donor.checkpoint.is_raw:
         return {}, []
-    config: Mapping[str, Any] = donor.checkpoint.config
-    problems: list[Problem] = []
-    for section in sections:
-        if section.is_whole and not _is_foreign(section, donor, sources):
-            continue
-        config, sentences = _restacked(config, donor, sources, logical, section)
-        path = ("slices",) if section.module is None else ("modules", section.module)
-        remedy = "Choose slices that keep the pattern, or models whose configs agree."
-        problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
+    config, problems = _of_sections(recipe, donor, sources, logical, sections, read=dict)
+    objections: list[Problem] = []
+    if problems:
+        # Tables of quantisation that differ are no matter where the output's is a new one, or none.
+        bare, rest = _of_sections(recipe, donor, sources, logical, sections, read=without_tables)
+        objections = [each for each in problems if each not in rest]
+        config, problems = (bare, rest) if objections else (config, problems)
     config = _with_mtp_count(config, donor, sources, sections, outputs)
-    config = quantisation_config(config, donor, outputs)
+    where, is_common = recipe.where("out_format"), not objections
+    config, mixed = quantisation_config(config, donor, sources, outputs, where=where, is_common=is_common)
+    problems += [*objections, mixed] if mixed is not None else []
     dtype = _main_output(outputs)
     wanted = recipe.out_dtype or recipe.dtype
     # A donor whose config names another dtype than its tensors have is put right as well.
@@ -54,6 +54,28 @@ def plan_config(
     differs = dtype is not main_dtype(donor.checkpoint) or said not in (None, config_name(dtype))
     changed = wanted is not None or differs
     return output_config(config, dtype=dtype if changed else None, tie=tie.tied), problems
+
+
+def _of_sections(
+    recipe: Recipe,
+    donor: Source,
+    sources: Sequence[Source],
+    logical: Sequence[LogicalTensors],
+    sections: Sequence[Section],
+    *,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], list[Problem]]:
+    """The donor's config for the layers of all sections; ``read`` says what of a config counts."""
+    config = read(donor.checkpoint.config)
+    problems: list[Problem] = []
+    for section in sections:
+        if section.is_whole and not _is_foreign(section, donor, sources):
+            continue
+        config, sentences = _restacked(config, donor, sources, logical, section, read)
+        path = ("slices",) if section.module is None else ("modules", section.module)
+        remedy = "Choose slices that keep the pattern, or models whose configs agree."
+        problems += [Problem(recipe.where(*path), sentence, remedy) for sentence in sentences]
+    return config, problems
 
 
 def _is_foreign(section: Section, donor: Source, sources: Sequence[Source]) -> bool:
@@ -71,6 +93,7 @@ def _restacked(
     sources: Sequence[Source],
     logical: Sequence[LogicalTensors],
     section: Section,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The config for a section's layers, and what it cannot express."""
     stack = donor.layer_stack(section.module)
@@ -83,7 +106,7 @@ def _restacked(
         what = f"config.json cannot be told of other layers in '{section.module}' yet."
         return config, () if same else (what,)
     leads = {lead.index: lead for lead, _ in origins}
-    parents = {index: Parent(lead.name, lead.checkpoint.config) for index, lead in leads.items()}
+    parents = {index: Parent(lead.name, read(lead.checkpoint.config)) for index, lead in leads.items()}
     sparse = {index: _expert_layers(logical[index], lead, section) for index, lead in leads.items()}
     dense = [layer not in sparse[lead.index] for lead, layer in origins]
     return restack_config(

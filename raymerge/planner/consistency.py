@@ -121,13 +121,20 @@ def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
     if pair is None:
         return
     generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in class_names(checkpoint.config))
-    if pair.declared is False and generates and pair.head not in checkpoint.tensors:
+    if pair.declared is False and generates and not _is_held(checkpoint, pair.head):
         yield Problem(
             where,
             f"tie_word_embeddings is false, but {pair.head} is not stored.",
             "A loader would start it at random: store the head, or tie it.",
         )
     yield from size_problems(checkpoint, pair, where)
+
+
+def _is_held(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a matrix is there, as numbers or as codes of some format."""
+    module = name.removesuffix(".weight")
+    codes = (name, f"{name}_packed", f"{module}.qweight")
+    return any(each in checkpoint.tensors for each in codes)
 
 
 def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterator[Problem]:

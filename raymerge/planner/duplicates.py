@@ -94,13 +94,15 @@ def equal_tensors(plan: Plan, digests: Mapping[int, str]) -> tuple[DuplicateGrou
 
 
 def _found_equal(plan: Plan, digests: Mapping[int, str]) -> Iterator[tuple[str, int]]:
-    rows = plan["rows"].select(["tensor", "copy_of"]).to_pylist()
+    rows = plan["rows"].select(["tensor", "copy_of", "expression"]).to_pylist()
+    is_constant = [each.is_constant for each in plan.expressions]
     contents: dict[int, list[str]] = {}
     is_known: dict[int, bool] = {}
     for index, row in enumerate(rows):
         made = row["copy_of"] if row["copy_of"] >= 0 else index
         contents.setdefault(row["tensor"], []).append(digests.get(made, f"row {index}"))
-        is_known[row["tensor"]] = is_known.get(row["tensor"], True) and row["copy_of"] >= 0
+        knows = row["copy_of"] >= 0 or is_constant[row["expression"]]
+        is_known[row["tensor"]] = is_known.get(row["tensor"], True) and knows
     seen: set[tuple[str, ...]] = set()
     for number, tensor in enumerate(plan["tensors"].select(["name", "nbytes"]).to_pylist()):
         content = tuple(contents.get(number, ()))

@@ -17,7 +17,7 @@ from raymerge.architectures.roles import EXPERT_NUMBER
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.quantised import quantised_formats
+from raymerge.planner.quantised import quantised_tensors
 from raymerge.planner.sources import Source
 
 _ROUTER_PARTS = (Role.ROUTER, Role.ROUTER_BIAS)
@@ -163,7 +163,8 @@ def expert_blocks(
         findings: receives what is wrong.
     """
     main = source.layer_stack(None)
-    codes = quantised_formats(source.checkpoint).keys()
+    quantised = quantised_tensors(source.checkpoint)
+    codes = quantised.members.keys() | quantised.unknown.keys()
     members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
     for name, info in logical.infos.items():
         if info.block is not None and main is not None and _is_text(info, main):

@@ -217,14 +217,14 @@ def tensor_lines(plan: Plan) -> Iterator[TensorLine]:
     made = _makings(plan)
     tensors = plan["tensors"].to_pylist()
     for index, tensor in sorted(enumerate(tensors), key=lambda each: (each[1]["shard"], each[1]["offset"])):
-        used, origins = made.get(index, ([], []))
+        used, kinds, origins = made.get(index, ([], [], []))
         yield TensorLine(
             name=tensor["name"],
             dtype=tensor["dtype"],
             shape=tuple(tensor["shape"]),
             nbytes=tensor["nbytes"],
             shard=shards[tensor["shard"]],
-            disposition=_strongest([expressions[each] for each in used]).value,
+            disposition=_strongest([expressions[each] for each in kinds]).value,
             sources=tuple(origins),
             expressions=tuple(texts[each] for each in used),
         )
@@ -235,16 +235,22 @@ def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple
     return tuple(_changes("", before, after))
 
 
-def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int]]]:
-    """Expressions and sources of each tensor, both without repetition in order of first use."""
+def _makings(plan: Plan) -> dict[int, tuple[list[int], list[int], list[int]]]:
+    """Expressions of each tensor, those that make it, and its sources: without repetition, by first use.
+
+    Scales are made by the expressions of their codes.
+    """
     origins = plan["inputs"].column("source").to_pylist()
-    found: dict[int, tuple[dict[int, None], dict[int, None]]] = {}
-    wanted = ("tensor", "expression", "first_input", "num_inputs")
-    for tensor, expression, first, count in _columns(plan, "rows", wanted):
-        used, read = found.setdefault(tensor, ({}, {}))
+    found: dict[int, tuple[dict[int, None], dict[int, None], dict[int, None]]] = {}
+    wanted = ("tensor", "expression", "first_input", "num_inputs", "copy_of", "made_with")
+    rows = list(_columns(plan, "rows", wanted))
+    for tensor, expression, first, count, copy_of, made_with in rows:
+        used, kinds, read = found.setdefault(tensor, ({}, {}, {}))
+        codes = rows[copy_of][5] if copy_of >= 0 else made_with
         used.setdefault(expression)
+        kinds.setdefault(rows[codes][1] if codes >= 0 else expression)
         read.update(dict.fromkeys(origins[first : first + count]))
-    return {tensor: (list(used), list(read)) for tensor, (used, read) in found.items()}
+    return {tensor: (list(used), list(kinds), list(read)) for tensor, (used, kinds, read) in found.items()}
 
 
 def _strongest(expressions: Sequence[Expression]) -> Disposition:
@@ -256,6 +262,8 @@ def _strongest(expressions: Sequence[Expression]) -> Disposition:
 def _kind(expression: Expression) -> Disposition:
     if expression.is_copy:
         return Disposition.COPIED
+    if expression.is_constant:
+        return Disposition.CONVERTED
     method = find_method(expression.method)
     keeps_values = method is not None and method.identity(expression.bind(keys=(), shape=())) is not None
     return Disposition.CONVERTED if keeps_values else Disposition.MERGED

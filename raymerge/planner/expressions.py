@@ -7,21 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.packing import Encoding, Packing
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import Method, Settings, Takes, find_method
 
 COPY = "copy"
+CONSTANT = "constant"
 SCALES = "scales"
+TENSOR_SCALE = "tensor_scale"
+
+_BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A short list of operations: read, subtract, method, cast. A copy moves bytes and computes nothing."""
+    """A short list of operations: read, subtract, method, cast. A copy moves bytes and computes nothing; a
+    constant has its bytes in its settings."""
 
     method: str
-    """Method name, or ``copy``."""
+    """Method name, or ``copy``, ``constant`` or ``scales``."""
     has_base: bool
     """Whether the first read of each part is the base."""
     settings: str
@@ -35,12 +41,36 @@ class Expression:
     @property
     def is_scales(self) -> bool:
         """Whether the bytes are made with those of other rows."""
-        return self.method == SCALES
+        return self.method in (SCALES, TENSOR_SCALE)
+
+    @property
+    def is_tensor_scale(self) -> bool:
+        """Whether they are the one scale that all of a matrix shares."""
+        return self.method == TENSOR_SCALE
 
     @property
     def is_copy(self) -> bool:
         """Whether the bytes are moved unread."""
         return self.method == COPY
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the bytes stand in the settings."""
+        return self.method == CONSTANT
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing is read for it."""
+        return self.is_constant or self.is_scales
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of a constant.
+
+        Raises:
+            ValueError: they are none.
+        """
+        return bytes.fromhex(json.loads(self.settings)["values"][_BYTES])
 
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
         """The settings as a kernel takes them, for one logical tensor."""
@@ -58,11 +88,13 @@ class Expression:
         if self.is_copy:
             return "read copy"
         if self.is_scales:
-            return "scales of codes"
+            return "scale of all codes" if self.is_tensor_scale else "scales of codes"
+        if self.is_constant:
+            return f"bytes {self.content.hex()}"
         method = find_method(self.method)
         deltas = "subtract " if method is not None and method.takes is Takes.DELTAS else ""
         reads = "read(base) " if self.has_base else ""
-        written = f"encode {self.encode.format.value}" if self.encode else f"cast {self.cast.value}"
+        written = f"encode {self.encode.format.word}" if self.encode else f"cast {self.cast.value}"
         return f"{reads}read(sources) {deltas}{self.method} {self.settings} {written}"
 
 
@@ -85,19 +117,30 @@ def copy_expression(dtype: DType) -> Expression:
     return Expression(COPY, False, '{"sources":[],"values":{}}', dtype)
 
 
+def constant_expression(dtype: DType, content: bytes) -> Expression:
+    """The expression of bytes that are known when the plan is made."""
+    settings = {"sources": [], "values": {_BYTES: content.hex()}}
+    return Expression(CONSTANT, False, json.dumps(settings, separators=(",", ":")), dtype)
+
+
 def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expression:
     """The expression of one source's values written in another dtype or format."""
     return Expression("passthrough", False, '{"sources":[{}],"values":{}}', dtype, encode)
 
 
-def scales_expression(dtype: DType) -> Expression:
-    """The expression of scales that are made with their codes, and not by themselves."""
-    return Expression(SCALES, False, '{"sources":[],"values":{}}', dtype)
+def scales_expression(dtype: DType, *, is_tensor_scale: bool = False) -> Expression:
+    """The expression of scales that are made with their codes, and not by themselves.
+
+    Args:
+        dtype: how they are stored.
+        is_tensor_scale: whether it is the one scale of a matrix.
+    """
+    return Expression(TENSOR_SCALE if is_tensor_scale else SCALES, False, '{"sources":[],"values":{}}', dtype)
 
 
-def scales_part(logical: str) -> str:
+def scales_part(logical: str, *, is_tensor_scale: bool = False) -> str:
     """What the scales of a logical tensor are called where they are made with its codes."""
-    return f"{logical} scales"
+    return f"{logical} scale" if is_tensor_scale else f"{logical} scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +161,17 @@ class Scales:
     """File of the one scale of the whole tensor; "" where there is none."""
     tensor_offset: int = 0
     """First byte of that scale."""
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of that scale; 0 where there is none."""
+        dtype = self.encoding.tensor_scale_dtype
+        return 0 if dtype is None else dtype.nbytes(1)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes to read of all of them."""
+        return self.nbytes + self.tensor_nbytes
 
     @property
     def unit(self) -> int:
@@ -165,7 +219,7 @@ class Read:
         """Bytes to read for a row of so many elements."""
         if self.assembly is not None:
             return self.assembly.bytes_for(num_elements)
-        return self.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+        return self.nbytes + (self.scales.read_nbytes if self.scales is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +316,11 @@ class Part:
     view: View | None
     """Where its elements lie within the row; None: the row is this part, row-major."""
 
+    @property
+    def columns(self) -> int:
+        """Of a matrix, elements of a row of the tensor that it lies in."""
+        return self.shape[-1] if self.view is None else self.view.columns
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -311,6 +370,8 @@ class PackedAs:
     """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
     others: tuple[Output, ...] = ()
     """What belongs to them beside that."""
+    tensor_scale: TensorSpec | None = None
+    """The tensor of the one scale of each matrix, where that is made with the codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,3 +392,5 @@ class Output:
     """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
     scales_of: str = ""
     """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""
+    is_tensor_scale: bool = False
+    """Whether they are the one scale of each matrix, and not those of blocks."""

@@ -20,7 +20,7 @@ from raymerge.architectures import (
 from raymerge.architectures.sections import class_names, text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.planner.quantised import quantised_formats
+from raymerge.planner.quantised_groups import QuantisedGroup, quantised_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Group:
     """Tensors that have something in common."""
 
     name: str
-    """A role, a dtype, or a format."""
+    """A role or a dtype."""
     tensors: int
     """How many."""
     nbytes: int
@@ -103,8 +103,8 @@ class Inspection:
     """Multi-token-prediction layers."""
     tie: Tie | None
     """Head and embedding; None where there is no token embedding that is known as such."""
-    quantised: tuple[Group, ...]
-    """Quantised tensors, scales included, by format."""
+    quantised: tuple[QuantisedGroup, ...]
+    """Quantised tensors, scales included, by the way in which they are stored."""
     declared_quantisation: str | None
     """What the config calls its quantisation; None where it declares none."""
     files: tuple[File, ...]
@@ -126,7 +126,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     found = stacks(checkpoint.tensors, config)
     infos = {name: describe(name, rules, stacks=found) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
-    formats = [(form, checkpoint.tensors[name]) for name, form in quantised_formats(checkpoint).items()]
+    quantised, faults = quantised_groups(checkpoint)
     return Inspection(
         name=checkpoint.name,
         model_type=str(config.get("model_type") or ""),
@@ -140,11 +140,11 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         shared_expert_layers=len(_layers(infos.values(), Role.SHARED_EXPERT)),
         mtp_layers=_mtp_layers(infos.values()),
         tie=_tie(checkpoint),
-        quantised=_largest_first(_groups(formats)),
+        quantised=quantised,
         declared_quantisation=_declared_quantisation(config),
         files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
         companions=checkpoint.companions,
-        notes=checkpoint.notes,
+        notes=(*checkpoint.notes, *faults),
     )
 
 

@@ -8,8 +8,9 @@ merge.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,11 +25,15 @@ from raymerge.architectures import (
     logical_names,
 )
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.packed import Packed
+from raymerge.checkpoints.packed_config import USUAL_FP8_BLOCK
 from raymerge.checkpoints.packing import Format, Packing, encoding_of
+from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.planner.expressions import Scales
 from raymerge.planner.sources import Source
 
+_WEIGHT = ".weight"
 _NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})
 
 
@@ -79,6 +84,7 @@ class LogicalTensors:
             for name in source.checkpoint.tensors
         }
         self._places: Mapping[str, Place] | None = None
+        self._likes: dict[tuple[Format, bool], Packed | None] = {}
 
     def part(self, name: str) -> Role:
         """What a stored tensor does within its layer."""
@@ -92,38 +98,55 @@ class LogicalTensors:
         """Whether a stored tensor is one logical tensor, and not fused of several."""
         return self._layout(name) is None
 
-    def blocks(self, name: str, *, as_plain: bool = False) -> tuple[Block, ...] | None:
-        """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told.
+    def kind(self, name: str) -> LayoutKind | None:
+        """How a stored tensor holds the matrices of many experts; None where it is one logical tensor."""
+        layout = self._layout(name)
+        return None if layout is None else layout.kind
 
-        Args:
-            name: the tensor.
-            as_plain: as they would lie in a tensor of the family's usual layout, were it not packed.
+    def blocks(self, name: str) -> tuple[Block, ...] | None:
+        """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told."""
+        return self.blocks_in(name, self._format(name))
+
+    def blocks_in(self, name: str, form: Format | None) -> tuple[Block, ...] | None:
+        """The blocks that a tensor has where it is stored in a format; None for plain numbers.
+
+        A block of codes begins and ends where a row of scales does: where a matrix has one scale, no block is
+        less than a matrix.
         """
-        tensor = self._source.checkpoint.tensors[name]
-        layout = self._layout(name, as_plain=as_plain)
-        if as_plain:
-            tensor = tensor._replace(shape=self.plain_shape(name))
+        layout = self._layout(name)
+        tensor, shape = self._source.checkpoint.tensors[name], self.shape_in(name, form)
+        if shape != tensor.shape:
+            tensor = tensor._replace(shape=shape)
         if layout is None:
             place = self.whole(tensor)
             logical = logical_name(name, self._source.rules, info=self.infos[name])
             return (Block(0, place.num_elements, ((logical, place),)),)
+        if self.is_turned(name, form):
+            layout = replace(layout, kind=_TURNED[layout.kind])
         if layout.kind == "unknown":
             return None
         views = fused_views(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
         names = logical_names(layout)
+        runs = blocks(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
         return tuple(
             Block(
                 start, count, tuple((names[i], self._place(tensor, start, count, views[i])) for i in members)
             )
-            for start, count, members in blocks(
-                layout.kind, tensor.shape, len(layout.projections), layout.num_experts
+            for start, count, members in _joined(
+                runs, prod(tensor.shape[-2:]), self._band(name, form, tensor.shape[-1])
             )
         )
 
-    def plain_shape(self, name: str) -> tuple[int, ...]:
-        """The shape that a tensor has in the family's usual layout where it is not packed."""
-        shape = self._source.checkpoint.tensors[name].shape
-        return (*shape[:-2], shape[-1], shape[-2]) if self._is_turned(name) else shape
+    def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
+        """The shape that a tensor's numbers have where it is stored in a format; None for plain numbers."""
+        shape, own = self._source.checkpoint.tensors[name].shape, self._format(name)
+        differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
+        return _swapped(shape) if differs else shape
+
+    @property
+    def model_type(self) -> str:
+        """What the source's config calls its family; "" where it is silent."""
+        return self._source.model_type
 
     def whole(self, tensor: StoredTensor) -> Place:
         """One of the tensors as one logical tensor."""
@@ -136,6 +159,16 @@ class LogicalTensors:
         packed = None if packs is None else packs.packed.get(name)
         return None if packed is None else packed.packing
 
+    def packed_like(self, name: str, form: Format) -> Packed | None:
+        """The first tensor in a format, a module's weight if this one is and else not; None for none."""
+        key = form, name.endswith(_WEIGHT)
+        if key not in self._likes:
+            packs = self._source.checkpoint.packs
+            packed = packs.packed.values() if packs is not None else ()
+            alike = (each for each in packed if (each.packing.format, each.name.endswith(_WEIGHT)) == key)
+            self._likes[key] = next(alike, None)
+        return self._likes[key]
+
     def find(self, logical: str) -> Place | None:
         """The place of a logical tensor, whatever stored tensor holds it."""
         return self._all().get(logical)
@@ -144,33 +177,47 @@ class LogicalTensors:
         """The logical tensors' names."""
         return self._all().keys()
 
-    def _layout(self, name: str, *, as_plain: bool = False) -> FusedLayout | None:
-        """How a stored tensor holds matrices of many experts; None where it is one logical tensor."""
+    def _format(self, name: str) -> Format | None:
+        packing = self.packing(name)
+        return None if packing is None else packing.format
+
+    def _band(self, name: str, form: Format | None, columns: int) -> int:
+        """Elements at whose multiples a matrix can be cut, as it is stored and in a format; 0 for none."""
+        if form in _SCALED_BY_MATRIX:
+            return 0
+        packing = self.packing(name)
+        own = 1 if packing is None else packing.band * columns
+        if form is not Format.FP8_BLOCK or form is self._format(name):
+            return own
+        like = self.packed_like(name, form)
+        return lcm(own, columns * (USUAL_FP8_BLOCK[0] if like is None else like.packing.band))
+
+    def _layout(self, name: str) -> FusedLayout | None:
+        """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
         info = self.infos[name]
         if info.part is not Role.EXPERT or info.expert is not None:
             return None
         rules, config = self._source.rules, self._source.checkpoint.config
-        layout = fused_layout(name, self.plain_shape(name), config, rules)
-        if layout is None or as_plain or not self._is_turned(name):
-            return layout
-        return replace(layout, kind=_TURNED.get(layout.kind, layout.kind))
+        shape = self._source.checkpoint.tensors[name].shape
+        if self._format(name) is Format.MXFP4 and len(shape) > 2:
+            layout = fused_layout(name, _swapped(shape), config, rules)
+            if layout is not None and layout.kind in _TURNED:
+                return layout
+        return fused_layout(name, shape, config, rules)
 
-    def _is_turned(self, name: str) -> bool:
-        """Whether matrices are stored [rows, columns] that the family has [columns, rows] in bfloat16.
+    def is_turned(self, name: str, form: Format | None) -> bool:
+        """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
 
         Of the published formats MXFP4 alone does that: its groups run along what is summed over.
         """
-        packing = self.packing(name)
-        if packing is None or packing.format is not Format.MXFP4 or len(packing.shape) < 3:
+        if form is not Format.MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
             return False
-        shape = packing.shape
-        plain = (*shape[:-2], shape[-1], shape[-2])
-        layout = fused_layout(name, plain, self._source.checkpoint.config, self._source.rules)
+        layout = self._layout(name)
         return layout is not None and layout.kind in _TURNED
 
     def _place(self, tensor: StoredTensor, start: int, count: int, view: View) -> Place:
         inside = View(view.offset - start, view.shape, view.strides)
-        is_whole = inside.is_flat and inside.offset == 0
+        is_whole = inside.is_flat and inside.num_elements == count
         scales = self._scales(tensor, start, count)
         return Place(tensor, start, count, view.shape, None if is_whole else inside, scales)
 
@@ -180,8 +227,9 @@ class LogicalTensors:
         packed = None if packs is None else packs.packed.get(tensor.name)
         if packs is None or packed is None:
             return None
-        stored = packs.stored[packed.scales]
-        return scales_of_run(packed.packing, stored, start, count)
+        stored, one = packs.stored[packed.scales], packed.tensor_scale
+        of_tensor = None if one is None else packs.stored[one]
+        return scales_of_run(packed.packing, stored, start, count, of_tensor=of_tensor)
 
     def _all(self) -> Mapping[str, Place]:
         if self._places is None:
@@ -212,12 +260,42 @@ def whole_place(tensor: StoredTensor) -> Place:
     return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
 
 
+_SCALED_BY_MATRIX = frozenset({Format.FP8_TENSOR, Format.NVFP4})
 _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
     {"in_out": "out_in", "in_out_interleaved": "out_in_interleaved"}
 )
 
 
-def scales_of_run(packing: Packing, stored: StoredTensor, start: int, count: int) -> Scales:
+def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
+    """The runs, those as one of which one would end within a band; counts are of elements.
+
+    Args:
+        runs: one behind the other.
+        matrix: elements of a matrix, with which its last band ends.
+        band: elements of a band; 0 where a matrix is one.
+    """
+    held: list[Run] = []
+    for run in runs:
+        held.append(run)
+        within = (run.start + run.num_elements) % matrix
+        if not within or (band and not within % band):
+            count = sum(each.num_elements for each in held)
+            yield Run(held[0].start, count, tuple(index for each in held for index in each.members))
+            held = []
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def scales_of_run(
+    packing: Packing,
+    stored: StoredTensor,
+    start: int,
+    count: int,
+    *,
+    of_tensor: StoredTensor | None = None,
+) -> Scales:
     """The scales of a run of elements of a packed tensor.
 
     Args:
@@ -225,6 +303,8 @@ def scales_of_run(packing: Packing, stored: StoredTensor, start: int, count: int
         stored: its tensor of scales.
         start: first element of the run, at the beginning of a band.
         count: elements of the run, which ends at the end of a band.
+        of_tensor: the tensor of the one scale of each matrix, where there is one; it is named in the result
+            if the run lies within one matrix.
 
     Raises:
         ValueError: it begins or ends elsewhere.
@@ -232,8 +312,19 @@ def scales_of_run(packing: Packing, stored: StoredTensor, start: int, count: int
     encoding = encoding_of(packing)
     first, last = (_bands_before(packing, each) for each in (start, start + count))
     per_band = encoding.scales_nbytes(packing.columns)
-    columns = packing.columns
-    return Scales(encoding, columns, stored.key, stored.offset + first * per_band, (last - first) * per_band)
+    found = Scales(
+        encoding,
+        packing.columns,
+        stored.key,
+        stored.offset + first * per_band,
+        (last - first) * per_band,
+    )
+    size = packing.rows * packing.columns
+    matrix = start // size
+    if of_tensor is None or start + count > (matrix + 1) * size:
+        return found
+    place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
+    return replace(found, tensor_key=of_tensor.key, tensor_offset=place)
 
 
 def _bands_before(packing: Packing, element: int) -> int:

@@ -42,8 +42,9 @@ READ_ROOM = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 
 _LOAD_SHARE, _WRITE_SHARE = 8, 16
-_DECODING, _ENCODING = 8, 20
-"""Bytes of temporaries that decoding one input, and encoding the result, take for an element."""
+_DECODING, _ENCODING = 8, 6
+"""Bytes of temporaries for an element: of an input that is decoded before its view is taken, and of codes
+with scales until they are handed over, with the numbers that they are decoded to for the error report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class InputNeed:
     def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
         """Stored bytes of it that a row of so many elements is made of."""
         if self.assembly is None:
-            return self.nbytes + (0 if self.scales is None else self.scales.nbytes)
+            return self.nbytes + (0 if self.scales is None else self.scales.read_nbytes)
         return self.assembly.raw_bytes(num_elements, is_flat=is_flat)
 
     def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
@@ -182,7 +183,8 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     num_elements, is_flat = size.num_elements, size.is_flat
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
     packed = [each.scales for each in inputs if each.scales is not None]
-    room = READ_ROOM * (len(inputs) + len(packed))
+    beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
+    room = READ_ROOM * (len(inputs) + beside)
     method = find_method(expression.method)
     if expression.is_copy or method is None:
         return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
@@ -192,8 +194,10 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     out = expression.cast.bits / 8
     # Float32 inputs and the result, and a part of it as it is written.
     work = 4 * per_part + scratch + 4 + out
-    if packed or expression.encode is not None:
-        work += _DECODING if expression.encode is None else _DECODING + _ENCODING
+    if packed and not is_flat:
+        work += _DECODING
+    if expression.encode is not None:
+        work += _ENCODING
     if assemblies or not is_flat:
         # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed;
         # the result is placed in its row.
@@ -265,7 +269,7 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
         need: the row's need.
         num_elements: its elements.
         lane: what it is to fit into.
-        passes: statistics passes before the last one.
+        passes: passes before the last one.
     """
     least = max(1, min(num_elements, need.least_elements))
     whole = max(1, num_elements)
@@ -293,8 +297,10 @@ def _affordable(need: Need, lane: Lane) -> int:
 
 
 def expression_passes(expression: Expression, shape: tuple[int, ...] = ()) -> int:
-    """Statistics passes that an expression makes over inputs of a shape before the last one."""
+    """Passes that an expression makes over inputs of a shape before the last one: for statistics, and for the
+    one scale of all codes."""
     method = find_method(expression.method)
     if expression.is_copy or method is None:
         return 0
-    return method.kernel.passes(expression.bind(keys=(), shape=shape))
+    shares = expression.encode is not None and expression.encode.tensor_scale_dtype is not None
+    return method.kernel.passes(expression.bind(keys=(), shape=shape)) + shares

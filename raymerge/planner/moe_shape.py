@@ -16,6 +16,7 @@ from raymerge.dtypes import DType, config_name
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.consistency import declared_dtype
 from raymerge.planner.expert_rows import Upcycled
+from raymerge.planner.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Constant
 from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
@@ -81,6 +82,8 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     Raises:
         PlanError: the models fit no family, with the reasons of each family and model.
     """
+    if problems := list(_quantised(sources)):
+        raise PlanError(problems)
     found = {source.reference: source for source in sources}
     base = found[recipe.base_model]
     models = tuple(map(_dense_model, sources))
@@ -102,6 +105,16 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
         constants=tuple(_constants(recipe, target, models[base.index], num_experts, main)),
         config=_config(recipe, target, base, found, dense),
     )
+
+
+def _quantised(sources: Sequence[Source]) -> Iterator[Problem]:
+    """Models whose matrices are no plain numbers."""
+    for source in sources:
+        found = quantised_tensors(source.checkpoint)
+        formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
+        if formats:
+            what = f"it is quantised ({', '.join(formats)}), and mixtures are built of plain numbers."
+            yield Problem(source.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
 
 
 def _config(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.numbers import fresh_names, part_name
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.numbers import part_name
+from raymerge.checkpoints.packed import Packed
 from raymerge.checkpoints.packing import Packing, encoding_of
 from raymerge.checkpoints.source import main_dtype
 from raymerge.methods import Settings
@@ -17,6 +19,7 @@ from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.embeddings import Embeddings
 from raymerge.planner.expressions import Output, PackedAs, Part, Read, Row, copy_expression
 from raymerge.planner.findings import Findings
+from raymerge.planner.fresh import fresh_parts, shape_tensor
 from raymerge.planner.plain import PlainNumbers
 from raymerge.planner.rows import RowMaker
 from raymerge.planner.sources import Path_, holdings
@@ -63,6 +66,10 @@ class OutputBuilder:
             self._give_up(aligned)
         return made
 
+    def report_unused(self) -> None:
+        """Report what the recipe says of outputs that there are not; after the last of them."""
+        self._formats.report_unused()
+
     def _give_up(self, aligned: Aligned) -> None:
         """Settle what a failed output would have used, so that one fault is not reported twice."""
         for store, name in self._held(aligned):
@@ -91,7 +98,8 @@ class OutputBuilder:
     def _by_method(self, chosen: Chosen, lead: StoredTensor, written: Written) -> Output | None:
         settings = self._settings(chosen)
         if self.embeddings.concerns(chosen, lead):
-            return self.embeddings.output(chosen, lead, settings, written.dtype)
+            dtype = self._formats.dtype_of_rows(chosen.aligned, lead, written)
+            return self.embeddings.output(chosen, lead, settings, dtype)
         if settings is not None:
             whole = self._whole_copy(chosen, lead, settings, written)
             if whole is not None:
@@ -109,17 +117,15 @@ class OutputBuilder:
         """The output of rows that are computed."""
         source = aligned.span.lead.source
         if written.packing is None:
-            shape = self._logical[source].plain_shape(aligned.lead)
+            shape = self._logical[source].shape_in(aligned.lead, None)
             return Output(aligned.output, written.dtype, shape, rows, True)
         packs, packing = self._sources[source].checkpoint.packs, written.packing
         packed = None if packs is None else packs.packed.get(aligned.lead)
         if packs is None or packed is None or packed.packing != packing:
-            named = fresh_names(aligned.output, packing.format)
-            return Output(aligned.output, written.dtype, lead.shape, rows, True, PackedAs(packing, *named))
-        codes, scales, *others = (part_name(aligned.lead, name, aligned.output) for name in packed.stored)
-        kept = zip(others, packed.others, strict=True)
-        parts = tuple(_copied(name, packs.stored[own], source) for name, own in kept)
-        packed_as = PackedAs(packing, codes, scales, parts)
+            like = self._logical[source].packed_like(aligned.lead, packing.format)
+            packed_as = fresh_parts(aligned.output, packing, like, packs.stored if packs is not None else {})
+            return Output(aligned.output, written.dtype, packing.shape, rows, True, packed_as)
+        packed_as = _made_alike(packed, packs.stored, aligned.output, source)
         return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
 
     def _settle_rest(self, aligned: Aligned) -> None:
@@ -130,8 +136,10 @@ class OutputBuilder:
     def _from_lead(self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
         source = aligned.span.lead.source
-        renumbered = self.embeddings.alone(aligned, lead, written.dtype)
+        dtype = written.dtype if written.packing is None else lead.dtype
+        renumbered = self.embeddings.alone(aligned, lead, dtype)
         if renumbered is not None:
+            self._formats.dtype_of_rows(aligned, lead, written)
             self._settle_rest(aligned)
             return renumbered
         if self._supplies.is_changed(source, aligned.lead):
@@ -291,6 +299,28 @@ class OutputBuilder:
         found = [(source, self._logical[source].stored(name)) for source, name in stored]
         plain = [self._plain.check(source, tensor) for source, tensor in found if tensor is not None]
         return all(plain)
+
+
+def _made_alike(packed: Packed, stored: Mapping[str, StoredTensor], output: str, source: int) -> PackedAs:
+    """How an output is stored as a source has a tensor.
+
+    Codes, scales and what repeats the shape are made; all else is copied.
+    """
+    names = {name: part_name(packed.name, name, output) for name in packed.stored}
+    one = packed.tensor_scale
+    others = (name for name in packed.others if name != one)
+    return PackedAs(
+        packed.packing,
+        names[packed.codes],
+        "" if packed.scales == one else names[packed.scales],
+        tuple(
+            shape_tensor(names[name], stored[name].dtype, packed.packing)
+            if name == packed.shape_tensor
+            else _copied(names[name], stored[name], source)
+            for name in others
+        ),
+        None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
+    )
 
 
 def _copied(name: str, stored: StoredTensor, store: int) -> Output:

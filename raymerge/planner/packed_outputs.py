@@ -43,7 +43,9 @@ def _stored(output: Output) -> Iterator[Output]:
     # That numbers are finite is seen before they are encoded: codes of four bits could not tell.
     packing = packed.packing
     yield Output(packed.codes, packing.code_dtype, packing.codes_shape, output.rows, False)
-    if packed.scales and packing.scales_per_band:
+    if packed.scales:
         shape = packing.scales_shape
         yield Output(packed.scales, packing.scale_dtype, shape, (), False, scales_of=packed.codes)
+    if packed.tensor_scale is not None:
+        yield Output(*packed.tensor_scale, (), False, scales_of=packed.codes, is_tensor_scale=True)
     yield from packed.others

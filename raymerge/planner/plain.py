@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.packed import Packed
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.planner.findings import Findings
-from raymerge.planner.quantised import quantised_formats
+from raymerge.planner.quantised import CONVERT_FIRST, quantised_tensors, stored_formats
 from raymerge.planner.sources import Source
 
 
@@ -17,12 +19,12 @@ class PlainNumbers:
     def __init__(self, sources: Sequence[Source], findings: Findings) -> None:
         self._sources = sources
         self._findings = findings
-        self._forms = [_forms(source.checkpoint) for source in sources]
-        self._packed = [packs.packed if (packs := each.checkpoint.packs) else {} for each in sources]
+        self._quantised = [_quantised(source.checkpoint) for source in sources]
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor belongs to a quantised format, as code or as scale."""
-        return tensor.name in self._forms[source] or tensor.name in self._packed[source]
+        own = self._quantised[source]
+        return any(tensor.name in each for each in (own.numbers, own.stored, own.unknown))
 
     def is_integer(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor holds integers that are no codes: indices, masks, tables."""
@@ -30,32 +32,56 @@ class PlainNumbers:
 
     def check(self, source: int, tensor: StoredTensor) -> bool:
         """Whether arithmetic on a tensor of a source means something; if not, a finding says why."""
-        form = self._forms[source].get(tensor.name)
-        if tensor.name in self._packed[source] or (form is None and tensor.dtype.is_mergeable):
+        own = self._quantised[source]
+        if tensor.name in own.numbers:
             return True
-        return self._refuse(source, tensor, form or f"{tensor.dtype.value} integers")
+        if (form := own.stored.get(tensor.name)) is not None:
+            what = "and recipes that build mixtures or change experts only copy such tensors"
+            return self._refuse(source, tensor, form, what, CONVERT_FIRST)
+        form = own.unknown.get(tensor.name)
+        if form is None and tensor.dtype.is_mergeable:
+            return True
+        what = "which raymerge can neither combine nor convert: their raw codes mean nothing by themselves"
+        remedy = (
+            "Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
+            "source unchanged (merge_method: passthrough, without dtype)."
+        )
+        return self._refuse(source, tensor, form or f"{tensor.dtype.value} integers", what, remedy)
 
     def is_stored_plain(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor is stored as plain numbers, as rows by token must be; else a finding says why."""
-        packed = self._packed[source].get(tensor.name)
+        packed = self._quantised[source].numbers.get(tensor.name)
         if packed is None:
             return self.check(source, tensor)
-        return self._refuse(source, tensor, packed.packing.format.value, "row by token ")
+        what = "and rows by token are only put together of plain numbers"
+        return self._refuse(source, tensor, packed.packing.format.word, what, CONVERT_FIRST)
 
-    def _refuse(self, source: int, tensor: StoredTensor, form: str, how: str = "") -> bool:
+    def _refuse(self, source: int, tensor: StoredTensor, form: str, what: str, remedy: str) -> bool:
         name = self._sources[source].name
         self._findings.tensor(
             ("quantised", name, form),
             where=name,
-            what=f"{{count}} tensors are quantised as {form}, which raymerge can {how}neither combine nor "
-            "convert: their raw codes mean nothing by themselves",
-            remedy="Use a checkpoint converted to bfloat16, or a recipe that takes these tensors from one "
-            "source unchanged (merge_method: passthrough, without dtype).",
+            what=f"{{count}} tensors are quantised as {form}, {what}",
+            remedy=remedy,
             example=f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)}",
         )
         return False
 
 
-def _forms(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Formats of what is quantised in a way that is not read, by tensor."""
-    return quantised_formats(checkpoint) if checkpoint.packs is None else checkpoint.packs.unknown
+@dataclass(frozen=True, slots=True)
+class _Quantised:
+    """What of one source is quantised, by the names that its tensors are seen by."""
+
+    numbers: Mapping[str, Packed] = field(default_factory=dict)
+    """Codes with scales that are seen as their numbers."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Codes and scales that are seen as they are stored: what to call the format."""
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """What is quantised in a way that is not read: what to call that."""
+
+
+def _quantised(checkpoint: Checkpoint) -> _Quantised:
+    if checkpoint.packs is not None:
+        return _Quantised(numbers=checkpoint.packs.packed, unknown=checkpoint.packs.unknown)
+    found = quantised_tensors(checkpoint)
+    return _Quantised(stored=stored_formats(found), unknown=found.unknown)

@@ -49,6 +49,7 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
                 ("copy_of", pa.int64()),
                 ("made_with", pa.int64()),
                 ("scales", pa.int64()),
+                ("tensor_scale", pa.int64()),
                 ("also", _LIST),
                 ("first_part", pa.int64()),
                 ("num_parts", pa.int32()),

@@ -1,7 +1,8 @@
 """Recognises quantised tensors, so that nothing is ever computed on raw codes.
 
-A quantised weight and its scale are one logical tensor. Until a codec for a format exists, such tensors may
-be copied from one source, bytes and scales alike, and combining them is refused by the format's name.
+A quantised weight and its scale are one logical tensor. Those of a format that has a codec are numbers
+(``raymerge.checkpoints.packed``); those of another may be copied from one source, bytes and scales alike, and
+combining them is refused by the format's name.
 
 Codes are found by their dtypes, not by a list of formats: integers and narrow floats that lie in one module
 with other tensors. Names of tensors only tell what the format is called.
@@ -21,6 +22,11 @@ from raymerge.checkpoints.packed import PackedTensors, packed_tensors
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 
+CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
+"""What helps wherever plain numbers are needed and codes of a format that is read are stored."""
+USE_PLAIN = "Use a checkpoint converted to bfloat16."
+"""What helps where the codes are of a format that is not read."""
+
 _PARTNER_ENDINGS = (
     *("_scale_inv", ".weight_scale", ".input_scale", ".qscale_weight", "_blocks", "_scales"),
     *(".weight_packed", ".weight_shape", ".weight_global_scale", ".qweight", ".qzeros", ".g_idx", ".scales"),
@@ -39,6 +45,11 @@ def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
     return replace(found, unknown={**formats, **found.unknown})
+
+
+def stored_formats(found: PackedTensors) -> Mapping[str, str]:
+    """What to call the format of each stored tensor of formats that are read, by its name."""
+    return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
 
 
 def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.packing import Encoding, encoding_of
+from raymerge.checkpoints.packing import Encoding, Packing, encoding_of
 from raymerge.dtypes import DType
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
@@ -48,12 +50,11 @@ class RowMaker:
             written: how the output is stored.
         """
         aligned = chosen.aligned
-        blocks = self._logical[aligned.span.lead.source].blocks(
-            aligned.lead, as_plain=written.packing is None
-        )
+        form = None if written.packing is None else written.packing.format
+        blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form)
         if blocks is None:
             blocks = self._unknown_layout(chosen, lead, settings)
-        if blocks is None:
+        if blocks is None or not self._are_matrices(aligned, blocks, written.packing):
             return None
         fate = fate_of(chosen, settings)
         runs = [self._run(chosen, block, fate) for block in blocks]
@@ -112,6 +113,36 @@ class RowMaker:
         )
         return None
 
+    def _are_matrices(self, aligned: Aligned, blocks: Sequence[Block], packing: Packing | None) -> bool:
+        """Whether blocks have the scales of a matrix: of one where all of it shares one, else of bands that
+        are those of its rows; if not, a finding says so."""
+        if packing is None:
+            return True
+        size, is_one = packing.rows * packing.columns, packing.tensor_scale_dtype is not None
+        if all(
+            block.num_elements == size if is_one else packing.has_bands_of(block.start, block.num_elements)
+            for block in blocks
+        ):
+            return True
+        self._several_scales(aligned.span.lead.source, aligned.lead, packing)
+        return False
+
+    def _several_scales(self, source: int, name: str, packing: Packing) -> None:
+        """Report a stack of matrices with scales of their own that is one logical tensor."""
+        held = self._sources[source]
+        scales = "one scale"
+        if packing.tensor_scale_dtype is None:
+            scales = f"{packing.grid[0]} rows of scales for {packing.rows} rows"
+        self._findings.tensor(
+            ("matrices", held.name, scales),
+            where=held.name,
+            what=f"{{count}} tensors are several matrices with {scales} each, in an order that model_type "
+            f"'{held.model_type}' does not tell",
+            remedy="Take them from one source unchanged (merge_method: passthrough, without dtype), or "
+            "report the model type.",
+            example=f"{name} {list(held.checkpoint.tensors[name].shape)}",
+        )
+
     def _run(
         self, chosen: Chosen, block: Block, fate: Fate
     ) -> tuple[tuple[Part, ...], tuple[Read, ...]] | None:
@@ -147,10 +178,16 @@ class RowMaker:
 
     def _fits(self, chosen: Chosen, member: Member, place: Place, found: Place) -> bool:
         """Whether what was found are plain numbers of the lead's shape; else a finding says what they are."""
-        if place.shape == found.shape:
-            return self._plain.check(member.source, found.tensor)
-        self.other_shape(chosen, member, found, place.shape)
-        return False
+        if place.shape != found.shape:
+            self.other_shape(chosen, member, found, place.shape)
+            return False
+        scales, packing = found.scales, self._logical[member.source].packing(found.tensor.name)
+        if scales is not None and packing is not None:
+            lacks_scale = scales.tensor_nbytes and not scales.tensor_key
+            if lacks_scale or not packing.has_bands_of(found.start, found.num_elements):
+                self._several_scales(member.source, found.tensor.name, packing)
+                return False
+        return self._plain.check(member.source, found.tensor)
 
     def is_plain(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor is stored as plain numbers; else a finding says what it holds."""

@@ -12,8 +12,9 @@ from raymerge.errors import CheckpointError, PlanError, Problem, UserError
 from raymerge.planner.elements import strided, torch_dtype
 from raymerge.planner.expert_blocks import ExpertBlock
 from raymerge.planner.expressions import Read
+from raymerge.planner.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.score_files import HOW_TO_WRITE, Row, file_scores
-from raymerge.planner.sources import holdings
+from raymerge.planner.sources import Source, holdings
 from raymerge.planner.supplies import Supplies
 from raymerge.planner.weights import Weights
 from raymerge.recipes import ExpertSetRecipe
@@ -75,11 +76,27 @@ def _of_weights(supplies: Supplies, blocks: Sequence[ExpertBlock]) -> Scores:
         what = "scores are computed from weights while planning, and this model is not made yet."
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
+    _refuse_codes(source, blocks)
     with _Matrices(supplies) as matrices:
         return {
             block.path: tuple(_size(matrices, block, expert) for expert in range(block.num_experts))
             for block in blocks
         }
+
+
+def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
+    """Refuse experts that are codes, by the format's name.
+
+    Raises:
+        PlanError: some are.
+    """
+    found = quantised_tensors(source.checkpoint)
+    heads = tuple(f"{block.path}.experts" for block in blocks)
+    for name, form in {**stored_formats(found), **found.unknown}.items():
+        if name.startswith(heads):
+            what = f"its experts are stored as {form} (such as {name}), and sizes are those of plain numbers."
+            remedy = CONVERT_FIRST if name in found.members else USE_PLAIN
+            raise PlanError(Problem(source.name, what, f"{remedy} Or give the scores in a file."))
 
 
 def _size(matrices: _Matrices, block: ExpertBlock, expert: int) -> float:

@@ -77,14 +77,17 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
             number, offset = index[tensor.name], tensor.offset
-            codes = outputs[number].scales_of
-            cut = _scales_cut(outputs[index[codes]], target) if codes else _pieces(outputs[number], target)
+            own = outputs[number]
+            codes = outputs[index[own.scales_of]] if own.scales_of else None
+            cut = _pieces(own, target) if codes is None else _scales_cut(own, codes, target)
             for first, piece in cut:
-                twin = -1 if codes else twins.of(first, piece)
+                twin = -1 if codes is not None else twins.of(first, piece)
                 made.setdefault(tensor.name, []).append(len(placed))
                 placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
                 offset += piece.nbytes
-    _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in outputs if each.scales_of])
+    for is_tensor_scale in (False, True):
+        scales = [o for o in outputs if o.scales_of and o.is_tensor_scale is is_tensor_scale]
+        _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in scales])
     return tuple(placed)
 
 
@@ -94,17 +97,19 @@ def _pieces(output: Output, target: int) -> Iterator[tuple[int, Row]]:
         yield from _cut(row, target)
 
 
-def _scales_cut(codes: Output, target: int) -> Iterator[tuple[int, Row]]:
+def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[int, Row]]:
     """The rows of the scales of an output of codes: one to each of its pieces."""
+    is_one = scales.is_tensor_scale
+    expression = scales_expression(scales.dtype, is_tensor_scale=is_one)
     for _, piece in _pieces(codes, target):
         encode, (part, *_) = piece.expression.encode, piece.parts
         if encode is None:
             raise ValueError(f"{codes.name} has scales and is no codes")
-        columns = part.shape[-1]
+        columns = part.columns
         bands = -(-piece.num_elements // (encode.band * columns))
-        count = bands * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
-        made = Part(scales_part(part.logical), (count,), None)
-        yield 0, Row(count, scales_expression(encode.scale_dtype), (made,), ())
+        count = 1 if is_one else bands * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
+        made = Part(scales_part(part.logical, is_tensor_scale=is_one), (count,), None)
+        yield 0, Row(count, expression, (made,), ())
 
 
 def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -112,7 +117,7 @@ def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], 
 
     Args:
         placed: every row; those of scales are replaced.
-        tensors: rows of codes and rows of scales of each tensor that has both, one to one.
+        tensors: rows of codes and rows of scales of one kind of each tensor that has both, one to one.
     """
     scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
     for code, scale in scales.items():
@@ -153,6 +158,8 @@ class _Twins:
 
     def of(self, first: int, row: Row) -> int:
         """Index of the first row with the content of this one, which is placed next; -1 for none."""
+        if row.expression.is_constant:
+            return -1
         here, read = len(self._placed), row.reads[0]
         known = self._by_begin.setdefault((first, read.source, read.key, read.offset), here)
         if known != here and self._placed[known].row.content() != row.content():
@@ -183,17 +190,20 @@ def _unit(row: Row) -> int:
     columns = [read.assembly.num_columns for read in row.reads if read.assembly is not None]
     bands = [read.scales.unit for read in row.reads if read.scales is not None]
     if row.expression.encode is not None:
-        bands.append(row.expression.encode.band * row.parts[0].shape[-1])
+        bands.append(row.expression.encode.band * row.parts[0].columns)
     if bands:
         return math.lcm(*bands)
     return group_multiple(max(columns)) if columns else BLOCK
 
 
 def _divides(row: Row) -> bool:
-    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one row."""
+    """Whether any piece can be made by itself. Padding is the mean of all rows, so it is made in one row, and
+    so is a matrix whose codes share one scale."""
     if any(read.assembly is not None and read.assembly.is_padded for read in row.reads):
         return False
     expression = row.expression
+    if expression.encode is not None and expression.encode.tensor_scale_dtype is not None:
+        return False
     method = find_method(expression.method)
     return expression.is_copy or (
         method is not None

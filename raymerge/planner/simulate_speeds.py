@@ -22,6 +22,10 @@ class MethodSpeeds:
     """Seconds for a byte that is copied as it is."""
     by_tensor: Mapping[str, float]
     """Seconds for each tensor, or piece of one, beyond those for its elements, by the method's name."""
+    decoded: float = 0.0
+    """Seconds for each element of a source that is stored as codes with scales, beyond those."""
+    encoded: float = 0.0
+    """The same for each element of the output that is written as codes with scales."""
 
     def per_element(self, method: str) -> float:
         """Seconds for each element of every source."""
@@ -45,4 +49,6 @@ def measured_speeds() -> MethodSpeeds:
         table["other"] * _NANO,
         table["copied_byte"] * _NANO,
         {name: value * _MICRO for name, value in table["tensors"].items()},
+        decoded=table["decoded"] * _NANO,
+        encoded=table["encoded"] * _NANO,
     )

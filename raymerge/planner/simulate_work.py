@@ -90,7 +90,7 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
     segments = plan["segments"]
     sums = [_run_sums(ints(segments, "num_rows"), each) for each in by_row]
     read, written, computed = (each.astype(np.int64) for each in sums[:3])
-    used = {each.method for each in expressions if not each.is_copy}
+    used = {each.method for each in expressions if not (each.is_copy or each.is_unread)}
     return SegmentLoads(
         cost=ints(segments, "cost"),
         read_bytes=read,
@@ -112,7 +112,13 @@ def _computing(plan: Plan, expressions: tuple[Expression, ...], speeds: MethodSp
     per_element = np.array([speeds.per_element(each.method) for each in expressions])
     per_tensor = np.array([speeds.per_tensor(each.method) for each in expressions])
     which = ints(rows, "expression")
-    return np.asarray(elements * per_element[which] + ints(rows, "num_parts") * per_tensor[which])
+    is_encoded = np.array([each.encode is not None for each in expressions], dtype=np.bool_)
+    is_packed = ints(plan["inputs"], "scales") >= 0
+    coded = ints(plan["inputs"], "nbytes") * 8 / bits[dtypes] * is_packed
+    decoded = _run_sums(ints(rows, "num_inputs"), coded) * speeds.decoded
+    encoded = ints(rows, "num_elements") * is_encoded[which] * speeds.encoded
+    computed = elements * per_element[which] + ints(rows, "num_parts") * per_tensor[which]
+    return np.asarray(computed + decoded + encoded)
 
 
 def _passes(plan: Plan, expressions: tuple[Expression, ...]) -> Ints:

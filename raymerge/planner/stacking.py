@@ -18,7 +18,7 @@ from raymerge.planner.places import End, PlacedTensors, counterpart
 from raymerge.planner.spans import Section
 
 _Kind = frozenset[tuple[str, tuple[int, ...], DType | None]]
-# Name within the layer, shape, and the dtype where it holds codes: equal kinds are layers of equal build.
+# Name within the layer, shape, and the dtype of codes that are not read: equal kinds are layers of one build.
 
 _ONE_CONFIG = "one config has to describe all layers"
 _REMEDY = "Stack models of one size and layout, and make one of them the base_model."
@@ -104,11 +104,17 @@ def _stacked(section: Section, index: int, part: PlacedTensors) -> _Stacked:
 
 
 def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
-    found, tensors = part.by_place(), part.source.checkpoint.tensors
+    checkpoint = part.source.checkpoint
+    found, tensors = part.by_place(), checkpoint.tensors
+    # What is read as numbers is numbers, however each source stores them.
+    numbers = checkpoint.packs.packed if checkpoint.packs is not None else {}
     for layer in range(part.num_layers):
         start = len(f"{part.prefix}.{layer}.")
         names = [name for name in found.get(layer, ()) if part.is_compared(name)]
-        yield frozenset((name[start:], tensors[name].shape, _codes(tensors[name])) for name in names)
+        yield frozenset(
+            (name[start:], tensors[name].shape, None if name in numbers else _codes(tensors[name]))
+            for name in names
+        )
 
 
 def _codes(tensor: StoredTensor) -> DType | None:

@@ -100,15 +100,25 @@ def _row_columns(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int
     yield [row.num_elements for row in made]
     yield [expressions[row.expression] for row in made]
     yield [row.is_flat for row in made]
-    scales = {placed.made_with: number for number, placed in enumerate(rows) if placed.made_with >= 0}
     yield [placed.copy_of for placed in rows]
     yield [placed.made_with for placed in rows]
-    yield [scales.get(number, -1) for number in range(len(rows))]
+    yield _made_with(rows, is_tensor_scale=False)
+    yield _made_with(rows, is_tensor_scale=True)
     yield also
     yield _starts(num_parts)
     yield num_parts
     yield _starts(num_inputs)
     yield num_inputs
+
+
+def _made_with(rows: Sequence[PlacedRow], *, is_tensor_scale: bool) -> Sequence[int]:
+    """Of each row the one of its scales, or of the one scale of its matrix; -1 for none."""
+    found = {
+        placed.made_with: number
+        for number, placed in enumerate(rows)
+        if placed.made_with >= 0 and placed.row.expression.is_tensor_scale is is_tensor_scale
+    }
+    return [found.get(number, -1) for number in range(len(rows))]
 
 
 def _starts(counts: Sequence[int]) -> Sequence[int]:

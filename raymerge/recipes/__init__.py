@@ -1,6 +1,7 @@
 """What the user wrote: recipes, read and checked, with the place of every value."""
 
 from raymerge.recipes.adapter import AdapterOutput
+from raymerge.recipes.conversion import conversion_recipe
 from raymerge.recipes.expert_change import AddedExpert, ExpertChange
 from raymerge.recipes.expert_ids import ExpertGroups, ExpertIds, PerLayer
 from raymerge.recipes.expert_set import ExpertSetRecipe
@@ -59,6 +60,7 @@ __all__ = [
     "Trunk",
     "ZeroRow",
     "canonical",
+    "conversion_recipe",
     "did_you_mean",
     "evaluate",
     "load_recipe",

@@ -23,6 +23,8 @@ from raymerge.recipes.schema import Recipe
 MAX_TEXT_BYTES = 4 * 2**20
 """Bytes of a recipe's text."""
 
+_CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
+"""Fields that say so of themselves."""
 _EXPERTS_FORMS = (
     "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
     "or a map to change the experts of one: experts: {keep: [0, 1]}."
@@ -87,14 +89,20 @@ def parse_recipes(
 
 
 def recipe_from_mapping(
-    data: Mapping[str, Any], name: str = "recipe", *, exists: Exists = os.path.isdir
+    data: Mapping[str, Any], name: str | Places = "recipe", *, exists: Exists = os.path.isdir
 ) -> AnyRecipe:
     """The recipe that a mapping of plain values means; it has the keys of the YAML form.
+
+    Args:
+        data: what the recipe says.
+        name: what messages call it, or where they say that a value of it stands.
+        exists: whether a text is a local directory.
 
     Raises:
         RecipeError: all that is wrong with it, by path: ``recipe: models[0].parameters.weight``.
     """
-    return _validate(data, Reading(Places(name), None, exists), [])
+    places = name if isinstance(name, Places) else Places(name)
+    return _validate(data, Reading(places, None, exists), [])
 
 
 def canonical(recipe: AnyRecipe) -> str:
@@ -102,7 +110,7 @@ def canonical(recipe: AnyRecipe) -> str:
 
     Equal recipes give equal texts, however they were spelled, laid out or named.
     """
-    plain = recipe.model_dump(mode="json", exclude={"name"})
+    plain = recipe.model_dump(mode="json", exclude=_CHANGE_NO_BYTE)
     if isinstance(recipe, Recipe) and recipe.tokenizer is not None:
         # Tokens are added in the order of the recipe, which sorted keys would hide.
         plain["tokenizer"]["tokens"] = list(plain["tokenizer"]["tokens"].items())

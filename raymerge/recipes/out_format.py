@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -13,7 +13,7 @@ from raymerge.recipes.readers import choice_of
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 from raymerge.recipes.suggest import did_you_mean
 
-OUT_FORMATS = ("same", "bf16", "fp8_block")
+OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
 """``same``: as the checkpoint has it that the output's names come from; ``bf16``: plain numbers."""
 
 _KEYS = (*SELECTOR_KEYS, "value")
@@ -32,17 +32,14 @@ class FormatChoice:
 
 @dataclass(frozen=True, slots=True)
 class OutFormats:
-    """Formats by tensor; the first line that speaks of a tensor holds."""
+    """Formats by tensor."""
 
     choices: tuple[FormatChoice, ...]
-    """At least one, in the recipe's order."""
+    """At least one, in the recipe's order; the first that speaks of a tensor holds for it."""
 
-    def of(self, subject: Subject) -> FormatChoice | None:
-        """The line that holds for an output tensor; None where none speaks of it."""
-        for choice in self.choices:
-            if choice.selector is None or choice.selector.matches(subject):
-                return choice
-        return None
+    def matching(self, subject: Subject) -> Iterator[FormatChoice]:
+        """The lines that select an output tensor, in order."""
+        return (each for each in self.choices if each.selector is None or each.selector.matches(subject))
 
 
 def _read_formats(value: object) -> OutFormats | None:

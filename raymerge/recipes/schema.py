@@ -21,7 +21,7 @@ from raymerge.recipes.entry import (
 )
 from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.out_format import OutFormat
-from raymerge.recipes.readers import between, choice_of
+from raymerge.recipes.readers import between, choice_of, read_positive
 from raymerge.recipes.router import Alignment, RouterSource
 from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource
@@ -137,7 +137,7 @@ class ModuleEntry(Entry):
 
 
 class Recipe(Document):
-    """A merge: every field can change a byte of the output, and nothing else can.
+    """A merge: what is not a field can change no byte of the output, and a field that cannot says so.
 
     Python callers may build it from plain values; ``load_recipe`` also gives places for messages.
     """
@@ -163,6 +163,8 @@ class Recipe(Document):
     """dtype of the merged tensors in the output."""
     out_format: OutFormat = None
     """How the output stores its numbers, plain or as codes with scales; None goes by dtype and checkpoint."""
+    warn_encoding_error: Annotated[float, by(read_positive)] | None = None
+    """Relative error that encoding may add to a tensor without a warning; None for any. Changes no byte."""
     parameters: Parameters = {}
     """Settings that hold wherever nothing nearer says otherwise."""
     tokenizer_source: TokenizerSource | None = None

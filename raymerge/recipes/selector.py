@@ -66,6 +66,11 @@ class Selector:
     layers: tuple[tuple[int, int], ...] = ()
     """First and last layer of each range, one of which the tensor must be in; empty for any place."""
 
+    @property
+    def is_by_name(self) -> bool:
+        """Whether it says what tensors are called, and not only what they do and where."""
+        return self.glob is not None or self.filter not in _EVERYTHING
+
     def matches(self, subject: Subject) -> bool:
         """Whether this speaks of ``subject``. A tensor outside the layers is in no range of them."""
         return (

@@ -10,7 +10,7 @@ from torch import nn
 
 from raymerge.architectures.sections import class_names
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.quantised import quantised_formats
+from raymerge.planner.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.sources import Source
 
 NO_PROMPTS_REMEDY = "Use gate_mode: cheap_embed or random, which do not run the base model."
@@ -78,10 +78,11 @@ def _unfit(base: Source) -> Iterator[Problem]:
     if base.checkpoint.config.get("is_encoder_decoder"):
         what = "is an encoder with a decoder; the router's prompts are read by a decoder alone."
         yield Problem(base.name, what, NO_PROMPTS_REMEDY)
-    formats = sorted(set(quantised_formats(base.checkpoint).values()))
+    found = quantised_tensors(base.checkpoint)
+    formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
     if formats:
         what = f"holds tensors that are quantised ({', '.join(formats)}), and prompts cannot be run on codes."
-        yield Problem(base.name, what, "Name a copy of the model in bfloat16.")
+        yield Problem(base.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
 
 
 def _unknown(base: Source) -> Problem:

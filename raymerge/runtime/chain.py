@@ -24,6 +24,7 @@ from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Stage
+from raymerge.recipes import Recipe
 from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
 from raymerge.runtime.ledger import NAME, Ledger
@@ -193,7 +194,7 @@ class Chain:
         return tuple(runs)
 
     def _run(self, merge: PlannedMerge, sources: Sequence[Source]) -> Run:
-        is_last = merge is self._merges[-1]
+        is_last, recipe = merge is self._merges[-1], merge.recipe
         # What is at the place of a result between is ours, and no longer what is wanted.
         options = self._options if is_last else replace(self._options, replace=True)
         return Run(
@@ -204,6 +205,7 @@ class Chain:
             on_event=self._on_event,
             began=self._began if is_last else None,
             reports=self._reports(self._stages if is_last else merge.stages),
+            warn_encoding_error=recipe.warn_encoding_error if isinstance(recipe, Recipe) else None,
         )
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:

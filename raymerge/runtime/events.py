@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raymerge.planner.duplicates import DuplicateGroup
+    from raymerge.planner.encoding_errors import ErrorsAbove, RoleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,16 @@ class DuplicatesFound(Event):
     """Bytes of them that share storage; None where that was not asked for, or an earlier run saw to it."""
     unforeseen: tuple[DuplicateGroup, ...]
     """Tensors whose bytes turned out to be those of an earlier one, which the plan did not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingErrorsFound(Event):
+    """All shards are written, and some tensors were encoded as codes with scales."""
+
+    roles: tuple[RoleError, ...]
+    """What that changed in their numbers, by role."""
+    above: ErrorsAbove | None
+    """Tensors that it changed by more than the recipe's ``warn_encoding_error``; None for none."""
 
 
 @dataclass(frozen=True, slots=True)

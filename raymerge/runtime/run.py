@@ -22,12 +22,14 @@ from raymerge.assemble.finish import (
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, TargetError
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
+from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
 from raymerge.runtime.events import (
     DeviceFailed,
     DuplicatesFound,
+    EncodingErrorsFound,
     OnEvent,
     Planned,
     Published,
@@ -50,6 +52,8 @@ from raymerge.verifier.structure import Verdict, verify_structure
 
 _STAGES = "stages"
 """Directory within the record for what stages report."""
+_ENCODING = f"{RECORD}/encoding_errors.json"
+"""What encoding changed in each tensor; the plan's own manifest holds only what is known beforehand."""
 _NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -69,6 +73,8 @@ class RunResult:
     """Wall time of this run."""
     duplicates: FoundDuplicates
     """What equals other output, known beforehand or not."""
+    encoding_errors: EncodingErrors
+    """What encoding changed, segments of earlier runs included."""
 
 
 class Run:
@@ -84,6 +90,7 @@ class Run:
         on_event: OnEvent,
         began: float | None = None,
         reports: Mapping[str, Mapping[str, Any]] = _NO_REPORTS,
+        warn_encoding_error: float | None = None,
     ) -> None:
         """
         Args:
@@ -94,6 +101,7 @@ class Run:
             on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
             began: ``time.monotonic()`` when the user's command began; None for now.
             reports: what the record is to say of the stages that came before, by their names.
+            warn_encoding_error: relative error of a tensor above which there is a warning; None for none.
 
         Raises:
             PlanError: something stands in the plan's way.
@@ -107,6 +115,7 @@ class Run:
         self._staging = Staging(_real(output), plan)
         self._began = time.monotonic() if began is None else began
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
+        self._warn_encoding_error = warn_encoding_error
         self.projection = fit_budget(plan, options)
         check_free(options)
         _check_apart(self._staging.output, sources)
@@ -167,7 +176,8 @@ class Run:
         with LocalStore(self._staging.root) as store:
             receipts, shared_bytes = self._work(pool, ledger, store)
             duplicates = self._duplicates(receipts, shared_bytes)
-            self._finish(store)
+            errors = self._encoding_errors(receipts)
+            self._finish(store, {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})})
         verdict = verify_structure(self._staging.root).require()
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
         self._staging.publish(replace=self._options.replace)
@@ -175,7 +185,8 @@ class Run:
         self._on_event(Published(str(self._staging.output), seconds))
         output = self._staging.output
         proved = replace(verdict, path=str(output))
-        return RunResult(output, self._plan.digest, proved, tuple(receipts.values()), seconds, duplicates)
+        made = tuple(receipts.values())
+        return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
         """What must be the same for a run to go on, beside the plan."""
@@ -229,6 +240,14 @@ class Run:
             )
         return found
 
+    def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
+        """What encoding changed, told if anything was encoded."""
+        sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
+        found = encoding_errors(self._plan, sums)
+        if found:
+            self._on_event(EncodingErrorsFound(found.roles, found.above(self._warn_encoding_error)))
+        return found
+
     def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
         roots = tuple(each.root for each in holdings(self._sources))
@@ -257,7 +276,8 @@ class Run:
             )
         )
 
-    def _finish(self, store: LocalStore) -> None:
+    def _finish(self, store: LocalStore, reports: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write all that goes with the shards, and into the record these reports, by their keys."""
         donor = self._sources[int(self._plan.manifest["donor"])]
         check_shards(self._plan, store)
         with open_store(donor.checkpoint.root) as files:
@@ -269,9 +289,9 @@ class Run:
                 parents=parents_of(self._sources),
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
-        for key, report in self._reports.items():
+        for key, report in reports.items():
             store.write_atomic(key, (json.dumps(report, indent=2, sort_keys=True) + "\n").encode())
-        self._staging.sweep({*finished_files(self._plan, donor.checkpoint.companions), *self._reports})
+        self._staging.sweep({*finished_files(self._plan, donor.checkpoint.companions), *reports})
 
 
 def _real(output: Path) -> Path:

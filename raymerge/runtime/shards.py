@@ -114,7 +114,8 @@ class Shards:
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
         """By shard, the bytes of every row that the receipts speak of, in each place that it was written."""
         rows = RunReader(
-            self._plan["rows"], "shard", "offset", "nbytes", "copy_of", "made_with", "also", "scales"
+            self._plan["rows"],
+            *("shard", "offset", "nbytes", "copy_of", "made_with", "also", "scales", "tensor_scale"),
         )
         segments = RunReader(self._plan["segments"], "first_row", "num_rows")
         found: dict[int, list[_Span]] = {}
@@ -122,8 +123,8 @@ class Shards:
             first, count = segments.row(number)
             made = [(n, row) for n, row in enumerate(rows.read(first, count), first) if row[3] < 0 > row[4]]
             # With codes their scales are made, whatever shard these are in.
-            made += [(row[6], rows.row(row[6])) for _, row in made if row[6] >= 0]
-            for index, (shard, offset, nbytes, _, _, also, _) in made:
+            made += [(other, rows.row(other)) for _, row in made for other in row[6:] if other >= 0]
+            for index, (shard, offset, nbytes, _, _, also, *_) in made:
                 digest = receipt.digests.get(str(index))
                 for each, begin in [(shard, offset), *(rows.row(other)[:2] for other in also)]:
                     found.setdefault(each, []).append(_Span(begin, nbytes, digest, number))

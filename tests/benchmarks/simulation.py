@@ -319,7 +319,9 @@ def _print_speeds() -> None:
     """The table of ``simulate_speeds.toml``."""
     with tempfile.TemporaryDirectory() as made:
         bench = SpeedBench(Path(made))
-        print(f"copied_byte = {bench.copied_byte_seconds() * 1e9:.2g}\n\n[methods]")
+        print(f"copied_byte = {bench.copied_byte_seconds() * 1e9:.2g}")
+        decoded, encoded = bench.code_seconds()
+        print(f"decoded = {decoded * 1e9:.2g}\nencoded = {encoded * 1e9:.2g}\n\n[methods]")
         found = {}
         for name, method in methods().items():
             found[name] = bench.method_speed(method)

@@ -21,7 +21,9 @@ import torch
 from kits.assembly_maker import Stock, expression, make_stock, plan_of
 from kits.checkpoint_maker import sparse_checkpoint
 
+from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.packing import Format, usual_packing
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
@@ -193,6 +195,27 @@ class SpeedBench:
     def copied_byte_seconds(self, *, rounds: int = ROUNDS) -> float:
         """Seconds of one thread for a byte that is copied as it is, and its digest."""
         return self.speed(copy_expression(DType.BF16), rounds=rounds).element / 2
+
+    def code_seconds(self, *, rounds: int = ROUNDS) -> tuple[float, float]:
+        """Seconds of one thread for an element of block FP8 that is decoded, and for one that is encoded.
+
+        Scales that a source had are tried, and what encoding changes is added up, as lanes do.
+        """
+        packing = usual_packing(Format.FP8_BLOCK, self._shapes["flat"])
+        codec, values = codec_of(packing.format), _weights(1, packing.shape).float()
+        had = codec.encode(packing, values)
+        out = torch.empty_like(values)
+
+        def encode() -> None:
+            codec.error_sums(packing, values, codec.encode(packing, values, kept=had.scales))
+
+        values = values + 1e-3
+        clock, taken = Clock(), []
+        for work in (lambda: codec.decode(packing, *had, out=out), encode):
+            work()
+            taken.append(statistics.median(clock.seconds(work) for _ in range(rounds)))
+        decoded, encoded = (seconds / prod(packing.shape) for seconds in taken)
+        return decoded, encoded
 
     def speed(self, made_of: Expression, *, rounds: int = ROUNDS, threads: int = 0) -> Speed:
         """What a merge takes; of what is a matrix by itself all is told by its elements.

@@ -141,6 +141,11 @@ def test_a_copy_is_faster_than_any_method(bench: SpeedBench) -> None:
     assert 0 <= bench.copied_byte_seconds() < slow.element + slow.tensor
 
 
+def test_codes_take_time_to_decode_and_more_to_encode(bench: SpeedBench) -> None:
+    decoded, encoded = bench.code_seconds(rounds=3)
+    assert 0 < decoded < encoded < 1e-5
+
+
 def test_two_lengths_tell_elements_from_tensors() -> None:
     assert speed_of((100.0, 7.0), (10.0, 2.5)) == Speed(element=0.05, tensor=2.0)
     assert speed_of((100.0, 5.0)) == Speed(element=0.05, tensor=0.0)

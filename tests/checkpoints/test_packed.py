@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.packed_headers import (
     BLOCK,
+    CHANNEL,
     FP8,
     GOOD,
     MX,
@@ -28,7 +29,7 @@ from kits.packed_headers import (
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.packed import PackedTensors, packed_tensors, shape_problem
+from raymerge.checkpoints.packed import PackedTensors, packed_tensors
 from raymerge.checkpoints.packed_grids import fp8_blocks, implied_block
 from raymerge.checkpoints.packing import Format
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
@@ -79,17 +80,6 @@ def test_partners_have_names_by_what_they_are(tmp_path: Path) -> None:
     assert (fp8.tensor_scale, fp8.others) == (f"{X}.weight_scale", (f"{X}.input_scale",))
 
 
-@pytest.mark.parametrize("nbytes", [4, 8])
-def test_the_content_of_a_shape_tensor_must_repeat_the_shape(tmp_path: Path, nbytes: int) -> None:
-    packed = look(tmp_path / "a", GOOD["Kimi-K2-Thinking"][0], compressed(W4)).tensors[f"{X}.weight"]
-    good = b"".join(size.to_bytes(nbytes, "little") for size in (6, 64))
-    assert shape_problem(packed, "a model", good) is None
-    wrong = shape_problem(packed, "a model", good[nbytes:] + good[:nbytes])
-    assert f"a model: tensor '{X}.weight_shape' holds [64, 6], but '{X}.weight_packed' is of [6, 64]." in str(
-        wrong
-    )
-
-
 UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "zero points": (
         {**GOOD["Kimi-K2-Thinking"][0], f"{X}.weight_zero_point": (DType.I32, (1, 2))},
@@ -107,10 +97,20 @@ UNKNOWN: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
         "packed integers, declared as asymmetric 4-bit int by group",
     ),
     "INT8": (GOOD["Kimi-K2-Thinking"][0], compressed(W8), "packed integers, declared as 8-bit int by group"),
-    "MXFP4": (
-        {f"{X}.weight_packed": (DType.U8, (6, 32)), f"{X}.weight_scale": (DType.U8, (6, 2))},
-        compressed({**NV, "group_size": 32}),
-        "MXFP4 in weight_packed",
+    "blocks of [out, in] beside [in, out]": (
+        {f"{E}.gate_up_proj": f8(4, 256, 768), f"{E}.gate_up_proj_scale_inv": f32(4, 6, 2)},
+        FP8,
+        "fp8_block with scales of the transposed matrices",
+    ),
+    "channels of [out, in] beside [in, out]": (
+        {f"{E}.gate_up_proj": f8(4, 256, 768), f"{E}.gate_up_proj_scale": f32(4, 1, 768)},
+        compressed(CHANNEL),
+        "fp8_channel with scales of the transposed matrices",
+    ),
+    "wider codes": (
+        {f"{X}.weight_packed": (DType.I64, (6, 8)), f"{X}.weight_scale": (DType.BF16, (6, 2))},
+        compressed(W4),
+        "I64 in weight_packed",
     ),
 }
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from raymerge.checkpoints.packed_config import Declared, PlainModules, Scheme, read_declared
+from raymerge.checkpoints.packed_config import Declared, Modules, Scheme, read_declared
 from raymerge.checkpoints.packing import Format
 
 LAYER = "model.layers.1"
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
 
-def fp8(*listed: str, key: str = "modules_to_not_convert") -> PlainModules:
+def fp8(*listed: str, key: str = "modules_to_not_convert") -> Modules:
     """What an FP8 config lists as plain."""
     return read_declared([{"quant_method": "fp8", key: list(listed)}]).plain
 
 
-def ignored(*listed: str) -> PlainModules:
+def ignored(*listed: str) -> Modules:
     """What compressed-tensors lists as plain."""
     return read_declared([{"quant_method": "compressed-tensors", "ignore": list(listed)}]).plain
 
@@ -65,6 +65,7 @@ def test_methods_that_are_not_read_are_named(table: dict[str, Any], method: str,
         ({"type": "int", "num_bits": 4, "strategy": None, "group_size": 32}, Scheme(Format.INT4, (1, 32))),
         ({"type": "int", "num_bits": 4, "strategy": "channel"}, Scheme(Format.INT4, (1, 0))),
         ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, Scheme(Format.NVFP4, None)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32}, Scheme(Format.MXFP4_ROWS, None)),
         ({"actorder": "weight"}, Scheme(Format.FP8_TENSOR, None)),
     ],
 )
@@ -80,7 +81,7 @@ def test_groups_are_read(weights: dict[str, Any], scheme: Scheme) -> None:
         ({"actorder": "group"}, "8-bit float by tensor, in another order of columns"),
         ({"type": "int"}, "8-bit int by tensor"),
         ({"type": "int", "num_bits": 4}, "4-bit int by tensor"),
-        ({"num_bits": 4, "strategy": "group", "group_size": 32}, "4-bit float by group"),
+        ({"num_bits": 4, "strategy": "group", "group_size": 64}, "4-bit float by group"),
         ({"strategy": "block"}, "8-bit float by block"),
         ({"num_bits": [1]}, "[1]-bit float by tensor"),
     ],
@@ -93,7 +94,48 @@ def test_groups_that_are_not_read_are_put_in_words(weights: dict[str, Any], word
 @pytest.mark.parametrize("wrong", [None, [], 3, {"a": 1}, {"a": {"weights": None}}, {"a": {"weights": 4}}])
 def test_groups_that_are_none_say_nothing(wrong: Any) -> None:
     declared = read_declared([{"quant_method": "compressed-tensors", "config_groups": wrong, "ignore": 7}])
-    assert (declared.schemes, declared.others, declared.plain) == ((), (), PlainModules())
+    assert (declared.schemes, declared.others, declared.plain) == ((), (), Modules())
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (f"{LAYER}.self_attn.q_proj", Format.INT4),
+        (f"{LAYER}.mlp.up_proj", Format.FP8_CHANNEL),
+        # A path counts before patterns, and these before classes, whichever comes first.
+        (f"{LAYER}.self_attn.o_proj", Format.FP8_CHANNEL),
+        (f"{LAYER}.attention.q_proj", Format.FP8_TENSOR),
+        ("x.model.layers.1.mlp.up_proj", Format.FP8_TENSOR),
+    ],
+)
+def test_groups_speak_of_their_targets(module: str, expected: Format) -> None:
+    made = {
+        "class": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": {"num_bits": 8}},
+        "pattern": {
+            "targets": ["re:.*self_attn.*"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            "input_activations": None,
+        },
+        "path": {
+            "targets": [f"{LAYER}.self_attn.o_proj", r"re:model\.layers\.\d+\.mlp\."],
+            "weights": {**WEIGHTS, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "dynamic": True},
+        },
+    }
+    declared = read_declared([{"quant_method": "compressed-tensors", "config_groups": made}])
+    said = declared.of(module)
+    assert said is not None
+    assert [scheme.format for scheme in said.schemes] == [expected]
+    assert said.scales_inputs is (expected is Format.FP8_TENSOR)
+    del made["class"]
+    of_named = read_declared([{"quant_method": "compressed-tensors", "config_groups": made}]).of(module)
+    assert (of_named is None) is (expected is Format.FP8_TENSOR)
+
+
+def test_a_target_that_is_no_regular_expression_is_told() -> None:
+    made = {"a": {"targets": ["re:*"], "weights": WEIGHTS}}
+    (wrong,) = read_declared([{"quant_method": "compressed-tensors", "config_groups": made}]).wrong
+    assert "*, which is no regular expression" in wrong
 
 
 def test_another_float_than_e4m3_is_told() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kits.command_line import run_command
 
-VERBS = ("submit", "plan", "verify", "inspect", "methods", "extract-lora")
+VERBS = ("submit", "convert", "plan", "verify", "inspect", "methods", "extract-lora")
 HEAVY = ("torch", "ray", "pyarrow", "numpy", "yaml", "transformers", "raymerge.api", "raymerge.recipes")
 OF_TYPER = "pydantic"
 """typer reads the options of a single verb with it; the library's own models must not be what loads it."""

@@ -130,7 +130,7 @@ def test_stages_are_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.Monk
     assert "stages are not simulated" not in _plan(tmp_path, "--simulate", "storage=1GB/s").text
     stream = io.StringIO()
     monkeypatch.chdir(tmp_path)
-    (account,) = explain_all("recipe.yml", "out", RunOptions(inline=True))
+    (account,) = explain_all("recipe.yml", "out", RunOptions(inline=True), title="recipe.yml")
     run = simulate_plan(account.merge.plan, Cluster(storage=1e9), 1 << 30)
     show_simulation(Console(file=stream, width=100), run, stages=2)
     assert "left out   2 stages before the merge; stages are not simulated" in stream.getvalue()

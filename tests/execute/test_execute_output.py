@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.assembly_maker import row_of
 
+from raymerge.checkpoints.codecs import ErrorSums
 from raymerge.dtypes import DType
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
@@ -362,3 +363,11 @@ def test_where_one_place_cannot_be_copied_to_nothing_counts_as_copied(tmp_path: 
     assert isinstance(read, Read)
     assert not output.copy_from(source, read, row, (0, 400))
     assert (output.written_bytes, output.shards) == (0, set())
+
+
+def test_what_encoding_changed_in_tiles_is_added_up_row_by_row() -> None:
+    output, rows = _output(_Store()), [_row(8, (("a", 8 * index),), index) for index in (3, 5)]
+    for row, errors, values in ((rows[0], 0.5, 4.0), (rows[1], 2.0, 1.0), (rows[0], 0.25, 8.0)):
+        sums = ErrorSums(*(torch.tensor(each, dtype=torch.float64) for each in (errors, values)))
+        output.add_errors(row, sums)
+    assert output.encoding_errors == {"3": (0.75, 12.0), "5": (2.0, 1.0)}

@@ -37,6 +37,7 @@ ELEMENTS = {
     Format.FP8_CHANNEL: E4M3,
     Format.FP8_TENSOR: E4M3,
     Format.MXFP4: np.array([e2m1(code) for code in range(16)]),
+    Format.MXFP4_ROWS: np.array([e2m1(code) for code in range(16)]),
     Format.NVFP4: np.array([e2m1(code) for code in range(16)]),
     Format.INT4: np.arange(16.0) - 8,
 }

@@ -22,8 +22,14 @@ MX = {"quant_method": "mxfp4"}
 
 
 def compressed(*weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A table of compressed-tensors with one group for each."""
-    groups = {f"group_{number}": {"weights": dict(each)} for number, each in enumerate(weights)}
+    """A table of compressed-tensors with one group for each: the last for all but attention."""
+    groups = {
+        f"group_{number}": {
+            "targets": ["re:.*self_attn.*" if number + 1 < len(weights) else "Linear"],
+            "weights": dict(each),
+        }
+        for number, each in enumerate(weights)
+    }
     return {"quant_method": "compressed-tensors", "config_groups": groups, **more}
 
 
@@ -125,6 +131,11 @@ GOOD: dict[str, tuple[Specs, Mapping[str, Any], tuple[Format, tuple[int, ...], t
         {f"{E}.down_proj_blocks": (DType.U8, (4, 6, 3, 16)), f"{E}.down_proj_scales": (DType.U8, (4, 6, 3))},
         MX,
         (Format.MXFP4, (4, 6, 96), (1, 32)),
+    ),
+    "Kimi-K3": (
+        {f"{X}.weight_packed": (DType.U8, (6, 32)), f"{X}.weight_scale": (DType.U8, (6, 2))},
+        compressed({**NV, "strategy": "group", "group_size": 32}),
+        (Format.MXFP4_ROWS, (6, 64), (1, 32)),
     ),
     "Kimi-K2-Thinking": (
         {

@@ -18,6 +18,7 @@ import torch
 from kits.checkpoint_maker import TOKENIZER_FILES, read_tensors, write_checkpoint
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import ScaleKind, Values, e2m1_values, e4m3_values
+from numpy.typing import NDArray
 
 KINDS: tuple[ScaleKind, ...] = ("F32", "ue8m0 F32", "F8_E8M0", "U8")
 """How scales of block FP8 are stored."""
@@ -57,15 +58,18 @@ def read_numbers(root: Path) -> dict[str, Numbers]:
     stored = read_tensors(root)
     found: dict[str, Numbers] = {}
     for name, tensor in stored.items():
+        if name.endswith(("_scale", "_scale_inv", "_scales", ".weight_shape")):
+            continue
         if name.endswith("_blocks"):
             module = name.removesuffix("_blocks")
             found[module] = _mxfp4(tensor, stored[f"{module}_scales"])
         elif name.endswith(".weight_packed"):
             module = name.removesuffix("_packed")
-            found[module] = _int4(tensor, stored[f"{module}_scale"])
+            found[module] = _packed(tensor, stored[f"{module}_scale"], stored.get(f"{module}_global_scale"))
         elif tensor.dtype is torch.float8_e4m3fn:
-            found[name] = _fp8(tensor, stored[f"{name}_scale_inv"])
-        elif not name.endswith(("_scale_inv", "_scales", ".weight_scale", ".weight_shape")):
+            one = stored.get(f"{name}_scale")
+            found[name] = _fp8(tensor, stored[f"{name}_scale_inv"]) if one is None else _spread(tensor, one)
+        else:
             found[name] = _plain(tensor)
     return found
 
@@ -216,16 +220,41 @@ def _fp8(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
     exponents = scales.dtype in (torch.float8_e8m0fnu, torch.uint8)
     exact = 2.0 ** (scales.view(torch.uint8).double() - 127) if exponents else scales.double()
     rows, columns = codes.shape
-    spread = exact.numpy().repeat(128, 0).repeat(128, 1)[:rows, :columns]
+    return _e4m3(codes, exact.numpy().repeat(128, 0).repeat(128, 1)[:rows, :columns])
+
+
+def _spread(codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    """With a scale for each matrix, or for each of its rows."""
+    matrices = codes.shape[:-2]
+    exact = scales.double().numpy()
+    by_matrix = exact.reshape(*matrices, 1, 1) if exact.size == math.prod(matrices) else exact
+    return _e4m3(codes, np.broadcast_to(by_matrix, codes.shape))
+
+
+def _e4m3(codes: torch.Tensor, spread: Values) -> Numbers:
     number = codes.view(torch.uint8).numpy()
     spacing = 2.0 ** (np.maximum((number >> 3) & 15, 1) - 10.0)
     return Numbers(e4m3_values()[number] * spread, spacing * spread, 448 * spread)
 
 
+def _packed(codes: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor | None) -> Numbers:
+    """What compressed-tensors packs: INT4, MXFP4 in the rows of a matrix, or NVFP4, of which ``whole`` is."""
+    if codes.dtype is torch.int32:
+        return _int4(codes, scales)
+    if whole is None:
+        return _mxfp4(codes.view(*scales.shape, 16), scales)
+    steps = (scales.float() / whole).double().numpy()
+    return _e2m1(codes.view(*scales.shape, 8).numpy(), steps)
+
+
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Numbers:
-    pairs = blocks.numpy()
-    number = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 32)
-    spread = np.broadcast_to(2.0 ** (scales.double().numpy() - 127)[..., None], number.shape)
+    return _e2m1(blocks.numpy(), 2.0 ** (scales.double().numpy() - 127))
+
+
+def _e2m1(pairs: NDArray[np.uint8], steps: Values) -> Numbers:
+    """Runs [..., rows, runs, bytes], whose elements count a step each."""
+    number = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+    spread = np.broadcast_to(steps[..., None], number.shape)
     spacing = np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[number & 7]
     shape = (*pairs.shape[:-2], -1)
     parts = (e2m1_values()[number] * spread, spacing * spread, 6 * spread)

@@ -27,7 +27,9 @@ class Coded:
     scales: torch.Tensor
     """As stored."""
     values: Values
-    """What the two mean."""
+    """What they mean."""
+    whole: torch.Tensor | None = None
+    """The one scale of each matrix beside those of blocks, as stored; None where there is none."""
 
 
 def e4m3_values() -> Values:
@@ -85,6 +87,33 @@ def int4(values: Values, group: int = 32) -> Coded:
     for place in range(8):
         packed |= codes[..., place] << np.uint32(4 * place)
     return Coded(torch.from_numpy(packed.view(np.int32)), scales, (numbers * exact).reshape(values.shape))
+
+
+def fp8_matrices(values: Values) -> Coded:
+    """Float8 e4m3 with an F32 scale for each matrix of [..., rows, columns], more than it needs."""
+    largest = np.abs(values).max((-2, -1))
+    scales = (largest / 400).astype(np.float32)
+    exact = scales.astype(np.float64)[..., None, None]
+    codes = _nearest(values / exact, e4m3_values()[:127], sign=128)
+    stored = torch.from_numpy(scales.reshape(values.shape[:-2] or (1,)))
+    return Coded(torch.from_numpy(codes).view(torch.float8_e4m3fn), stored, e4m3_values()[codes] * exact)
+
+
+def nvfp4(values: Values, largest: float) -> Coded:
+    """4-bit floats in pairs, a float8 e4m3 scale for each 16 columns, and what all scales are divided by.
+
+    Args:
+        values: [rows, columns].
+        largest: the largest magnitude of all matrices that have the same divisor.
+    """
+    whole = torch.tensor([448 * 6 / largest]).float()
+    runs = values.reshape(len(values), -1, 16)
+    scales = (torch.from_numpy(np.abs(runs).max(-1) / 6).float() * whole).to(torch.float8_e4m3fn)
+    steps = (scales.float() / whole).double().numpy()[..., None]
+    number = _nearest(runs / steps, e2m1_values()[:8], sign=8).reshape(values.shape)
+    decoded = (e2m1_values()[number].reshape(runs.shape) * steps).reshape(values.shape)
+    pairs = (number[:, 0::2] | number[:, 1::2] << 4).astype(np.uint8)
+    return Coded(torch.from_numpy(pairs), scales, decoded, whole)
 
 
 def plain(values: Values, dtype: torch.dtype) -> tuple[torch.Tensor, Values]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from raymerge.api import plan, read_recipe
+from raymerge.execute import compute
 from raymerge.execute.jobs import RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
@@ -116,9 +117,15 @@ class Buffers:
 
 
 @contextmanager
-def counted_buffers() -> Iterator[Buffers]:
-    """Counts the buffers of lanes on the processor: no tensor's memory, so that torch does not know of it."""
+def counted_buffers(*, with_pieces: bool = False) -> Iterator[Buffers]:
+    """Counts the buffers of lanes on the processor: no tensor's memory, so that torch does not know of it.
+
+    Args:
+        with_pieces: whether the memory for float32 pieces counts, too.
+    """
     buffers = Buffers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTransfers, "buffer", lambda _, nbytes: torch.from_numpy(buffers.make(nbytes)))
+        if with_pieces:
+            patch.setattr(compute, "aligned_buffer", lambda nbytes: buffers.make(nbytes).data)
         yield buffers

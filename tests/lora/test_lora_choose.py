@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,17 @@ class TestComparing:
         found = self.problems(model, checkpoint(LLAMA, name="base"))
         assert len(found) == 2
         assert "is of F8_E4M3, BF16 in base: codes, not plain numbers" in found[0]
+
+    def test_codes_with_scales_are_refused_with_the_way_round(self) -> None:
+        q = "model.layers.0.self_attn.q_proj.weight"
+        plain = checkpoint(LLAMA, name="base")
+        codes = plain.tensors[q]._replace(dtype=DType.F8_E4M3)
+        scale = codes._replace(name=f"{q}_scale_inv", dtype=DType.F32, shape=(1, 1))
+        coded = replace(plain, name="tuned", tensors={**plain.tensors, q: codes, scale.name: scale})
+        (said,) = self.problems(coded, plain)
+        assert said.startswith(f"tuned: 1 of its tensors are quantised, such as {q} (fp8_block)")
+        assert "raymerge convert MODEL --to bf16 -o OUT" in said
+        assert self.problems(coded, coded, exclude=("*.q_proj.*",)) == []
 
     def test_what_is_left_out_is_not_compared(self) -> None:
         other = {**LLAMA, "model.norm.weight": (5,), "extra.weight": (1,)}

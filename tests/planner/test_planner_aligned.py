@@ -282,10 +282,10 @@ class TestRefusals:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
         two = _write(tmp_path / "two", tensors, QWEN)
-        (said,) = [text for text in _refusal(_of(one, two)) if "block FP8" in text]
+        (said,) = [text for text in _refusal(_of(one, two)) if "fp8_block" in text]
         assert f"{name}" in said
         assert "only plain numbers are aligned" in said
-        assert "Use a checkpoint converted to bfloat16" in said
+        assert "raymerge convert MODEL --to bf16 -o OUT" in said
 
     def test_tensors_of_which_nobody_knows_how_they_move(self, tmp_path: Path) -> None:
         model = stored(make_model(QWEN, 1), QWEN)

@@ -113,8 +113,18 @@ def test_names_in_what_is_said_of_quantisation_are_renumbered(tmp_path: Path) ->
     kept = made.config["quantization_config"]["modules_to_not_convert"]
     assert kept == [name.format(1), name.format(2), "lm_head"]
     pattern = _fp8(tmp_path / "p", {**said, "ignore": ["re:.*layers.0.*"]})
-    (problem,) = refusals(_stack(_piece(pattern, 1, 2), _piece(pattern, 0, 1)))
-    assert "re:.*layers.0.*" in problem
+    fresh = good(_stack(_piece(pattern, 1, 2), _piece(pattern, 0, 1))).config["quantization_config"]
+    assert "ignore" not in fresh
+    assert name.format(1) in fresh["modules_to_not_convert"]
+    assert name.format(0) not in fresh["modules_to_not_convert"]
+
+
+def test_patterns_of_layers_are_refused_where_no_other_table_can_be_written(tmp_path: Path) -> None:
+    model = _fp8(tmp_path / "a", {"quant_method": "gptq", "ignore": ["re:.*layers.0.*"]})
+    said = refusals(_stack(_piece(model, 1, 2), _piece(model, 0, 1)))
+    assert len(said) == 2
+    assert "re:.*layers.0.*" in said[0]
+    assert "2 tensors would be copied as block FP8 (such as model.layers.0.self_attn.q_proj.weight" in said[1]
 
 
 def _predicting(root: Path, predicts: int, *, declared: int | None = None, apart: bool = False) -> Path:

@@ -253,8 +253,23 @@ def test_codes_have_no_sizes(tmp_path: Path) -> None:
     }
     root = write_checkpoint(tmp_path / "base", tensors, CONFIG)
     (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
-    assert "it holds F8_E4M3 where plain numbers are needed" in problem
-    assert "give the scores in a file" in problem
+    assert "its experts are stored as F8_E4M3 without a scale beside it (such as " in problem
+    assert "Use a checkpoint converted to bfloat16. Or give the scores in a file." in problem
+
+
+def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors().items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        tensors[name] = tensor.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.ones(1)
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    root = write_checkpoint(tmp_path / "base", tensors, config)
+    (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
+    assert "its experts are stored as fp8_tensor (such as " in problem
+    assert "raymerge convert MODEL --to bf16" in problem
 
 
 def test_weights_of_a_mean(base: Path, tmp_path: Path) -> None:

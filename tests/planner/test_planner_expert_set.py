@@ -137,9 +137,9 @@ def test_codes_and_scales_of_quantised_experts_go_together(tmp_path: Path) -> No
     ):
         problems = refused_set({"base_model": root, "experts": change})
         assert problems
-        assert all("quantised as block FP8" in problem for problem in problems)
+        assert all("quantised as fp8_block, and recipes that" in problem for problem in problems)
     (problem,) = refused_set({"base_model": root, "experts": {"keep": [0, 1]}, "dtype": "bfloat16"})
-    assert "quantised as block FP8" in problem
+    assert "quantised as fp8_block, and recipes that" in problem
 
 
 def _mixed(coded: tuple[int, ...] = (0, 2)) -> Specs:
@@ -171,7 +171,7 @@ def test_plain_experts_between_quantised_ones_are_copied(tmp_path: Path) -> None
     assert f"{block}.experts.2.w2.weight_scale_inv" not in merged.names()
     problems = refused_set({"base_model": root, "experts": {"merge": [[0, 1], [2], [3]]}})
     assert problems
-    assert all("quantised as block FP8" in problem for problem in problems)
+    assert all("quantised as fp8_block, and recipes that" in problem for problem in problems)
     dense = good_set({"base_model": root, "experts": {"dense": "mean", "of": [1, 3]}})
     assert dense.dtype("model.layers.0.mlp.up_proj.weight") == "BF16"
     kept = good_set({"base_model": root, "experts": {"keep": [1, 3]}})

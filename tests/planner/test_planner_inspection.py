@@ -145,7 +145,9 @@ def test_codes_of_fused_experts_are_not_taken_for_matrices() -> None:
     assert [(layout.kind, layout.num_experts) for layout in found.experts] == [
         ("codes of fused experts", (4,))
     ]
-    assert [(group.name, group.tensors) for group in found.quantised] == [("MXFP4", 2)]
+    (group,) = found.quantised
+    assert (group.name, group.block, group.scales, group.tensors) == ("mxfp4", (1, 32), "U8", 2)
+    assert group.bits_per_weight == 4.25
     assert found.declared_quantisation == "mxfp4"
 
 
@@ -175,7 +177,10 @@ def test_deepseek_v3_is_told_whole() -> None:
     (layout,) = found.experts
     assert (layout.kind, layout.num_experts, layout.layers) == ("per_expert", (256,), 59)
     assert (found.shared_expert_layers, found.mtp_layers) == (59, 1)
-    assert [group.name for group in found.quantised] == ["block FP8"]
+    (group,) = found.quantised
+    assert (group.name, group.block, group.scales) == ("fp8_block", (128, 128), "F32")
+    assert group.tensors == sum(each.tensors for each in found.dtypes if each.name == "F8_E4M3") * 2
+    assert group.bits_per_weight == pytest.approx(8 + 32 / 128**2, abs=1e-3)
     assert found.declared_quantisation == "fp8"
     roles = {group.name: group.tensors for group in found.roles}
     assert roles["mtp"] > 1500

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kits.plan_maker import Planned, llama, planned
+from kits.quantised_models import deepseek_v3
 
+from raymerge.api import plan
 from raymerge.errors import OptionError
 from raymerge.methods import methods
 from raymerge.planner.memory import Lane, expression_passes
@@ -99,6 +101,21 @@ def test_every_tensor_takes_time_beyond_its_elements(tmp_path: Path) -> None:
     loads, size = segment_loads(made.plan.require(), AMPLE, speeds), _data_bytes(made)
     assert loads.thread_seconds.sum() == pytest.approx(size * 1e-9 + len(made.names()) * 1e-3)
     assert speeds.per_tensor("slerp") == 0
+
+
+def test_codes_take_time_beyond_the_method(tmp_path: Path) -> None:
+    models = [deepseek_v3(tmp_path / name, seed).root for seed, name in enumerate("ab")]
+    entries = [{"model": str(each), "parameters": {"weight": 0.5}} for each in models]
+    recipe = {"merge_method": "linear", "models": entries}
+    found = {}
+    for name, figures in {"none": {}, "decoded": {"decoded": 1.0}, "encoded": {"encoded": 1.0}}.items():
+        speeds = MethodSpeeds({"linear": 0.0}, 0.0, 0.0, {}, **figures)
+        loads = segment_loads(plan({**recipe, "out_format": "same"}).require(), AMPLE, speeds)
+        found[name] = loads.thread_seconds.sum()
+    assert found["none"] == 0
+    assert found["decoded"] == 2 * found["encoded"] > 0
+    plain = segment_loads(plan({**recipe, "out_format": "bf16"}).require(), AMPLE, speeds)
+    assert plain.thread_seconds.sum() == 0
 
 
 def test_a_given_speed_counts_bytes_of_sources(tmp_path: Path) -> None:

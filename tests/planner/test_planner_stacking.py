@@ -83,11 +83,11 @@ def test_biases_in_some_layers_only_are_refused(tmp_path: Path) -> None:
     assert "q_proj.bias only there" in _refused(_piece(b, 0, 1), _piece(a, 1, 3))
 
 
-def test_codes_are_not_the_layers_of_a_plain_model(tmp_path: Path) -> None:
+def test_codes_that_are_not_read_are_not_the_layers_of_a_plain_model(tmp_path: Path) -> None:
     more: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for layer in range(3):
         more[UP.format(layer)] = (DType.F8_E4M3, (64, 32))
-        more[f"{UP.format(layer)}_scale_inv"] = (DType.F32, (1, 1))
+        more[f"{UP.format(layer).removesuffix('.weight')}.qscale_weight"] = (DType.F32, ())
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     a, b = _llama(tmp_path / "a"), _llama(tmp_path / "b", more=more, quantization_config=said)
     text = _refused(_piece(a, 0, 2), _piece(b, 2, 3))

@@ -23,9 +23,12 @@ from kits.quantised_merges import (
     merged_values,
     plain_twin,
     read_numbers,
+    same_bytes,
 )
-from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss
+from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import Values
+
+from raymerge.api import conversion
 
 EXACT = ("DeepSeek-V3 ue8m0 F32", "DeepSeek-V3 U8", "gpt-oss")
 """Layouts whose scales are powers of two, so that bfloat16 holds whatever the codes mean."""
@@ -48,8 +51,7 @@ def _mean(*models: QuantisedModel) -> dict[str, Values]:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_conversion_to_bfloat16_rounds_once(kind: str, tmp_path: Path) -> None:
     model = MAKERS[kind](tmp_path / "a", 1)
-    recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
-    merge(recipe, tmp_path / "out")
+    merge(conversion(model.root, "bf16"), tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     assert found.keys() == model.values.keys()
     for name, values in _plain(model.values).items():
@@ -60,6 +62,40 @@ def test_a_conversion_to_bfloat16_rounds_once(kind: str, tmp_path: Path) -> None
     twin = plain_twin(model, tmp_path / "twin")
     assert "quantization_config" not in config_of(tmp_path / "out")
     assert config_of(tmp_path / "out") == config_of(twin.root)
+
+
+def test_block_fp8_comes_back_from_bfloat16_within_a_code(tmp_path: Path) -> None:
+    """Not in the same bytes: what scales it had is not to be known any more."""
+    model = deepseek_v3(tmp_path / "a", 1)
+    merge(conversion(model.root, "bf16"), tmp_path / "plain")
+    merge(conversion(tmp_path / "plain", "fp8_block"), tmp_path / "back")
+    plain = QuantisedModel(tmp_path / "plain", _decoded(tmp_path / "plain"), frozenset())
+    check_merged(tmp_path / "back", {name: values[None] for name, values in plain.values.items()}, [plain])
+    base, found = read_numbers(model.root), read_numbers(tmp_path / "back")
+    assert all(np.all(np.abs(found[n].values - base[n].values) <= base[n].steps) for n in model.quantised)
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in read_tensors(tmp_path / "back").items()}
+    assert stored == {name: (each.dtype, each.shape) for name, each in read_tensors(model.root).items()}
+
+
+def test_int4_comes_back_from_bfloat16_in_its_own_bytes(tmp_path: Path) -> None:
+    """Numbers that lie on a grid tell its scale."""
+    model = kimi_k2_thinking(tmp_path / "a", 1)
+    merge(conversion(model.root, "bf16"), tmp_path / "plain")
+    merge(conversion(tmp_path / "plain", ["expert:int4", "same"]), tmp_path / "back")
+    assert changed_bytes(tmp_path / "back", model.root) == set()
+
+
+def test_a_part_is_converted_and_the_rest_is_copied(tmp_path: Path) -> None:
+    model = deepseek_v3(tmp_path / "a", 1)
+    merge(conversion(model.root, ["attention:bf16", "same"]), tmp_path / "out")
+    found, wanted = read_tensors(tmp_path / "out"), read_tensors(model.root)
+    freed = {name for name in model.quantised if ".self_attn." in name}
+    for name, tensor in found.items():
+        if name in freed:
+            assert torch.equal(tensor, torch.from_numpy(model.values[name]).float().bfloat16()), name
+        else:
+            assert same_bytes(tensor, wanted[name]), name
+    assert found.keys() == wanted.keys() - {f"{name}_scale_inv" for name in freed}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -161,6 +197,15 @@ def _recipes(models: Sequence[QuantisedModel]) -> dict[str, dict[str, Any]]:
 def test_transformers_loads_a_merge_in_mxfp4(method: str, tmp_path: Path) -> None:
     models = [gpt_oss(tmp_path / name, seed) for seed, name in enumerate("ab")]
     merge(_recipes(models)[method], tmp_path / "out")
+    state, logits = _state(tmp_path / "out")
+    assert bool(logits.isfinite().all())
+    _check_loaded(state, _plain(_decoded(tmp_path / "out")))
+
+
+def test_transformers_loads_mxfp4_that_is_made_of_bfloat16(tmp_path: Path) -> None:
+    models = [gpt_oss(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    twins = [plain_twin(each, tmp_path / f"{number}-plain") for number, each in enumerate(models)]
+    merge(_linear(*twins, out_format="mxfp4"), tmp_path / "out")
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _plain(_decoded(tmp_path / "out")))

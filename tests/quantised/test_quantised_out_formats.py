@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.merge_cases import merge
 from kits.quantised_merges import (
@@ -24,7 +23,7 @@ from kits.quantised_merges import (
 from kits.quantised_models import deepseek_v3, kimi_k2_thinking
 
 from raymerge import api
-from raymerge.errors import PlanError, RecipeError
+from raymerge.errors import RecipeError
 
 _ATTENTION = ".self_attn."
 
@@ -70,6 +69,20 @@ def test_formats_by_role_leave_the_rest_as_it_was(tmp_path: Path) -> None:
     )
 
 
+def test_experts_that_are_all_plain_are_listed_as_the_one_module_that_loaders_fuse(tmp_path: Path) -> None:
+    model = deepseek_v3(tmp_path / "a", 1).root
+
+    def listed(*lines: Any) -> set[str]:
+        made = api.plan(_recipe(model, model, out_format=[*lines, "same"])).require()
+        modules = made.manifest["config"]["quantization_config"].get("modules_to_not_convert") or ()
+        return {name for name in modules if name.endswith(".experts")}
+
+    experts = {name.partition(".experts.")[0] + ".experts" for name in _codes(model) if ".experts." in name}
+    assert len(experts) > 1
+    assert listed({"role": "expert", "value": "bf16"}) == experts
+    assert listed({"glob": "*.experts.0.*", "value": "bf16"}) == listed() == set()
+
+
 def test_same_is_stronger_than_dtype(tmp_path: Path) -> None:
     model = deepseek_v3(tmp_path / "a", 1)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
@@ -113,13 +126,3 @@ def test_tensors_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
     found = api.plan(_recipe(model.root, model.root, out_format=asked)).problems
     assert [problem.where for problem in found] == ["recipe: out_format"]
     assert "model.layers.0.input_layernorm.weight [256]" in found[0].what
-
-
-def test_an_adapter_on_codes_is_refused(tmp_path: Path) -> None:
-    model = deepseek_v3(tmp_path / "a", 1)
-    base = {name: torch.from_numpy(values) for name, values in model.values.items() if values.ndim == 2}
-    adapter = tiny_lora(tmp_path / "lora", base, 3, targets=("kv_b_proj",))
-    recipe = _recipe(Path(f"{model.root}+{adapter}"), model.root)
-    with pytest.raises(PlanError) as caught:
-        api.plan(recipe).require()
-    assert "is stored as F8_E4M3 codes, to which nothing can be added" in str(caught.value)

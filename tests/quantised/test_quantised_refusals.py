@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,46 @@ def test_what_is_not_finite_is_refused_where_it_is(case: str, tmp_path: Path) ->
     good, bad = (MAKERS[kind](tmp_path / name, seed).root for seed, name in enumerate(("good", "bad")))
     path = _file_of(bad, harmed)
     _change(bad, harmed, change)
-    where = f"first at byte {_start(path, harmed) + place} of {path.name}"
+    where = f"holds NaN or infinity, here first at byte {_start(path, harmed) + place} of {path.name}"
     with pytest.raises(NonFiniteError, match=where) as caught:
         merge(_mean(good, bad), tmp_path / "out")
     assert str(caught.value).startswith(f"{bad}: {codes}: ")
     assert not (tmp_path / "out").exists()
     with pytest.raises(NonFiniteError, match=where):
         merge(_mean(good, bad, dtype="bfloat16"), tmp_path / "out")
+
+
+BEYOND: dict[str, tuple[str, str, tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...]]] = {
+    "FP8": (
+        "DeepSeek-V3 F32",
+        O_PROJ,
+        (
+            (f"{O_PROJ}_scale_inv", lambda scale: scale.fill_(1e36)),
+            (O_PROJ, lambda codes: codes.fill_(448.0)),
+        ),
+    ),
+    "MXFP4": (
+        "gpt-oss",
+        FUSED,
+        (
+            (f"{FUSED}_scales", lambda scales: scales.fill_(254)),
+            (f"{FUSED}_blocks", lambda codes: codes.fill_(0x77)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BEYOND)
+def test_scales_that_make_numbers_beyond_float32_are_told_as_such(form: str, tmp_path: Path) -> None:
+    """No code and no scale is NaN or infinite, but their products are."""
+    kind, name, changes = BEYOND[form]
+    bad = MAKERS[kind](tmp_path / "bad", 1).root
+    for harmed, change in changes:
+        _change(bad, harmed, change)
+    where = f"byte {_start(_file_of(bad, harmed), harmed)} of {_file_of(bad, harmed).name}"
+    what = f"{bad}: {name}: the source holds codes with scales that make numbers beyond float32"
+    with pytest.raises(NonFiniteError, match=f"^{re.escape(what)}, here first at {where}"):
+        merge(_mean(bad, dtype="bfloat16"), tmp_path / "out")
 
 
 def test_a_merge_too_large_for_float32_is_not_blamed_on_codes(tmp_path: Path) -> None:

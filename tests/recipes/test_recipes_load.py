@@ -229,6 +229,7 @@ RECIPES = st.fixed_dictionaries(
         "name": st.sampled_from(["mine", "step 2"]),
         "embedding_sizes": st.sampled_from(["error", "common", "pad"]),
         "pickled_weights": st.sampled_from(["error", "read"]),
+        "warn_encoding_error": st.sampled_from([0.05, "1e-3", 2]),
         "adapter": st.sampled_from([{}, {"rank": 4, "energy": 0.5}, {"combine": "concatenate"}]),
         "methods": st.lists(
             st.sampled_from(
@@ -308,6 +309,13 @@ merge_method: linear
 )
 def test_canonical_sees_every_field(line: str) -> None:
     assert canonical(recipe(f"{TEXT}{line}\n")) != canonical(recipe(TEXT))
+
+
+def test_a_limit_for_warnings_changes_no_byte() -> None:
+    limited = recipe(f"{TEXT}warn_encoding_error: 5.0e-2\n")
+    assert isinstance(limited, Recipe)
+    assert limited.warn_encoding_error == 0.05
+    assert canonical(limited) == canonical(recipe(TEXT))
 
 
 def test_a_name_changes_no_byte() -> None:

@@ -54,6 +54,7 @@ def test_defaults() -> None:
     assert (read.missing_tensors, read.extra_tensors) == ("error", "error")
     assert (read.embedding_sizes, read.pickled_weights) == ("error", "error")
     assert (read.name, read.methods, read.adapter) == (None, (), None)
+    assert (read.out_format, read.warn_encoding_error) == (None, None)
 
 
 def test_models() -> None:
@@ -240,6 +241,11 @@ def test_shard_size(text: str, num_bytes: int | None) -> None:
 def test_a_bad_shard_size(text: str, words: str) -> None:
     assert problem(f"{HEAD}shard_size: {text}\n").startswith("r.yml:3:1: shard_size: ")
     assert words in problem(f"{HEAD}shard_size: {text}\n")
+
+
+@pytest.mark.parametrize("value", ["0", "-0.1", "none", "[0.1]", ".inf"])
+def test_a_limit_for_warnings_is_a_positive_number(value: str) -> None:
+    assert problem(f"{HEAD}warn_encoding_error: {value}\n").startswith("r.yml:3:1: warn_encoding_error: ")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ CONDITIONS = {"numerics": {"device": "cpu"}, "versions": []}
 
 
 def _receipt(segment: int) -> Receipt:
-    return Receipt(segment, 10, 20, 0.5, "worker-0", {"3": "ab" * 16})
+    sums = {"3": (0.1 * segment, 1e-30)}
+    return Receipt(segment, 10, 20, 0.5, "worker-0", {"3": "ab" * 16}, encoding_errors=sums)
 
 
 def _filled(path: Path, count: int) -> Ledger:

@@ -60,3 +60,4 @@ def test_a_ledger_of_before_is_still_read(tmp_path: Path) -> None:
     path.write_text('{"conditions": {}}\n' + json.dumps({"receipt": receipt}) + "\n")
     (found,) = Ledger(path, {}).receipts().values()
     assert (found.segment, found.note, found.peak_rss, found.peak_device) == (4, "", 0, 0)
+    assert found.encoding_errors == {}

@@ -233,7 +233,8 @@ def test_an_error_of_the_listener_stops_the_run_and_keeps_what_is_done(
     with pytest.raises(ZeroDivisionError):
         submit(recipe, tmp_path / "out", INLINE, on_event=broken)
     (started,) = merge(recipe, tmp_path / "out").of(Started)
-    assert started.done_segments == 1
+    # With what was recorded together with the first.
+    assert started.done_segments >= 1
 
 
 # Going on

@@ -24,8 +24,8 @@ class Blockwise(Protocol):
     elements are multiplied by, float32 [bands, blocks of a band].
     """
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, columns: int) -> Tensor:
-        """Values: each element times the step of its block."""
+    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
+        """Write values: each element times the step of its block."""
 
     def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
         """Codes: the nearest to each value over the step of its block (1 where it is 0), ties to even."""
@@ -36,11 +36,10 @@ class Blockwise(Protocol):
     def largest(self, values: Tensor, block: Block) -> Tensor:
         """The largest magnitude of every block, NaN where there is one; float32 [bands, blocks]."""
 
-    def squares(self, others: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of the squares of ``others`` less ``values``, and of ``values``; float64 [].
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of the squares of decoded codes less ``values``, and of ``values``; float64 [].
 
         Differences are rounded to float32. How the sums are rounded differs from device to device.
-        ``others`` may be overwritten.
         """
 
 
@@ -53,13 +52,11 @@ class InTorch:
     nearest: Callable[[Tensor], Tensor]
     """float32 [rows, columns], which may be overwritten, as uint8 [rows, bytes]."""
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, columns: int) -> Tensor:
+    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         """See ``Blockwise``."""
-        values = self.elements(codes)
-        assert values.shape[1] == columns
+        values.copy_(self.elements(codes))
         for part, step in _parts(values, steps, block):
             part.mul_(step)
-        return values
 
     def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
         """See ``Blockwise``."""
@@ -74,10 +71,10 @@ class InTorch:
 
     def fits(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
         """See ``Blockwise``."""
-        codes = self.encode(values, steps, block, row_nbytes)
-        same = self.decode(codes, steps, block, values.shape[1]) == values
+        decoded = torch.empty_like(values)
+        self.decode(self.encode(values, steps, block, row_nbytes), steps, block, decoded)
         found = torch.empty_like(steps, dtype=torch.bool)
-        for part, into in _parts(same, found, block):
+        for part, into in _parts(decoded == values, found, block):
             into.copy_(part.all(dim=3, keepdim=True).all(dim=1, keepdim=True))
         return found
 
@@ -88,9 +85,11 @@ class InTorch:
             into.copy_(part.abs().amax(dim=(1, 3), keepdim=True))
         return found
 
-    def squares(self, others: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Blockwise``."""
-        return _sum_of_squares(others.sub_(values)), _sum_of_squares(values)
+        decoded = torch.empty_like(values)
+        self.decode(codes, steps, block, decoded)
+        return _sum_of_squares(decoded.sub_(values)), _sum_of_squares(values)
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:
@@ -113,11 +112,9 @@ class InLoops:
     load: Callable[[], Loops]
     """Imports the loops, which takes a while, when they are first needed."""
 
-    def decode(self, codes: Tensor, steps: Tensor, block: Block, columns: int) -> Tensor:
+    def decode(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> None:
         """See ``Blockwise``."""
-        values = steps.new_empty(codes.shape[0], columns)
-        self.load().decode(_array(codes), _array(steps), *block, _array(values))
-        return values
+        self.load().decode(_array(codes), _array(steps), *block, values.numpy())
 
     def encode(self, values: Tensor, steps: Tensor, block: Block, row_nbytes: int) -> Tensor:
         """See ``Blockwise``."""
@@ -139,12 +136,14 @@ class InLoops:
         largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))
         return found
 
-    def squares(self, others: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Blockwise``."""
         from raymerge.compiled.blocks import LANES, add_squares
 
+        decoded = torch.empty(values.shape)
+        self.decode(codes, steps, block, decoded)
         errors, squares = torch.zeros(2, LANES, dtype=torch.float64)
-        add_squares(_array(others.view(-1)), _array(values.reshape(-1)), _array(errors), _array(squares))
+        add_squares(_array(decoded.view(-1)), _array(values.reshape(-1)), _array(errors), _array(squares))
         return errors.sum(), squares.sum()
 
 

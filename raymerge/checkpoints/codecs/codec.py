@@ -39,6 +39,10 @@ class ErrorSums(NamedTuple):
     """Sum of the squared true values, []."""
 
 
+class NotFiniteError(ValueError):
+    """Values that are to be encoded hold NaN or infinity, for which most formats have no code."""
+
+
 class Codec(ABC):
     """One way of storing numbers as codes with scales.
 
@@ -52,7 +56,13 @@ class Codec(ABC):
     """The same on the CPU."""
 
     def decode(
-        self, packing: Packing, codes: Tensor, scales: Tensor, *, tensor_scale: Tensor | None = None
+        self,
+        packing: Packing,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        tensor_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The numbers of whole rows.
 
@@ -61,13 +71,17 @@ class Codec(ABC):
             codes: uint8 [bytes of the rows], contiguous.
             scales: uint8 [bytes of their bands' scales]; empty where the only scale is the tensor's.
             tensor_scale: see above.
+            out: contiguous memory for the result, or None for memory of its own.
 
         Returns:
             float32 [rows, columns]: each element times its step, rounded once. A scale that is NaN gives NaN.
         """
         rows = codes.view(-1, packing.codes_nbytes(1))
+        if out is None:
+            out = torch.empty(len(rows), packing.columns, device=codes.device)
         steps = self._steps(packing, scales, tensor_scale)
-        return self._blockwise(codes).decode(rows, steps, packing.block, packing.columns)
+        self._blockwise(codes).decode(rows, steps, packing.block, out)
+        return out
 
     def encode(
         self,
@@ -85,13 +99,16 @@ class Codec(ABC):
 
         Args:
             packing: how the tensor is stored.
-            values: float32 [rows, columns]. FP8 makes NaN of what is not finite; formats of 4 bits have no
-                code for it, so there the caller must have made sure that all is finite.
+            values: float32 [rows, columns].
             kept: scales that the bands had, uint8 as ``decode`` takes them, or None.
             tensor_scale: see above; chosen by the caller before the first rows.
 
         Returns:
             The nearest codes, ties to even, and the scales.
+
+        Raises:
+            NotFiniteError: a block holds NaN or infinity. Where the only scale is the tensor's, that is to be
+                seen before it is chosen.
         """
         stored = self._scales(packing, values, kept, tensor_scale)
         steps = self._steps(packing, stored, tensor_scale)
@@ -117,31 +134,57 @@ class Codec(ABC):
         steps = self._steps(packing, scales, tensor_scale)
         return self._blockwise(values).fits(values, steps, packing.block, packing.codes_nbytes(1))
 
-    def fresh_tensor_scale(self, packing: Packing, largest: Tensor) -> Tensor:
+    def largest(self, packing: Packing, values: Tensor) -> Tensor:
+        """The largest magnitude of whole rows, NaN where there is one; float32 []."""
+        return self._blockwise(values).largest(values, packing.block).amax()
+
+    def fresh_tensor_scale(self, packing: Packing, largest: Tensor, *, had: Tensor | None = None) -> Tensor:
         """A scale for the whole tensor, from its largest magnitude; both float32 [].
 
         It can be stored in the packing's ``tensor_scale_dtype``.
+
+        Args:
+            packing: how the tensor is stored.
+            largest: its largest magnitude.
+            had: the scale that it had before it was changed. A format whose blocks have scales too stays with
+                it where it serves as well.
 
         Raises:
             ValueError: the packing has no such scale.
         """
         if packing.tensor_scale_dtype is None:
             raise ValueError(f"{packing.format.value} has no scale of the whole tensor.")
-        return self._fresh_for_tensor(packing, largest)
+        fresh = self._fresh_for_tensor(packing, largest)
+        return fresh if had is None else self._near(had, largest, fresh)
 
     def error_sums(
         self, packing: Packing, values: Tensor, encoded: Encoded, *, tensor_scale: Tensor | None = None
     ) -> ErrorSums:
         """What encoding changed in these rows, for a report: how it is rounded depends on the cut."""
-        decoded = self.decode(packing, *encoded, tensor_scale=tensor_scale)
-        return ErrorSums(*self._blockwise(values).squares(decoded, values))
+        rows = encoded.codes.view(-1, packing.codes_nbytes(1))
+        steps = self._steps(packing, encoded.scales, tensor_scale)
+        return ErrorSums(*self._blockwise(values).squares(rows, steps, packing.block, values))
 
     @abstractmethod
     def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """Scales for blocks with these largest magnitudes, such as can be stored; float32 [bands, blocks]."""
 
+    def _fresh_of(
+        self,
+        packing: Packing,
+        values: Tensor,  # noqa: ARG002
+        largest: Tensor,
+        tensor_scale: Tensor | None,
+    ) -> Tensor:
+        """The same for blocks of these values; most formats need no more than the magnitudes."""
+        return self._fresh(packing, largest, tensor_scale)
+
     def _fresh_for_tensor(self, packing: Packing, largest: Tensor) -> Tensor:
         return self._fresh(packing, largest, None)
+
+    def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:  # noqa: ARG002
+        """A scale for the whole tensor that is, or is near, the one that it had; ``fresh`` where none is."""
+        return fresh
 
     def _scales(
         self, packing: Packing, values: Tensor, kept: Tensor | None, tensor_scale: Tensor | None
@@ -150,7 +193,9 @@ class Codec(ABC):
         if packing.scales_per_band == 0:
             return torch.empty(0, dtype=torch.uint8, device=values.device)
         largest = self._blockwise(values).largest(values, packing.block)
-        fresh = self._fresh(packing, largest, tensor_scale)
+        if not largest.isfinite().all():
+            raise NotFiniteError("values that are not finite cannot be encoded")
+        fresh = self._fresh_of(packing, values, largest, tensor_scale)
         if kept is None:
             return store_scales(packing.scale_dtype, fresh)
         had = load_scales(packing.scale_dtype, kept).view(fresh.shape)

@@ -7,19 +7,31 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH, LARGEST_E2M1
-from raymerge.checkpoints.codecs.scales import storable_scales
+from raymerge.checkpoints.codecs.scales import power_of_two_above, storable_scales
 from raymerge.checkpoints.packing import Packing
 
 _LARGEST_SCALE = 448.0
 # The least magnitude whose tensor scale is no more than a float32 can hold.
 _LEAST = 2.0**-116
+# Up to here the largest element is the nearest, halfway to where the next one would be.
+_LARGEST_REACHED = 7.0
+# Exponent of how much smaller the largest magnitude may be than what a tensor's scale allows: half of the 15
+# that scales of blocks have are left for blocks of smaller numbers.
+_LEAST_ABOVE = -8
+# Of what was not in this format before: for magnitudes up to 4, more than the weights of models have.
+_USUAL = _LARGEST_SCALE * LARGEST_E2M1 / 4
 
 
 class Nvfp4(Codec):
     """NVFP4, as compressed-tensors has it.
 
-    The tensor's scale is what makes the scale of the block with the largest magnitude the largest that can be
-    stored. A step is the block's scale over the tensor's, rounded to float32.
+    A step is the block's scale over the tensor's, rounded to float32; any tensor's scale serves with which no
+    block's becomes too large or too small.
+
+    Servers join the matrices of q, k and v, and those of gate and up, and take one scale for all of them:
+    vLLM the largest. So publishers give such matrices the same. Here each is encoded by itself; it stays with
+    the scale that it had, or takes the usual one; where that does not serve, a power of 16 times it. So what
+    is joined has the same scale as a rule.
     """
 
     in_torch = E2M1_IN_TORCH
@@ -27,12 +39,32 @@ class Nvfp4(Codec):
 
     def _fresh_for_tensor(self, _: Packing, largest: Tensor) -> Tensor:
         scale = _LARGEST_SCALE * LARGEST_E2M1 / largest.clamp(min=_LEAST)
-        return torch.where(largest == 0, 1.0, scale)
+        return self._near(torch.full_like(largest, _USUAL), largest, scale)
+
+    def _near(self, had: Tensor, largest: Tensor, fresh: Tensor) -> Tensor:
+        share = _share(largest, had)
+        # The exponent of the next power of two, from its bits.
+        above = (power_of_two_above(share).view(torch.int32) >> 23) - 127
+        steps = torch.where(
+            above > 0, (above + 3) // 4, torch.where(above <= _LEAST_ABOVE, (above + 7) // 4, 0)
+        )
+        # By its bits too: a power is rounded differently on each device.
+        factor = ((127 - 4 * steps).clamp(1, 254) << 23).view(torch.float32)
+        near = torch.where(largest == 0, had, had * factor)
+        serves = near.isfinite() & (near > 0) & (_share(largest, near) <= 1)
+        return torch.where(serves, near, fresh)
 
     def _steps(self, packing: Packing, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         assert tensor_scale is not None
-        return super()._steps(packing, scales, None) / tensor_scale
+        # Divided by infinity all would be 0, and nobody would see that the file is damaged.
+        divisor = torch.where(tensor_scale.isfinite(), tensor_scale, torch.nan)
+        return super()._steps(packing, scales, None) / divisor
 
     def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         assert tensor_scale is not None
         return storable_scales(packing.scale_dtype, largest / LARGEST_E2M1 * tensor_scale)
+
+
+def _share(largest: Tensor, scale: Tensor) -> Tensor:
+    """How much of what a tensor's scale allows the largest magnitude takes."""
+    return largest * scale / (_LARGEST_SCALE * _LARGEST_REACHED)

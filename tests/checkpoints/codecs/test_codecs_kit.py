@@ -54,6 +54,7 @@ class TestMxfp4(CodecKit):
         usual_packing(Format.MXFP4, (1, 32)),
         usual_packing(Format.MXFP4, (3, 64), scale_dtype=DType.F8_E8M0),
         usual_packing(Format.MXFP4, (2, 5, 64)),
+        usual_packing(Format.MXFP4_ROWS, (3, 64)),
     )
 
 

@@ -1,0 +1,60 @@
+"""Finds the scale that numbers had when they were codes of INT4, from the numbers alone.
+
+Codes times a scale, rounded to bfloat16, are near multiples of it, and the scale that quantisers choose makes
+the largest of them 7 or -8. So the largest magnitude tells it, but for the rounding; and those that are 1, 2
+or 4 times the scale tell it exactly, since such products are not rounded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_NEAR = 2.0**-7 * (1 + 2.0**-8)
+"""How far a number may lie from the multiple, as a part of that: it and the largest are each rounded to
+bfloat16, by one part in 257 at most, and quotients to float32."""
+
+
+def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
+    """The scale of every block whose numbers are near multiples of one, from -8 to 7; 0 for all other blocks.
+
+    Args:
+        values: float32 [rows, columns].
+        largest: the largest magnitude of every block, float32 [rows, blocks].
+    """
+    form = grid_steps_in_loops if values.device.type == "cpu" else grid_steps_in_torch
+    return form(values, largest)
+
+
+def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
+    """The same on any device."""
+    blocks, most = values.reshape(*largest.shape, -1), largest.unsqueeze(2)
+    numbers, is_near = _multiples(blocks, most / 7)
+    # Products with powers of two are not rounded. Those with others count nothing.
+    numbers.masked_fill_((numbers != 1) & (numbers != 2) & (numbers != 4), torch.inf)
+    told = (blocks / numbers).abs_().amax(dim=2)
+    del numbers
+    found = torch.where(is_near, torch.where(told > 0, told, largest / 7), 0.0)
+    return torch.where(_multiples(blocks, most / 8)[1], largest / 8, found)
+
+
+def grid_steps_in_loops(values: Tensor, largest: Tensor) -> Tensor:
+    """The same on the CPU."""
+    from raymerge.compiled.nibbles import int4_grids
+
+    found, width = torch.zeros(largest.shape), values.shape[1] // largest.shape[1]
+    arrays = values.contiguous().numpy(), largest.contiguous().numpy()
+    int4_grids(*arrays, width, np.float32(_NEAR), found.numpy())
+    return found
+
+
+def _multiples(blocks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """The magnitude of the multiple that each number is nearest to, and whether all of a block are near."""
+    quotients = blocks / steps
+    numbers = quotients.round().clamp_(-8, 7)
+    beyond = quotients.sub_(numbers).abs_()
+    # Exact: a product of few bits.
+    beyond.sub_(numbers.abs_(), alpha=_NEAR)
+    # False too where 0 is divided by 0.
+    return numbers, (beyond <= 0).all(dim=2)

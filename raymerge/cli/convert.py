@@ -1,0 +1,70 @@
+"""``raymerge convert``: one model with its numbers stored in other formats."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from raymerge.cli.memory import read_memory
+from raymerge.cli.messages import guarded
+from raymerge.cli.running import (
+    Address,
+    AsJson,
+    DeviceChoice,
+    DryRun,
+    Inline,
+    Memory,
+    Replace,
+    Request,
+    Threads,
+    Workers,
+    rehearse,
+    run,
+    terminable,
+)
+from raymerge.cli.screen import MODEL_HELP, make_console, own_stdout
+from raymerge.runtime.importing import heavy_imports
+from raymerge.runtime.options import RunOptions
+
+_TO_HELP = (
+    "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp4, nvfp4 or int4; for a "
+    "role or a pattern of names as in --to attention:bf16 --to '*.experts.*:same'. The first that speaks "
+    "of a tensor holds."
+)
+
+
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    *,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new checkpoint.")
+    ],
+    to: Annotated[list[str], typer.Option("--to", metavar="[SELECTOR:]FORMAT", help=_TO_HELP)],
+    workers: Workers = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    device: DeviceChoice = "auto",
+    address: Address = None,
+    inline: Inline = False,
+    replace: Replace = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Store a model's numbers in other formats, verify and publish: a merge of one model.
+
+    A stopped run goes on by the same command.
+    """
+
+    def verb() -> int:
+        budget = read_memory(memory)
+        options = RunOptions(workers, budget, device, address, inline, replace, threads=threads)
+        with own_stdout() as stdout, terminable():
+            with make_console(sys.stderr).status("reading headers"), heavy_imports():
+                from raymerge.api import conversion
+
+            request = Request(conversion(model, to), f"converting {model}", output, options, as_json)
+            return rehearse(request, stdout) if dry_run else run(request, stdout)
+
+    raise typer.Exit(guarded(verb, as_json=as_json))

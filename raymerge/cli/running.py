@@ -1,0 +1,119 @@
+"""What commands that write a checkpoint have in common: their options, and how a run is shown."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from raymerge.cli.plan import explain_all, show_accounts
+from raymerge.cli.progress import make_progress
+from raymerge.cli.routing import show_routing
+from raymerge.cli.screen import make_console, put_json
+from raymerge.runtime.options import Device, RunOptions
+
+if TYPE_CHECKING:
+    from typing import IO
+
+    from raymerge.api import RecipeLike
+
+Workers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
+]
+Threads: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),
+]
+Memory: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
+]
+DeviceChoice: TypeAlias = Annotated[Device, typer.Option(help="Where the arithmetic runs.")]
+Address: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
+]
+Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
+Replace: TypeAlias = Annotated[
+    bool, typer.Option("--replace", help="Replace what is at OUT, once the result is verified.")
+]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One submission."""
+
+    recipe: RecipeLike
+    """What to merge."""
+    title: str
+    """What messages call that."""
+    output: str
+    """Directory of the new checkpoint, as the user named it."""
+    options: RunOptions
+    """How to run."""
+    as_json: bool
+    """Whether events are given as JSON."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A scheduler's SIGTERM ends the command as Ctrl-C does, wherever it is: nothing leaks, exit code 3."""
+
+    def interrupt(_: int, __: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(request: Request, stdout: IO[str]) -> int:
+    """Merge, verify and publish, and show it as it goes; returns the exit code."""
+    from raymerge.api import submit
+    from raymerge.runtime.events import Event, StageReport
+
+    reports: list[StageReport] = []
+    with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
+
+        def show(event: Event) -> None:
+            if isinstance(event, StageReport):
+                reports.append(event)
+            progress(event)
+
+        submit(request.recipe, request.output, request.options, on_event=show)
+    if reports and not request.as_json:
+        show_routing(make_console(stdout), reports)
+    return 0
+
+
+def rehearse(request: Request, stdout: IO[str]) -> int:
+    """Show everything that a submission finds out before it writes; returns the exit code."""
+    from raymerge.runtime.chain import Chain
+
+    accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
+    if not request.as_json:
+        show_accounts(stdout, accounts)
+    merges = [account.merge for account in accounts]
+    Chain(merges, Path(request.output), request.options, on_event=lambda _: None).check()
+    if request.as_json:
+        found = [account.to_json(tensors=False) for account in accounts]
+        plans = found[0] if len(found) == 1 else {"merges": found}
+        put_json(stdout, {"event": "dry_run", "place": request.output, **plans})
+    else:
+        console = make_console(stdout)
+        console.print(f"\ndry run: nothing was written; {request.output} can be made", soft_wrap=True)
+    return 0

@@ -1,0 +1,255 @@
+"""A layer of experts of the true size, of a model that is published quantised: decoded, merged, encoded.
+
+    python tests/benchmarks/quantised_layer.py [--family v3|kimi] [--place DIRECTORY]
+
+Two parents with the true headers of DeepSeek-V3 (block FP8) or Kimi-K2-Thinking (INT4) are planned whole. Of
+one layer the experts' codes and scales are really there, random ones; the rest of the files is a hole. The
+segments that are nothing but these experts are made as a worker makes them, from files that the system's
+cache has not. It prints the time of the plan, the rate at which stored bytes of the parents go through
+decoding, merging and encoding, the same with the files of the first segments in the cache, and the rate at
+which the disk gives those files to a program that only reads them. 35 GB of disk, a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cache import evict
+from benchmarks.machine import machine
+from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoint
+from kits.quantised_headers import KIMI_CONFIG, kimi_k2_thinking_specs
+
+from raymerge.api import plan, read_recipe
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.dtypes import DType
+from raymerge.execute.output import UNFINISHED
+from raymerge.execute.segment import SegmentRunner
+from raymerge.planner.lanes import lanes_of
+from raymerge.planner.projection import project
+from raymerge.planner.sources import open_sources
+from raymerge.planner.tables import Plan
+from raymerge.runtime.sizing import cores_here
+from raymerge.storage.buffers import aligned_buffer, room_for
+from raymerge.storage.local import LocalStore
+
+_BUDGET = 2 << 30
+_WARM_NBYTES = 4 << 30
+"""Stored bytes of the segments that are made a second time, from the cache."""
+_NOISE_NBYTES = 16 << 20
+_BLOCK_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model whose headers are known."""
+
+    specs: Callable[[], list[list[TensorSpec]]]
+    """All of its tensors, by file."""
+    config: Mapping[str, Any]
+    """Its config."""
+    experts: str
+    """What the names of one layer's experts begin with."""
+
+
+FAMILIES = {
+    "v3": Family(deepseek_v3_specs, V3_CONFIG, "model.layers.30.mlp.experts."),
+    "kimi": Family(kimi_k2_thinking_specs, KIMI_CONFIG, "model.layers.30.mlp.experts."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a file."""
+
+    file: Path
+    """The file."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """How many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Segments that were made."""
+
+    read_bytes: int
+    """Stored bytes that were read of the parents."""
+    written_bytes: int
+    """Bytes that were written."""
+    seconds: float
+    """Wall time until they were durable."""
+
+    def told(self) -> str:
+        """For the table."""
+        return f"{self.read_bytes / 1e9:.1f} GB in {self.seconds:.1f} s, {self.rate / 1e9:.2f} GB/s"
+
+    @property
+    def rate(self) -> float:
+        """Stored bytes of the parents per second."""
+        return self.read_bytes / self.seconds
+
+
+def main() -> None:
+    """Make the parents, measure, print."""
+    asked = _asked()
+    family = FAMILIES[asked.family]
+    with tempfile.TemporaryDirectory(dir=asked.place) as place:
+        _measure(family, Path(place))
+
+
+def _measure(family: Family, place: Path) -> None:
+    specs = family.specs()
+    roots = [sparse_checkpoint(place / name, specs, family.config) for name in "ab"]
+    recipe = {
+        "merge_method": "linear",
+        "models": [{"model": str(root), "parameters": {"weight": 0.5}} for root in roots],
+    }
+    began = time.perf_counter()
+    made = plan(recipe).require()
+    _say(f"planned {len(made['tensors']):,} tensors of each parent in {time.perf_counter() - began:.1f} s")
+    runs: list[Run] = []
+    for number, source in enumerate(open_sources(read_recipe(recipe))):
+        mine = [each for name, each in source.checkpoint.tensors.items() if name.startswith(family.experts)]
+        _fill(roots[number], mine, seed=number)
+        runs += _runs(roots[number], mine)
+    files = sorted({run.file for run in runs})
+    segments = list(_segments(made, family.experts))
+    _say(f"{len(segments)} segments hold nothing but {family.experts}*; {machine()}")
+    projection = project(made, _BUDGET, lanes=lanes_of(cores_here()))
+    _say(f"a worker takes {projection.peak / 2**20:.0f} MiB of the {_BUDGET >> 20} MiB that it may")
+    evict(files)
+    cold = _make(made, roots, place / "cold", segments)
+    _say(f"decoded, merged, encoded and written durably, from the disk: {cold.told()}")
+    evict(files)
+    disk = _read(runs)
+    _say(f"the disk alone, with as many threads: {disk.told()}; ratio {cold.rate / disk.rate:.2f}")
+    few = segments[: max(1, int(len(segments) * _WARM_NBYTES / cold.read_bytes))]
+    _make(made, roots, place / "first", few)
+    again = _make(made, roots, place / "again", few)
+    ratio = f"{again.rate / disk.rate:.2f}"
+    _say(f"{len(few)} of the segments again, from the cache: {again.told()}; ratio {ratio}")
+
+
+def _fill(root: Path, tensors: Sequence[StoredTensor], *, seed: int) -> None:
+    """Random codes and scales."""
+    generator = np.random.default_rng(seed)
+    noise = generator.integers(0, 256, _NOISE_NBYTES, dtype=np.uint8)
+    # Every pattern but those of NaN.
+    fp8 = np.where(noise & 0x7F == 0x7F, 0, noise).tobytes()
+    scales = torch.rand(1 << 20, generator=torch.Generator().manual_seed(seed)) * 1e-3 + 1e-4
+    fills = {
+        DType.F8_E4M3: fp8,
+        DType.I32: noise.tobytes(),
+        DType.F32: scales.numpy().tobytes(),
+        DType.BF16: scales.bfloat16().view(torch.int16).numpy().tobytes(),
+    }
+    for tensor in tensors:
+        shape = tensor.name.endswith("weight_shape")
+        data = b"" if shape else fills[tensor.dtype]
+        with open(root / tensor.key, "r+b", buffering=0) as stream:
+            stream.seek(tensor.offset)
+            for begin in range(0, tensor.nbytes if data else 0, len(data) or 1):
+                stream.write(data[: min(len(data), tensor.nbytes - begin)])
+
+
+def _runs(root: Path, tensors: Sequence[StoredTensor]) -> Iterator[Run]:
+    """Where these tensors lie: a run in each file, with little else in it."""
+    for key in sorted({each.key for each in tensors}):
+        mine = [each for each in tensors if each.key == key]
+        begin = min(each.offset for each in mine)
+        yield Run(root / key, begin, max(each.offset + each.nbytes for each in mine) - begin)
+
+
+def _segments(made: Plan, experts: str) -> Iterator[int]:
+    """Segments whose rows are all of these experts."""
+    names = made["tensors"].column("name").to_pylist()
+    tensors = made["rows"].column("tensor").to_numpy()
+    mine = np.array([name.startswith(experts) for name in names])[tensors]
+    for number, row in enumerate(made["segments"].to_pylist()):
+        first = row["first_row"]
+        if mine[first : first + row["num_rows"]].all():
+            yield number
+
+
+def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int]) -> Made:
+    """Make segments as a worker does."""
+    place.mkdir()
+    for shard in made["shards"].to_pylist():
+        # Not made by a store, which would reserve the disk's room for all of the model.
+        with open(place / (shard["name"] + UNFINISHED), "wb") as stream:
+            stream.truncate(shard["nbytes"])
+    cores = cores_here()
+    projection = project(made, _BUDGET, lanes=lanes_of(cores))
+    runner = SegmentRunner(
+        made,
+        [LocalStore(root) for root in roots],
+        LocalStore(place),
+        device=torch.device("cpu"),
+        projection=projection,
+        threads=cores,
+        name="bench",
+    )
+    began = time.perf_counter()
+    with ThreadPoolExecutor(projection.lanes + 1) as threads:
+        receipts = list(threads.map(runner.run, segments))
+    seconds = time.perf_counter() - began
+    for path in place.iterdir():
+        path.unlink()
+    return Made(sum(r.read_bytes for r in receipts), sum(r.written_bytes for r in receipts), seconds)
+
+
+def _read(runs: Sequence[Run]) -> Made:
+    """Read runs of files past the cache, in as many threads as a worker has lanes, and do nothing with it."""
+    blocks = [
+        (run.file, begin, min(_BLOCK_NBYTES, run.offset + run.nbytes - begin))
+        for run in runs
+        for begin in range(run.offset, run.offset + run.nbytes, _BLOCK_NBYTES)
+    ]
+    stores = {run.file: LocalStore(run.file.parent) for run in runs}
+    own = threading.local()
+
+    def read(block: tuple[Path, int, int]) -> None:
+        file, offset, nbytes = block
+        if not hasattr(own, "buffer"):
+            own.buffer = aligned_buffer(room_for(_BLOCK_NBYTES))
+        stores[file].read_extent(file.name, offset, nbytes, memoryview(own.buffer)[: room_for(nbytes)])
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(lanes_of(cores_here())) as threads:
+        for _ in threads.map(read, blocks):
+            pass
+    return Made(sum(nbytes for _, _, nbytes in blocks), 0, time.perf_counter() - began)
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="v3", help="whose headers (v3)")
+    parser.add_argument("--place", type=Path, help="where files are made, with 35 GB of room")
+    return parser.parse_args()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

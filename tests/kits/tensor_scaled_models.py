@@ -1,0 +1,162 @@
+"""Tiny models whose matrices have one scale each, alone or beside those of blocks.
+
+Parents of one layout are the same model plus a little that hangs on the seed, each quantised by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from kits.checkpoint_maker import TOKENIZER_FILES, llama_config, llama_shapes, write_checkpoint
+from kits.quantised_models import QuantisedModel
+from kits.quantised_numbers import Coded, Values, fp8_matrices, nvfp4, plain
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors as they are where nothing is quantised, by name."""
+Parts = Mapping[str, torch.Tensor]
+"""Stored tensors by name."""
+
+EXPERTS = 3
+"""Experts of the mixture."""
+JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Matrices that have one scale of NVFP4 together, as servers join them."""
+ODD = "o_proj"
+"""A matrix whose scale of NVFP4 is for much larger numbers than it has, and that of FP8 of no dimension."""
+_JOINED_LARGEST = 0.25
+_HIDDEN, _WIDTH = 32, 48
+_WEIGHTS: Mapping[str, Mapping[str, Any]] = {
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    },
+}
+
+
+def fp8_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
+    """A Llama of compressed-tensors' ``float-quantized`` with one scale for each matrix, and for its inputs.
+
+    Args:
+        root: where to write it.
+        seed: what this parent's difference hangs on.
+        shapes: of its tensors; None for those of a layer of 64 and one of ``lm_head``.
+    """
+    return _llama(root, seed, "float-quantized", _as_fp8, shapes)
+
+
+def nvfp4_llama(root: Path, seed: int, *, shapes: Shapes | None = None) -> QuantisedModel:
+    """A Llama of compressed-tensors' ``nvfp4-pack-quantized``; see ``fp8_llama``."""
+    return _llama(root, seed, "nvfp4-pack-quantized", _as_nvfp4, shapes)
+
+
+def fp8_mixture(root: Path, seed: int) -> QuantisedModel:
+    """A Mixtral with fused experts [E, rows, columns] in FP8: a scale for each expert's matrix."""
+    block = "model.layers.0.mlp"
+    shapes = {
+        "model.embed_tokens.weight": (16, _HIDDEN),
+        f"{block}.gate.weight": (EXPERTS, _HIDDEN),
+        f"{block}.experts.gate_up_proj": (EXPERTS, 2 * _WIDTH, _HIDDEN),
+        f"{block}.experts.down_proj": (EXPERTS, _HIDDEN, _WIDTH),
+        "model.norm.weight": (_HIDDEN,),
+    }
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "num_local_experts": EXPERTS,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _WIDTH,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": None},
+    }
+    return _written(root, seed, config, shapes, lambda name: "experts" in name, _as_fp8_experts)
+
+
+def _llama(
+    root: Path,
+    seed: int,
+    form: str,
+    stored: Callable[[str, Values], tuple[Coded, Parts]],
+    shapes: Shapes | None,
+) -> QuantisedModel:
+    group = {"targets": ["Linear"], "weights": dict(_WEIGHTS[form])}
+    table = {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+    }
+    config = llama_config(layers=1, hidden=64)
+    return _written(
+        root,
+        seed,
+        {**config, "quantization_config": table},
+        llama_shapes(config) if shapes is None else shapes,
+        lambda name: name.endswith("_proj.weight"),
+        stored,
+    )
+
+
+def _written(
+    root: Path,
+    seed: int,
+    config: Mapping[str, Any],
+    shapes: Shapes,
+    is_code: Callable[[str], bool],
+    stored: Callable[[str, Values], tuple[Coded, Parts]],
+) -> QuantisedModel:
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Values] = {}
+    for name, shape in shapes.items():
+        numbers = _numbers(name, shape, seed)
+        if is_code(name):
+            coded, parts = stored(name, numbers)
+            values[name] = coded.values
+            tensors |= parts
+        else:
+            tensors[name], values[name] = plain(numbers, torch.bfloat16)
+    # Codes and their scales lie in several files.
+    write_checkpoint(root, tensors, config, files=3, extra=TOKENIZER_FILES)
+    return QuantisedModel(root, values, frozenset(name for name in shapes if is_code(name)))
+
+
+def _numbers(name: str, shape: tuple[int, ...], seed: int) -> Values:
+    first = np.random.default_rng([crc32(name.encode()), 0])
+    second = np.random.default_rng([crc32(name.encode()), 1 + seed])
+    middle = 1.0 if "norm" in name else 0.0
+    return middle + first.standard_normal(shape) * 0.05 + second.standard_normal(shape) * 0.005
+
+
+def _as_fp8(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded = fp8_matrices(values)
+    inputs = torch.tensor([float(np.abs(values).sum())])
+    scale = coded.scales.squeeze() if ODD in name else coded.scales
+    parts = {"weight": coded.codes, "weight_scale": scale, "input_scale": inputs}
+    return coded, _of_module(name, parts)
+
+
+def _as_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
+    largest = float(np.abs(values).max()) * (1024 if ODD in name else 1)
+    coded = nvfp4(values, _JOINED_LARGEST if any(word in name for word in JOINED) else largest)
+    assert coded.whole is not None
+    parts = {"weight_packed": coded.codes, "weight_scale": coded.scales, "weight_global_scale": coded.whole}
+    inputs = torch.tensor([float(np.abs(values).sum())])
+    return coded, _of_module(name, {**parts, "input_global_scale": inputs})
+
+
+def _of_module(name: str, parts: Parts) -> Parts:
+    return {f"{name.removesuffix('weight')}{word}": tensor for word, tensor in parts.items()}
+
+
+def _as_fp8_experts(name: str, values: Values) -> tuple[Coded, Parts]:
+    coded = fp8_matrices(values)
+    scales = coded.scales[:, None] if name.endswith("down_proj") else coded.scales
+    return coded, {name: coded.codes, f"{name}_scale": scales}

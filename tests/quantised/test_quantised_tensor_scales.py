@@ -1,0 +1,360 @@
+"""Formats with one scale for a whole matrix: FP8 by tensor and NVFP4, merged and written back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kits.checkpoint_maker import read_tensors
+from kits.memory_meter import AllocationMeter
+from kits.merge_cases import INLINE, Family, digests, merge, recipes
+from kits.quantised_merges import (
+    Maker,
+    Merge,
+    changed_bytes,
+    check_merged,
+    check_stored_alike,
+    config_of,
+    linear,
+    merged_values,
+    plain_twin,
+    read_numbers,
+    slerp,
+    ties,
+)
+from kits.quantised_models import QuantisedModel
+from kits.quantised_numbers import Values
+from kits.segment_bench import Bench, counted_buffers, make_bench, tiles_of
+from kits.tensor_scaled_models import EXPERTS, JOINED, ODD, fp8_llama, fp8_mixture, nvfp4_llama
+from safetensors.torch import load_file, save_file
+
+from raymerge.api import plan, submit, verify
+from raymerge.errors import NonFiniteError
+from raymerge.execute.jobs import Jobs
+from raymerge.planner import segments
+from raymerge.runtime.events import Event, SegmentDone, Started
+from raymerge.runtime.options import RunOptions
+
+MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
+_WEIGHTS, _DENSITY = (0.618034, 0.381966), 0.4
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
+    """A base and two more of its kind."""
+    root = tmp_path_factory.mktemp("parents")
+    return [MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
+    """Two with fused experts, of which each matrix holds gate and up."""
+    root = tmp_path_factory.mktemp("mixtures")
+    return [fp8_mixture(root / name, seed) for seed, name in enumerate("ab")]
+
+
+def _entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"model": str(model.root), "parameters": {"weight": weight, **more}}
+        for model, weight in zip(models, weights, strict=True)
+    ]
+
+
+def _linear(*models: QuantisedModel, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": _entries(models, [0.5] * len(models)), **more}
+
+
+def _cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[str, Any], int, Merge]]:
+    """Recipes, the number of parents that take part, and what is expected of them."""
+    base, *tuned = parents
+    named = {"base_model": str(base.root)}
+    thinned = _entries(tuned, _WEIGHTS, density=_DENSITY)
+    return {
+        "linear": ({"models": _entries(parents[:2], (0.3, 0.7))}, 2, linear(0.3, 0.7)),
+        "slerp": (
+            {**named, "models": [{"model": str(tuned[0].root)}], "parameters": {"t": 0.4}},
+            2,
+            slerp(0.4),
+        ),
+        "ties": ({**named, "models": thinned}, 3, ties(_WEIGHTS, _DENSITY)),
+    }
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
+def test_a_merge_is_the_merge_of_what_the_parents_mean(
+    method: str, parents: list[QuantisedModel], tmp_path: Path
+) -> None:
+    """Each number is the nearest that codes with its scales can be, and what is beside them is the lead's."""
+    recipe, count, expected = _cases(parents)[method]
+    merge({"merge_method": method, **recipe}, tmp_path / "out")
+    check_stored_alike(tmp_path / "out", parents[0].root)
+    check_merged(tmp_path / "out", merged_values(parents[:count], expected), parents)
+    beside = {name for name in read_tensors(parents[0].root) if name.endswith("scale") and ".input_" in name}
+    assert len(beside) == 7
+    assert not beside & changed_bytes(tmp_path / "out", parents[0].root)
+    assert verify(tmp_path / "out").problems == ()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_model_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
+    """To the last byte of codes, of scales and of the one scale."""
+    same = [MAKERS[kind](tmp_path / f"same{number}", 1).root for number in range(4)]
+    asked_of = recipes(Family(same[0], tuple(same[1:])))
+    for method in ("linear", "slerp", "ties", "nuslerp"):
+        # Linear's recipe asks for another dtype.
+        asked = {key: value for key, value in asked_of[method].items() if key != "dtype"}
+        merge(asked, tmp_path / method)
+        check_stored_alike(tmp_path / method, same[0])
+        assert changed_bytes(tmp_path / method, same[0]) == set(), method
+
+
+def test_one_matrix_that_is_changed_changes_no_other(parents: list[QuantisedModel], tmp_path: Path) -> None:
+    base, one, _ = parents
+    name = "model.layers.0.mlp.up_proj.weight"
+    rule = {"glob": name, "parameters": {"weight": 0.5}}
+    recipe = {"merge_method": "linear", "models": _entries([base, one], (1, 0)), "methods": [rule]}
+    merge(recipe, tmp_path / "out")
+    changed = changed_bytes(tmp_path / "out", base.root)
+    assert changed
+    assert all(each.startswith(name.removesuffix("weight")) for each in changed)
+    assert {each.rpartition(".")[2] for each in changed} >= {"weight_scale"}
+
+
+def test_what_one_parent_gives_is_its_bytes(parents: list[QuantisedModel], tmp_path: Path) -> None:
+    base, one, _ = parents
+    rule = {"role": "mlp", "merge_method": "passthrough", "sources": [str(one.root)]}
+    merge({**_linear(base, one), "methods": [rule]}, tmp_path / "out")
+    foreign = changed_bytes(tmp_path / "out", one.root)
+    assert not {name for name in foreign if ".mlp." in name}
+    assert {name for name in foreign if ".self_attn." in name}
+
+
+# What servers join
+
+
+_ODD = f"model.layers.0.self_attn.{ODD}"
+
+
+def _divisors(root: Path) -> dict[str, float]:
+    stored = read_tensors(root)
+    return {name: float(each) for name, each in stored.items() if name.endswith(".weight_global_scale")}
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
+def test_what_shares_a_scale_of_nvfp4_shares_it_afterwards(method: str, tmp_path: Path) -> None:
+    """Otherwise servers that join q, k and v, or gate and up, would take the scale of one for all."""
+    models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("abc")]
+    merge({"merge_method": method, **_cases(models)[method][0]}, tmp_path / "out")
+    before, after = _divisors(models[0].root), _divisors(tmp_path / "out")
+    assert len({after[name] for name in after if any(word in name for word in JOINED)}) == 1
+    assert {name for name in before if before[name] != after[name]} == {f"{_ODD}.weight_global_scale"}
+    assert after[f"{_ODD}.weight_global_scale"] == 16 * before[f"{_ODD}.weight_global_scale"]
+
+
+def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_path: Path) -> None:
+    models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    twice = {"merge_method": "linear", "models": _entries(models, (1, 1)), "parameters": {"normalize": False}}
+    merge(twice, tmp_path / "out")
+    check_merged(tmp_path / "out", merged_values(models, lambda pair: np.stack(pair).sum(0)[None]), models)
+    before, after = _divisors(models[0].root), _divisors(tmp_path / "out")
+    del before[f"{_ODD}.weight_global_scale"]
+    assert {name: after[name] for name in before} == {name: scale / 16 for name, scale in before.items()}
+
+
+# Other formats
+
+
+def test_it_is_converted_to_bfloat16(parents: list[QuantisedModel], tmp_path: Path) -> None:
+    model = parents[1]
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "dtype": "bfloat16"}
+    merge(recipe, tmp_path / "out")
+    found = read_tensors(tmp_path / "out")
+    assert found.keys() == model.values.keys()
+    for name, values in model.values.items():
+        assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
+    assert "quantization_config" not in config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("is_lead", [True, False])
+def test_it_merges_with_bfloat16(is_lead: bool, parents: list[QuantisedModel], tmp_path: Path) -> None:
+    twin = plain_twin(parents[1], tmp_path / "twin")
+    models = [parents[0], twin] if is_lead else [twin, parents[0]]
+    merge(_linear(*models), tmp_path / "out")
+    assert ("quantization_config" in config_of(tmp_path / "out")) == is_lead
+    check_merged(tmp_path / "out", merged_values(models, linear(1, 1)), models)
+
+
+def test_numbers_become_codes_where_the_lead_has_codes(parents: list[QuantisedModel], tmp_path: Path) -> None:
+    """What comes from a parent in bfloat16 has no scale that could be kept."""
+    base, twin = parents[0], plain_twin(parents[1], tmp_path / "twin")
+    rule = {"role": "mlp", "merge_method": "passthrough", "sources": [str(twin.root)]}
+    merge({**_linear(base, twin), "methods": [rule]}, tmp_path / "out")
+    check_stored_alike(tmp_path / "out", base.root)
+    own, mean = merged_values([twin], linear(1)), merged_values([base, twin], linear(1, 1))
+    expected = {name: (own if ".mlp." in name else mean)[name] for name in base.values}
+    check_merged(tmp_path / "out", expected, [base, twin])
+
+
+def test_formats_of_two_kinds_merge(tmp_path: Path) -> None:
+    models = [fp8_llama(tmp_path / "a", 1), nvfp4_llama(tmp_path / "b", 2)]
+    for lead, other in (models, models[::-1]):
+        out = tmp_path / f"out {lead.root.name}"
+        merge(_linear(lead, other), out)
+        check_stored_alike(out, lead.root)
+        check_merged(out, merged_values([lead, other], linear(1, 1)), models)
+
+
+# Fused experts
+
+
+def _experts(values: Values, name: str) -> list[Values]:
+    """The matrices of fused experts: gate and up, or down."""
+    halves = 2 if name.endswith("gate_up_proj") else 1
+    return [part for expert in values for part in np.split(expert, halves)]
+
+
+@pytest.mark.parametrize(("method", "expected"), [("linear", linear(0.5, 0.5)), ("slerp", slerp(0.4))])
+def test_each_fused_matrix_has_its_own_scale(
+    method: str, expected: Merge, mixtures: list[QuantisedModel], tmp_path: Path
+) -> None:
+    one, other = mixtures
+    slerped = {"base_model": str(one.root), "models": [{"model": str(other.root)}], "parameters": {"t": 0.4}}
+    merge(_linear(one, other) if method == "linear" else {"merge_method": "slerp", **slerped}, tmp_path / "o")
+    check_stored_alike(tmp_path / "o", one.root)
+    found, stored = read_numbers(tmp_path / "o"), read_tensors(tmp_path / "o")
+    for name in one.quantised:
+        assert len(set(stored[f"{name}_scale"].flatten().tolist())) == EXPERTS
+        pairs = zip(_experts(one.values[name], name), _experts(other.values[name], name), strict=True)
+        wanted = [expected(pair)[0] for pair in pairs]
+        have, steps = (_experts(part, name) for part in (found[name].values, found[name].steps))
+        for mean, values, step in zip(wanted, have, steps, strict=True):
+            assert np.all(np.abs(mean - values) <= step / 2 * (1 + 1e-4) + 1e-7), name
+
+
+def test_fused_matrices_merged_with_themselves_keep_their_bytes(
+    mixtures: list[QuantisedModel], tmp_path: Path
+) -> None:
+    merge(_linear(mixtures[0], mixtures[0], mixtures[0]), tmp_path / "out")
+    assert changed_bytes(tmp_path / "out", mixtures[0].root) == set()
+
+
+def test_fused_matrices_are_converted_part_by_part(mixtures: list[QuantisedModel], tmp_path: Path) -> None:
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(mixtures[0].root)}]}
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "out")
+    found = read_tensors(tmp_path / "out")
+    for name, values in mixtures[0].values.items():
+        assert torch.equal(found[name], torch.from_numpy(values).float().bfloat16()), name
+
+
+# However it is run
+
+_SIZES = {"model.layers.0.mlp.up_proj.weight": (256, 512), "model.norm.weight": (32,)}
+_TIGHT, _WIDE = 1 << 20, 64 << 20
+_OBJECTS = 128 << 10
+"""Bytes of Python's own objects, which are counted too."""
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
+    """Parents with a matrix that a small lane does not hold."""
+    root, make = tmp_path_factory.mktemp("large"), {"FP8": fp8_llama, "NVFP4": nvfp4_llama}[request.param]
+    return [make(root / name, seed, shapes=_SIZES) for seed, name in enumerate("abc")]
+
+
+def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, int]:
+    """A bench that was run, and the most tiles that one of its rows has."""
+    bench = make_bench(recipe, root, budget=budget)
+    rows = [row for segment in bench.segments for row in Jobs(bench.plan).rows(segment)]
+    for segment in bench.segments:
+        bench.runner.run(segment)
+    tiles = [tile.row.index for tile in tiles_of(rows, bench.projection.lane.budget)]
+    return bench, max(map(tiles.count, tiles))
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "itself"])
+def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
+    """The one scale is that of the whole matrix: it is chosen before the first code is made."""
+    itself = _linear(large[0], large[0])
+    recipe = itself if name == "itself" else {"merge_method": name, **_cases(large)[name][0]}
+    whole, one = _made(recipe, tmp_path / "whole", _WIDE)
+    tiled, several = _made(recipe, tmp_path / "tiled", _TIGHT)
+    assert (one, several > 1) == (1, True)
+    assert dict(whole.written()) == dict(tiled.written())
+    if name == "itself":
+        stored = {key: bytes(each.view(-1).view(torch.uint8).numpy()) for key, each in _stored(large[0])}
+        assert {key: bytes(each) for key, each in tiled.written()} == stored
+
+
+@pytest.mark.parametrize("name", ["linear", "ties"])
+def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
+    recipe = {"merge_method": name, **_cases(large)[name][0]}
+    for number, budget in enumerate((_WIDE, _TIGHT, _WIDE)):
+        bench = make_bench(recipe, tmp_path / f"{number}", budget=budget)
+        with counted_buffers() as buffers, AllocationMeter() as meter:
+            for segment in bench.segments:
+                bench.runner.run(segment)
+        # What is compiled when it is first needed is no part of what was stated.
+        assert not number or meter.peak_bytes + buffers.most <= bench.projection.peak + _OBJECTS
+
+
+def _stored(model: QuantisedModel) -> list[tuple[str, torch.Tensor]]:
+    return list(read_tensors(model.root).items())
+
+
+def test_threads_and_segments_change_no_byte(
+    parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"merge_method": "ties", **_cases(parents)["ties"][0]}
+    merge(recipe, tmp_path / "one", RunOptions(inline=True, threads=1))
+    monkeypatch.setattr(segments, "_segment_target", lambda _: 1)
+    merge(recipe, tmp_path / "two", RunOptions(inline=True, threads=2))
+    assert {f: d for f, d in digests(tmp_path / "one").items() if f.endswith(".safetensors")} == {
+        f: d for f, d in digests(tmp_path / "two").items() if f.endswith(".safetensors")
+    }
+
+
+def test_a_scale_that_a_power_cut_took_is_made_again(
+    parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in another segment's bytes than the one that makes it."""
+    monkeypatch.setattr(segments, "_segment_target", lambda _: 1)
+    recipe = _linear(*parents[:2])
+    merge(recipe, tmp_path / "whole")
+    done = 0
+
+    def abort(event: Event) -> None:
+        nonlocal done
+        done += isinstance(event, SegmentDone)
+        if done == 12:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        submit(recipe, tmp_path / "out", INLINE, on_event=abort)
+    (staging,) = tmp_path.glob(".out.raymerge-*")
+    lines = (staging / "raymerge" / "ledger.jsonl").read_text().splitlines()[1:]
+    made = {int(row) for line in lines for row in json.loads(line)["receipt"]["digests"]}
+    rows, shards = plan(recipe)["rows"].to_pylist(), plan(recipe)["shards"].column("name").to_pylist()
+    scale = next(rows[row["tensor_scale"]] for row in rows if row["tensor_scale"] in made)
+    with (staging / f"{shards[scale['shard']]}.part").open("r+b") as file:
+        file.seek(scale["offset"])
+        file.write(b"lost")
+    merged = merge(recipe, tmp_path / "out")
+    assert merged.of(Started)[0].done_segments == len(lines) - 1
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_blamed(value: float, tmp_path: Path) -> None:
+    models = [fp8_llama(tmp_path / name, seed, shapes=_SIZES) for seed, name in enumerate("ab")]
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    (file,) = [each for each in sorted(models[1].root.glob("*.safetensors")) if name in load_file(each)]
+    save_file({**load_file(file), name: torch.tensor([value])}, file, metadata={"format": "pt"})
+    data = file.read_bytes()
+    byte = data.index(torch.tensor([value]).numpy().tobytes())
+    with pytest.raises(NonFiniteError, match=rf"here first at byte {byte} of {file.name}"):
+        merge(_linear(*models), tmp_path / "out")
