@@ -70,7 +70,7 @@ def quantisation_config(
     if not (stored.packed or is_unread):
         return without_tables(config), None
     if is_common and _is_true_of(declared, stored, known):
-        return _with_plain(config, declared, stored, known, outputs), None
+        return _with_plain(config, declared, stored, donor, outputs), None
     if is_unread:
         return config, _unread(stored, where)
     if len({_kind(each.packing) for each in stored.packed.values()}) > 1:
@@ -161,22 +161,27 @@ def _with_plain(
     config: Mapping[str, Any],
     declared: Declared,
     stored: _Stored,
-    known: Mapping[str, Packed],
+    donor: Source,
     outputs: Sequence[Output],
 ) -> dict[str, Any]:
     """The config with its tables, which list what is plain now."""
     result = copy.deepcopy(dict(config))
     is_replaced = any(declared.plain.lists(module) for module in stored.packed)
-    modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, known, outputs)
-    modules += _plain_experts(stored, outputs, modules)
+    modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, donor, outputs)
+    modules += _plain_experts(stored, outputs if is_replaced else (), modules)
     for table, section in _tables(result) if modules or is_replaced else ():
         _list_plain(section[table], modules, replaced=is_replaced)
     return result
 
 
-def _freed(declared: Declared, known: Mapping[str, Packed], outputs: Sequence[Output]) -> list[str]:
-    """Modules of plain numbers that a table does not list, though the donor has such as codes somewhere."""
-    plain = [_module(each) for each in outputs if each.packed is None and each.dtype.is_mergeable]
+def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list[str]:
+    """Modules of plain numbers that a table does not list, though the donor has such as codes somewhere, and
+    that are not plain in the donor, whose table did without them."""
+    packs = donor.checkpoint.packs
+    known = packs.packed if packs is not None else {}
+    before = donor.checkpoint.tensors.keys() - known.keys()
+    named = [each for each in outputs if each.packed is None and each.name not in before]
+    plain = [_module(each) for each in named if each.dtype.is_mergeable]
     alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in known}
     return [each for each in plain if _NUMBER.sub(".*", each) in alike and not declared.plain.lists(each)]
 
@@ -186,7 +191,7 @@ def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[
 
     Args:
         stored: what is not plain.
-        outputs: every tensor of the output.
+        outputs: tensors of which stacks are to be listed as well.
         listed: modules that are to be listed anyway.
     """
     coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}

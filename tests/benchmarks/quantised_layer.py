@@ -205,6 +205,8 @@ def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int
         threads=cores,
         name="bench",
     )
+    # Lanes compute side by side, and what they call is to use one thread each, as in a worker.
+    torch.set_num_threads(1)
     began = time.perf_counter()
     with ThreadPoolExecutor(projection.lanes + 1) as threads:
         receipts = list(threads.map(runner.run, segments))
