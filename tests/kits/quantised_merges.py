@@ -29,6 +29,10 @@ Merge = Callable[[Sequence[Values]], Values]
 """Of one matrix of each parent, what may come out of it: [outcomes, ...]."""
 
 
+_WEIGHTS, _DENSITY = (0.618034, 0.381966), 0.4
+# Of no simple ratio: what is decoded takes few values, and sums that cancel would leave the sign to rounding.
+
+
 def _deepseek(kind: ScaleKind) -> Maker:
     return lambda root, seed: deepseek_v3(root, seed, scales=kind)
 
@@ -107,6 +111,30 @@ def ties(weights: Sequence[float], density: float) -> Merge:
         return np.stack([base + _consensus(deltas, weights) for deltas in product(*choices)])
 
     return merge
+
+
+def entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
+    """Models of a recipe, each with its weight and what else it has."""
+    return [
+        {"model": str(model.root), "parameters": {"weight": weight, **more}}
+        for model, weight in zip(models, weights, strict=True)
+    ]
+
+
+def merge_cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[str, Any], int, Merge]]:
+    """Recipes, the number of parents that take part, and what is expected of them."""
+    base, *tuned = parents
+    named = {"base_model": str(base.root)}
+    thinned = entries(tuned, _WEIGHTS, density=_DENSITY)
+    return {
+        "linear": ({"models": entries(parents[:2], (0.3, 0.7))}, 2, linear(0.3, 0.7)),
+        "slerp": (
+            {**named, "models": [{"model": str(tuned[0].root)}], "parameters": {"t": 0.4}},
+            2,
+            slerp(0.4),
+        ),
+        "ties": ({**named, "models": thinned}, 3, ties(_WEIGHTS, _DENSITY)),
+    }
 
 
 def merged_values(parents: Sequence[QuantisedModel], merge: Merge) -> dict[str, Values]:

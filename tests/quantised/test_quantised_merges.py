@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kits.checkpoint_maker import read_tensors
 from kits.merge_cases import Family, merge, recipes
 from kits.quantised_merges import (
     MAKERS,
-    Merge,
     changed_bytes,
     check_merged,
     check_stored_alike,
+    entries,
     linear,
+    merge_cases,
     merged_values,
     read_numbers,
-    slerp,
-    ties,
 )
 from kits.quantised_models import QuantisedModel
 
@@ -36,8 +33,6 @@ SELF_MERGED = {
     "DeepSeek-V3 U8": _SOME,
 }
 """What is merged with itself, and by which methods."""
-_WEIGHTS, _DENSITY = (0.618034, 0.381966), 0.4
-# Of no simple ratio: what is decoded takes few values, and sums that cancel would leave the sign to rounding.
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -47,35 +42,12 @@ def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [MAKERS[request.param](root / name, seed) for seed, name in enumerate(("base", "one", "two"))]
 
 
-def _entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
-    return [
-        {"model": str(model.root), "parameters": {"weight": weight, **more}}
-        for model, weight in zip(models, weights, strict=True)
-    ]
-
-
-def _cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[str, Any], int, Merge]]:
-    """Recipes, the number of parents that take part, and what is expected of them."""
-    base, *tuned = parents
-    named = {"base_model": str(base.root)}
-    thinned = _entries(tuned, _WEIGHTS, density=_DENSITY)
-    return {
-        "linear": ({"models": _entries(parents[:2], (0.3, 0.7))}, 2, linear(0.3, 0.7)),
-        "slerp": (
-            {**named, "models": [{"model": str(tuned[0].root)}], "parameters": {"t": 0.4}},
-            2,
-            slerp(0.4),
-        ),
-        "ties": ({**named, "models": thinned}, 3, ties(_WEIGHTS, _DENSITY)),
-    }
-
-
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
 def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:
     """Each number is the nearest that codes with the scale of its block can be."""
-    recipe, count, expected = _cases(parents)[method]
+    recipe, count, expected = merge_cases(parents)[method]
     merge({"merge_method": method, **recipe}, tmp_path / "out")
     check_stored_alike(tmp_path / "out", parents[0].root)
     check_merged(tmp_path / "out", merged_values(parents[:count], expected), parents)
@@ -125,7 +97,7 @@ def test_what_no_rule_touches_keeps_its_bytes(
     base, one, _ = parents
     recipe = {
         "merge_method": "linear",
-        "models": _entries([base, one], (1, 0)),
+        "models": entries([base, one], (1, 0)),
         "methods": [{"role": role, "parameters": {"weight": 0.5}}],
     }
     merge(recipe, tmp_path / "out")
@@ -145,7 +117,7 @@ def test_what_a_rule_takes_from_one_parent_is_its_bytes(
     base, one, _ = parents
     recipe = {
         "merge_method": "linear",
-        "models": _entries([base, one], (0.5, 0.5)),
+        "models": entries([base, one], (0.5, 0.5)),
         "methods": [{"role": role, "merge_method": "passthrough", "sources": [str(one.root)]}],
     }
     merge(recipe, tmp_path / "out")

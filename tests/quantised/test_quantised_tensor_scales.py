@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from kits.quantised_merges import (
     check_merged,
     check_stored_alike,
     config_of,
+    entries,
     linear,
+    merge_cases,
     merged_values,
     plain_twin,
     read_numbers,
     slerp,
-    ties,
 )
 from kits.quantised_models import QuantisedModel
 from kits.quantised_numbers import Values
@@ -41,7 +42,6 @@ from raymerge.runtime.events import Event, SegmentDone, Started
 from raymerge.runtime.options import RunOptions
 
 MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
-_WEIGHTS, _DENSITY = (0.618034, 0.381966), 0.4
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -58,31 +58,8 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     return [fp8_mixture(root / name, seed) for seed, name in enumerate("ab")]
 
 
-def _entries(models: Sequence[QuantisedModel], weights: Sequence[float], **more: Any) -> list[dict[str, Any]]:
-    return [
-        {"model": str(model.root), "parameters": {"weight": weight, **more}}
-        for model, weight in zip(models, weights, strict=True)
-    ]
-
-
 def _linear(*models: QuantisedModel, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": _entries(models, [0.5] * len(models)), **more}
-
-
-def _cases(parents: Sequence[QuantisedModel]) -> Mapping[str, tuple[dict[str, Any], int, Merge]]:
-    """Recipes, the number of parents that take part, and what is expected of them."""
-    base, *tuned = parents
-    named = {"base_model": str(base.root)}
-    thinned = _entries(tuned, _WEIGHTS, density=_DENSITY)
-    return {
-        "linear": ({"models": _entries(parents[:2], (0.3, 0.7))}, 2, linear(0.3, 0.7)),
-        "slerp": (
-            {**named, "models": [{"model": str(tuned[0].root)}], "parameters": {"t": 0.4}},
-            2,
-            slerp(0.4),
-        ),
-        "ties": ({**named, "models": thinned}, 3, ties(_WEIGHTS, _DENSITY)),
-    }
+    return {"merge_method": "linear", "models": entries(models, [0.5] * len(models)), **more}
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "ties"])
@@ -90,7 +67,7 @@ def test_a_merge_is_the_merge_of_what_the_parents_mean(
     method: str, parents: list[QuantisedModel], tmp_path: Path
 ) -> None:
     """Each number is the nearest that codes with its scales can be, and what is beside them is the lead's."""
-    recipe, count, expected = _cases(parents)[method]
+    recipe, count, expected = merge_cases(parents)[method]
     merge({"merge_method": method, **recipe}, tmp_path / "out")
     check_stored_alike(tmp_path / "out", parents[0].root)
     check_merged(tmp_path / "out", merged_values(parents[:count], expected), parents)
@@ -117,7 +94,7 @@ def test_one_matrix_that_is_changed_changes_no_other(parents: list[QuantisedMode
     base, one, _ = parents
     name = "model.layers.0.mlp.up_proj.weight"
     rule = {"glob": name, "parameters": {"weight": 0.5}}
-    recipe = {"merge_method": "linear", "models": _entries([base, one], (1, 0)), "methods": [rule]}
+    recipe = {"merge_method": "linear", "models": entries([base, one], (1, 0)), "methods": [rule]}
     merge(recipe, tmp_path / "out")
     changed = changed_bytes(tmp_path / "out", base.root)
     assert changed
@@ -149,7 +126,7 @@ def _divisors(root: Path) -> dict[str, float]:
 def test_what_shares_a_scale_of_nvfp4_shares_it_afterwards(method: str, tmp_path: Path) -> None:
     """Otherwise servers that join q, k and v, or gate and up, would take the scale of one for all."""
     models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("abc")]
-    merge({"merge_method": method, **_cases(models)[method][0]}, tmp_path / "out")
+    merge({"merge_method": method, **merge_cases(models)[method][0]}, tmp_path / "out")
     before, after = _divisors(models[0].root), _divisors(tmp_path / "out")
     assert len({after[name] for name in after if any(word in name for word in JOINED)}) == 1
     assert {name for name in before if before[name] != after[name]} == {f"{_ODD}.weight_global_scale"}
@@ -158,7 +135,7 @@ def test_what_shares_a_scale_of_nvfp4_shares_it_afterwards(method: str, tmp_path
 
 def test_a_scale_of_nvfp4_that_no_longer_serves_is_divided_by_a_power_of_16(tmp_path: Path) -> None:
     models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    twice = {"merge_method": "linear", "models": _entries(models, (1, 1)), "parameters": {"normalize": False}}
+    twice = {"merge_method": "linear", "models": entries(models, (1, 1)), "parameters": {"normalize": False}}
     merge(twice, tmp_path / "out")
     check_merged(tmp_path / "out", merged_values(models, lambda pair: np.stack(pair).sum(0)[None]), models)
     before, after = _divisors(models[0].root), _divisors(tmp_path / "out")
@@ -280,7 +257,7 @@ def _made(recipe: Mapping[str, Any], root: Path, budget: int) -> tuple[Bench, in
 def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     """The one scale is that of the whole matrix: it is chosen before the first code is made."""
     itself = _linear(large[0], large[0])
-    recipe = itself if name == "itself" else {"merge_method": name, **_cases(large)[name][0]}
+    recipe = itself if name == "itself" else {"merge_method": name, **merge_cases(large)[name][0]}
     whole, one = _made(recipe, tmp_path / "whole", _WIDE)
     tiled, several = _made(recipe, tmp_path / "tiled", _TIGHT)
     assert (one, several > 1) == (1, True)
@@ -292,7 +269,7 @@ def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: 
 
 @pytest.mark.parametrize("name", ["linear", "ties"])
 def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
-    recipe = {"merge_method": name, **_cases(large)[name][0]}
+    recipe = {"merge_method": name, **merge_cases(large)[name][0]}
     for number, budget in enumerate((_WIDE, _TIGHT, _WIDE)):
         bench = make_bench(recipe, tmp_path / f"{number}", budget=budget)
         with counted_buffers() as buffers, AllocationMeter() as meter:
@@ -309,7 +286,7 @@ def _stored(model: QuantisedModel) -> list[tuple[str, torch.Tensor]]:
 def test_threads_and_segments_change_no_byte(
     parents: list[QuantisedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = {"merge_method": "ties", **_cases(parents)["ties"][0]}
+    recipe = {"merge_method": "ties", **merge_cases(parents)["ties"][0]}
     merge(recipe, tmp_path / "one", RunOptions(inline=True, threads=1))
     monkeypatch.setattr(segments, "_segment_target", lambda _: 1)
     merge(recipe, tmp_path / "two", RunOptions(inline=True, threads=2))
