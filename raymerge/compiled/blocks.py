@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from raymerge.compiled.jit import compiled, inlined
 
-LANES = 64
-"""Running sums that are kept side by side: one alone would be added to in single file."""
-
 
 @inlined
 def divisor(step: np.float32) -> np.float32:
@@ -40,31 +37,3 @@ def largest(patterns: NDArray[np.uint32], height: int, width: int, found: NDArra
             for i in range(run.size):
                 most = max(most, run[i] & np.uint32(0x7FFFFFFF))
             found[row // height, block] = most
-
-
-@compiled
-def add_squares(
-    others: NDArray[np.float32],
-    values: NDArray[np.float32],
-    errors: NDArray[np.float64],
-    squares: NDArray[np.float64],
-) -> None:
-    """Add up squared differences and squared values.
-
-    Args:
-        others: [n].
-        values: [n].
-        errors: [LANES], to which the squares of ``others`` less ``values`` are added.
-        squares: [LANES], to which the squares of ``values`` are added.
-    """
-    whole = values.size // LANES * LANES
-    for begin in range(0, whole, LANES):
-        other, value = others[begin : begin + LANES], values[begin : begin + LANES]
-        for lane in range(LANES):
-            error, wide = np.float64(other[lane] - value[lane]), np.float64(value[lane])
-            errors[lane] += error * error
-            squares[lane] += wide * wide
-    for i in range(whole, values.size):
-        error, wide = np.float64(others[i] - values[i]), np.float64(values[i])
-        errors[0] += error * error
-        squares[0] += wide * wide

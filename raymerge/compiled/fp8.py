@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.compiled.blocks import divisor
-from raymerge.compiled.jit import compiled, inlined
+from raymerge.compiled.jit import compiled, inlined, summing
 
 
 @inlined
@@ -107,3 +107,33 @@ def fits(
             for i in range(run.size):
                 differs |= element(nearest(run[i] / by)) * step != run[i]
             found[row // height, block] = not differs
+
+
+@summing
+def squares(
+    codes: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    values: NDArray[np.float32],
+) -> tuple[float, float]:
+    """What encoding changed: the squares of decoded codes less values, and of values, both summed.
+
+    Args:
+        codes: [rows, columns].
+        steps: [bands, blocks].
+        height: rows of a block.
+        width: its columns.
+        values: [rows, columns], what was encoded.
+    """
+    errors = squares = 0.0
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = steps[row // height, block]
+            run = codes[row, block * width : (block + 1) * width]
+            true = values[row, block * width : (block + 1) * width]
+            for i in range(run.size):
+                error, value = np.float64(element(run[i]) * step - true[i]), np.float64(true[i])
+                errors += error * error
+                squares += value * value
+    return errors, squares

@@ -34,6 +34,15 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, made)
 
 
+def summing(function: _Function) -> _Function:
+    """The same for additions in any order, which takes a fraction of the time: for what is only told, since
+    its last digits differ from processor to processor."""
+    made: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})(function)
+    with suppress(RuntimeError):
+        made._cache = _LoopCache(function)
+    return cast(_Function, made)
+
+
 def inlined(function: _Function) -> _Function:
     """The same for a small part of such functions, which becomes part of each that calls it.
 

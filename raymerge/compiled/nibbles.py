@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.compiled.blocks import divisor
-from raymerge.compiled.jit import compiled, inlined
+from raymerge.compiled.jit import compiled, inlined, summing
 
 
 @inlined
@@ -121,6 +121,30 @@ def e2m1_fits(
             found[row // height, block] = not differs
 
 
+@summing
+def e2m1_squares(
+    codes: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    values: NDArray[np.float32],
+) -> tuple[float, float]:
+    """What encoding changed: see ``fp8.squares``."""
+    errors = squares = 0.0
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = steps[row // height, block]
+            run = codes[row, block * width // 2 : (block + 1) * width // 2]
+            true = values[row, block * width : (block + 1) * width]
+            for i in range(run.size):
+                byte, one, two = np.uint32(run[i]), true[2 * i], true[2 * i + 1]
+                first = np.float64(e2m1_element(byte) * step - one)
+                second = np.float64(e2m1_element(np.uint32(byte >> np.uint32(4))) * step - two)
+                errors += first * first + second * second
+                squares += np.float64(one) * np.float64(one) + np.float64(two) * np.float64(two)
+    return errors, squares
+
+
 @compiled
 def int4_decode(
     codes: NDArray[np.uint8],
@@ -188,6 +212,30 @@ def int4_fits(
             for i in range(run.size):
                 differs |= int4_element(np.uint32(int4_nearest(run[i] / by))) * step != run[i]
             found[row // height, block] = not differs
+
+
+@summing
+def int4_squares(
+    codes: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    height: int,
+    width: int,
+    values: NDArray[np.float32],
+) -> tuple[float, float]:
+    """What encoding changed: see ``fp8.squares``."""
+    errors = squares = 0.0
+    for row in range(values.shape[0]):
+        for block in range(steps.shape[1]):
+            step = steps[row // height, block]
+            run = codes[row, block * width // 2 : (block + 1) * width // 2]
+            true = values[row, block * width : (block + 1) * width]
+            for i in range(run.size):
+                byte, one, two = np.uint32(run[i]), true[2 * i], true[2 * i + 1]
+                first = np.float64(int4_element(byte) * step - one)
+                second = np.float64(int4_element(np.uint32(byte >> np.uint32(4))) * step - two)
+                errors += first * first + second * second
+                squares += np.float64(one) * np.float64(one) + np.float64(two) * np.float64(two)
+    return errors, squares
 
 
 @compiled

@@ -14,6 +14,8 @@ from raymerge.execute.decoding import is_aligned, numbers, typed
 from raymerge.execute.jobs import JobPart
 from raymerge.methods import (
     Access,
+    AnchoredKernel,
+    AnchoredSum,
     Method,
     Settings,
     Stored,
@@ -116,6 +118,18 @@ class PartComputation:
     def apply(self, tile: Tile) -> torch.Tensor:
         """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
         return self._method.kernel.apply(tile, self._settings, self._state)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row of its matrix."""
+        return self._part.columns
+
+    def anchored(self) -> AnchoredSum | None:
+        """The sum of the sources that ``apply`` gives, on the processor; None where it is no such sum."""
+        kernel = self._method.kernel
+        if self._has_base or self._scratch.device.type != "cpu" or not isinstance(kernel, AnchoredKernel):
+            return None
+        return kernel.anchored(self._settings)
 
     def tiles(self, raw: Raw, start: int, length: int) -> Iterator[Tile | StoredTile]:
         """A tile for the statistics: as it is stored where that can be, else its pieces; see ``pieces``."""

@@ -73,6 +73,12 @@ class RowJob:
         return tuple(each for part in self.parts for each in part.inputs)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether it is made of codes with scales, or made into them."""
+        is_read = any(isinstance(each, Read) and each.scales is not None for each in self.inputs)
+        return is_read or self.expression.encode is not None
+
+    @property
     def need(self) -> Need:
         """Memory that making it takes."""
         shapes = [part.shape for part in self.parts]

@@ -17,6 +17,8 @@ import torch
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute.assembled import Raw
+from raymerge.execute.bands import pieces
+from raymerge.execute.coded import coded_sum
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import scatter
 from raymerge.execute.encoding import TensorScale, TensorScaleChoice, encoded, encoding_of, whole_choice
@@ -155,6 +157,11 @@ class Lane:
         if not is_begun:
             for part, share in zip(parts, shares, strict=True):
                 part.load(share)
+        if tile.piece and row.has_codes:
+            (part,) = parts
+            part.gather(lambda: _tiles(part, pieces(tile, raw)), None)
+            self._finish(tile, raw, part, _tensor_scale(row, part, lambda: pieces(tile, raw)))
+            return
         if tile.piece:
             (part,) = parts
             start, length = row.first_element, tile.piece
@@ -179,16 +186,16 @@ class Lane:
             return
         (part,) = parts
         begun = _Begun(part, is_begun=bool(stretch.padding))
-        sample = self._sampler(stretch, part) if stretch.loads[0].tiles[0].piece else None
-        part.gather(lambda: _tiles(part, begun.of(self._cycle(stretch, again=True))), sample)
-        shared = None
-        if row.tensor_scale is not None:
-            choice = TensorScaleChoice(row)
+
+        def again() -> Iterator[tuple[TileJob, Raw]]:
             for tile, raw in begun.of(self._cycle(stretch, again=True)):
-                choice.observe(part.apply(part.whole(raw, tile.first_element)), raw)
-            shared = choice.made()
+                yield from pieces(tile, raw)
+
+        is_sampled = stretch.loads[0].tiles[0].piece and not row.has_codes
+        part.gather(lambda: _tiles(part, again()), self._sampler(stretch, part) if is_sampled else None)
+        shared = _tensor_scale(row, part, again)
         for tile, raw in begun.of(self._cycle(stretch)):
-            self._apply(tile, raw, part, shared)
+            self._finish(tile, raw, part, shared)
 
     def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
         tile = stretch.loads[0].tiles[0]
@@ -230,6 +237,17 @@ class Lane:
             self._reader.store(read), read, row, tile.span(read)
         )
         self._output.take_stored(row, skipped, data, is_there=is_there)
+
+    def _finish(self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None) -> None:
+        """Make what was read at once."""
+        coded = coded_sum(tile, raw, part)
+        if coded is None or coded.unit_bytes > self._output.most_together:
+            for piece, bytes_of_it in pieces(tile, raw):
+                self._apply(piece, bytes_of_it, part, shared)
+            return
+        self._output.take(tile.row, tile.start, tile.count, coded.fill, unit=coded.unit_bytes)
+        self._output.add_errors(tile.row, coded.errors)
+        self._emit_scales(tile.row, coded.stored_scales(), tile.start)
 
     def _apply(
         self, tile: TileJob, raw: Raw, part: PartComputation, shared: TensorScale | None = None
@@ -274,7 +292,6 @@ class Lane:
         self, row: RowJob, result: torch.Tensor, raw: Raw, skipped: int, shared: TensorScale | None
     ) -> None:
         """Encode whole bands of a row, and hand over codes and scales."""
-        encode, columns = encoding_of(row), row.parts[0].columns
         if row.tensor_scale is not None:
             shared = shared or whole_choice(row, result, raw)
             if not skipped:
@@ -283,10 +300,14 @@ class Lane:
         (codes, scales), errors = encoded(row, result, raw, shared)
         self._output.add_errors(row, errors)
         self._output.take(row, skipped, codes.numel(), self._fetcher(codes))
+        self._emit_scales(row, scales, skipped * 8 // row.expression.cast.bits)
+
+    def _emit_scales(self, row: RowJob, scales: torch.Tensor, start: int) -> None:
+        """Hand over the scales of whole bands of a row, from an element on."""
         if row.scales is not None:
-            first = skipped * 8 // row.expression.cast.bits // (encode.band * columns)
-            before = first * encode.scales_nbytes(columns)
-            self._output.take(row.scales, before, scales.numel(), self._fetcher(scales))
+            encode, columns = encoding_of(row), row.parts[0].columns
+            before = start // (encode.band * columns) * encode.scales_nbytes(columns)
+            self._output.take(row.scales, before, scales.numel(), self._fetcher(scales), aside=True)
 
     def _fetcher(self, data: torch.Tensor) -> Fill:
         def fill(done: int, target: torch.Tensor) -> Arrival | None:
@@ -325,6 +346,18 @@ def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Itera
             yield from part.tiles(raw, tile.first_element, tile.piece)
         else:
             yield part.whole(raw, tile.first_element)
+
+
+def _tensor_scale(
+    row: RowJob, part: PartComputation, tiles: Callable[[], Iterator[tuple[TileJob, Raw]]]
+) -> TensorScale | None:
+    """The one scale that the codes of a row share, from a pass over its tiles; None where they share none."""
+    if row.tensor_scale is None:
+        return None
+    choice = TensorScaleChoice(row)
+    for tile, raw in tiles():
+        choice.observe(part.apply(part.whole(raw, tile.first_element)), raw)
+    return choice.made()
 
 
 def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:

@@ -24,6 +24,8 @@ UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
 _LEAST_STORED = 1 << 20
 """Bytes that are worth a write of their own; fewer are written together with their neighbours."""
+_ASIDE_SHARE = 8
+"""The part of the memory that scales have: codes are at least eight times as many bytes."""
 
 Fill: TypeAlias = Callable[[int, torch.Tensor], Arrival | None]
 """Writes some bytes of a row, from an offset on, into uint8 ``[n]``, and says when they are there."""
@@ -46,6 +48,8 @@ class _Share:
     nbytes: int
     skipped: int
     """Bytes of the row before these."""
+    is_aside: bool
+    """Whether they are in the part for scales."""
 
 
 @dataclass(slots=True)
@@ -53,6 +57,9 @@ class _Block:
     """What is in the memory for finished bytes; each lies as in its file within a block of the storage."""
 
     used: int = 0
+    """Where the bytes end that are not aside."""
+    used_aside: int = 0
+    """Where those end that are; 0 without any."""
     shares: list[_Share] = field(default_factory=list)
     checked: int = 0
     """How many of them were looked at."""
@@ -88,10 +95,14 @@ class Output:
         self._staging = staging
         self._memory = memory
         self._turn = turn
+        for_scales = max(memory.numel() // _ASIDE_SHARE, 2 * ALIGNMENT)
+        self._aside = (memory.numel() - for_scales) // ALIGNMENT * ALIGNMENT
         self._block = _Block()
         self._hashers: dict[int, xxhash.xxh3_128] = {}
 
-    def take(self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0) -> None:
+    def take(
+        self, row: RowJob, skipped: int, nbytes: int, fill: Fill, *, unit: int = 0, aside: bool = False
+    ) -> None:
         """Take bytes of a row.
 
         Args:
@@ -100,18 +111,23 @@ class Output:
             nbytes: how many come.
             fill: writes them, in one call or several.
             unit: bytes that ``fill`` is given no part of, at most ``most_together``; 0 for one element.
+            aside: whether they take turns with the bytes of another row, and are not to come between them:
+                what lies side by side is one write.
 
         Raises:
             NotFinite: a row holds NaN or infinity, this one or one before it.
         """
         done, unit = 0, unit or max(1, row.expression.cast.bits // 8)
         while done < nbytes:
-            place = self._room(row, skipped + done, unit)
+            place, end = self._room(row, skipped + done, unit, aside=aside)
             block = self._block
-            count = min(nbytes - done, (self._memory.numel() - place) // unit * unit)
+            count = min(nbytes - done, (end - place) // unit * unit)
             block.arrival = fill(done, self._memory[place : place + count]) or block.arrival
-            block.shares.append(_Share(row, place, count, skipped + done))
-            block.used = place + count
+            block.shares.append(_Share(row, place, count, skipped + done, aside))
+            if aside:
+                block.used_aside = place + count
+            else:
+                block.used = place + count
             done += count
             if block.arrival is None:
                 # While the processor's cache has the bytes.
@@ -148,8 +164,8 @@ class Output:
         """Add what encoding changed in a tile of a row of codes."""
         errors, values = self.encoding_errors.get(str(row.index), (0.0, 0.0))
         self.encoding_errors[str(row.index)] = (
-            errors + float(sums.squared_errors),
-            values + float(sums.squared_values),
+            errors + sums.squared_errors,
+            values + sums.squared_values,
         )
 
     @property
@@ -203,15 +219,22 @@ class Output:
                 self.shards.add(shard)
                 self.written_bytes += len(view)
 
-    def _room(self, row: RowJob, skipped: int, unit: int) -> int:
-        """The place for a row's next byte, where an element fits: at the same byte of a page as it has within
-        a block of the storage."""
+    def _room(self, row: RowJob, skipped: int, unit: int, *, aside: bool) -> tuple[int, int]:
+        """The place for a row's next byte, where an element fits, and where the room for more ends.
+
+        It is at the same byte of a page as it has within a block of the storage.
+        """
         shift = (row.places[0][1] + skipped) % ALIGNMENT
-        place = self._block.used + (shift - self._block.used) % ALIGNMENT
-        if place + unit <= self._memory.numel():
-            return place
-        self.flush()
-        return shift
+        for is_second in (False, True):
+            block = self._block
+            used = (block.used_aside or self._aside) if aside else block.used
+            end = self._aside if block.used_aside and not aside else self._memory.numel()
+            place = used + (shift - used) % ALIGNMENT
+            if place + unit <= end and not (aside and block.used > self._aside):
+                return place, end
+            if not is_second:
+                self.flush()
+        raise ValueError(f"{unit} bytes do not fit into the memory for finished bytes")
 
     def _check_block(self, block: _Block) -> None:
         """Look at what is in a block and was not looked at before."""
@@ -238,10 +261,10 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _runs(shares: list[_Share]) -> Iterator[tuple[str, int, int, int]]:
     """Shard, offset, first byte in the block and length of every write; what follows on itself is one."""
-    by_number: dict[int, list[tuple[str, int, int, int]]] = {}
+    by_number: dict[tuple[int, bool], list[tuple[str, int, int, int]]] = {}
     for share in shares:
         for number, (shard, offset) in enumerate(share.row.places):
-            runs = by_number.setdefault(number, [])
+            runs = by_number.setdefault((number, share.is_aside), [])
             begin = offset + share.skipped
             if runs:
                 last_shard, last_offset, first, nbytes = runs[-1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from raymerge.checkpoints.codecs import codec_of
+from raymerge.checkpoints.packing import Encoding
 from raymerge.dtypes import DType
+from raymerge.execute.coded import is_summed_at_once, warm_up_sums
 from raymerge.execute.finite import first_non_finite
 from raymerge.methods import (
     BLOCK,
@@ -28,6 +31,8 @@ from raymerge.methods import (
 )
 from raymerge.planner.expressions import Expression
 
+_CODED_COLUMNS = 256
+"""Some blocks of every format."""
 _SHAPE = (ROW_GROUP, (SAMPLE_RUNS * SAMPLE_LENGTH + BLOCK) // ROW_GROUP)
 """Long enough for a sample, and whole groups of rows."""
 
@@ -36,7 +41,7 @@ class DeviceError(RuntimeError):
     """A device cannot be used, whatever is to be computed there."""
 
 
-def warm_up(expressions: Iterable[Expression], device: torch.device) -> None:
+def warm_up(expressions: Sequence[Expression], device: torch.device) -> None:
     """Compute a little with each method, on zeros.
 
     Loops are compiled, or loaded, when they are first called: that takes time and memory that no segment
@@ -63,6 +68,8 @@ def warm_up(expressions: Iterable[Expression], device: torch.device) -> None:
             bound = expression.bind(keys=keys, shape=_SHAPE)
             _compute(method, bound, device, has_base=expression.has_base)
             done.add(key)
+    for encode in {each.encode for each in expressions if each.encode is not None}:
+        _encode(encode, device)
 
 
 def _reach(device: torch.device) -> None:
@@ -73,6 +80,21 @@ def _reach(device: torch.device) -> None:
     except (RuntimeError, AssertionError) as error:
         # Beginning to use a GPU fails with errors of any kind.
         raise DeviceError(str(error)) from error
+
+
+def _encode(encode: Encoding, device: torch.device) -> None:
+    """Encode and decode a little, as rows of this format are."""
+    packing = encode.packing((encode.band, _CODED_COLUMNS))
+    codec, values = codec_of(encode.format), torch.zeros(packing.shape, device=device)
+    whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
+    encoded = codec.encode(packing, values, tensor_scale=whole)
+    kept = encoded.scales if packing.scales_per_band else None
+    codec.encode(packing, values, kept=kept, tensor_scale=whole)
+    codec.error_sums(
+        packing, codec.decode(packing, *encoded, tensor_scale=whole), encoded, tensor_scale=whole
+    )
+    if device.type == "cpu" and is_summed_at_once(encode):
+        warm_up_sums()
 
 
 def _compute(method: Method, settings: Settings, device: torch.device, *, has_base: bool) -> None:

@@ -18,7 +18,7 @@ from raymerge.methods.method import (
     Value,
 )
 from raymerge.methods.random import keep_mask, random_key
-from raymerge.methods.stored import Stored, StoredKernel
+from raymerge.methods.stored import AnchoredKernel, AnchoredSum, Stored, StoredKernel
 from raymerge.methods.table import find_method, methods
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "SAMPLE_LENGTH",
     "SAMPLE_RUNS",
     "Access",
+    "AnchoredKernel",
+    "AnchoredSum",
     "BaseUse",
     "Kernel",
     "Method",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raymerge.methods.method import Settings, Tile
 from raymerge.methods.reduce import add_products_in_torch, elements, flat
-from raymerge.methods.stored import Stored
+from raymerge.methods.stored import AnchoredSum, Stored
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 Coefficients: TypeAlias = tuple[float, ...]
@@ -209,6 +209,12 @@ def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> No
 
     anchor, excess = _anchor(coefficients)
     loops.stored_combination(out, stored.words, stored.places, np.array(coefficients), anchor, excess)
+
+
+def anchored_sum(coefficients: Coefficients) -> AnchoredSum:
+    """What ``combine`` computes of these coefficients without an origin."""
+    anchor, excess = _anchor(coefficients)
+    return AnchoredSum(tuple(coefficients), anchor, excess)
 
 
 def combine_in_torch(

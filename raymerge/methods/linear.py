@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.gram import combine, combine_stored
+from raymerge.methods.gram import anchored_sum, combine, combine_stored
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.stored import Stored
+from raymerge.methods.stored import AnchoredSum, Stored
 from raymerge.methods.sums import check_shares, shares, stored_sum_of_products, sum_of_products
 
 _NORMALIZE = "normalize"
@@ -28,6 +28,11 @@ class LinearKernel(SinglePass):
         if settings.flag(_NORMALIZE):
             return combine(tile.sources, coefficients, None)
         return sum_of_products(tile.sources, coefficients)
+
+    def anchored(self, settings: Settings) -> AnchoredSum | None:
+        """The mean."""
+        is_mean = settings.flag(_NORMALIZE)
+        return anchored_sum(shares(settings, normalize=_NORMALIZE)) if is_mean else None
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The weighted sum."""

@@ -34,6 +34,26 @@ class Stored:
         return replace(self, places=self.places + first, count=count, start=self.start + first)
 
 
+@dataclass(frozen=True, slots=True)
+class AnchoredSum:
+    """``v_a - e (0 - v_a) - sum c_i (v_a - v_i)`` of the sources v, in this order, each step rounded."""
+
+    coefficients: tuple[float, ...]
+    """c, one for each source; that of the anchor does not count."""
+    anchor: int
+    """a."""
+    excess: float
+    """e; 0 for nothing of that kind."""
+
+
+@runtime_checkable
+class AnchoredKernel(Protocol):
+    """What a kernel has besides when its result is such a sum, so that others may compute it."""
+
+    def anchored(self, settings: Settings) -> AnchoredSum | None:
+        """The sum that ``apply`` gives, bit for bit; None where these settings ask for something else."""
+
+
 @runtime_checkable
 class StoredKernel(Protocol):
     """What a kernel has beside ``observe`` and ``apply`` when it can do the same to stored elements.

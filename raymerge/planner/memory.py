@@ -38,6 +38,8 @@ WRITE_MOST = 4 << 20
 """Finished bytes that are written at once."""
 TILE_MOST = 1 << 20
 """Elements of the largest tile of a row that is not computed in pieces."""
+_CODES_PIECE = 1 << 18
+"""Elements of a piece of a row with codes: whole bands, at least one. Several calls go into each."""
 READ_ROOM = 12288
 """Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
 
@@ -215,8 +217,8 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
         unit = math.lcm(
             unit if method.access_with(_settings(expression, size)) is not Access.ELEMENT else 1, *bands
         )
-    at_once = assemblies or bands or not is_flat
-    piece = 0 if at_once else max(1, BLOCK // unit) * unit
+    usual = _CODES_PIECE if bands else BLOCK
+    piece = 0 if assemblies or not is_flat else max(1, usual // unit) * unit
     return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
 
 

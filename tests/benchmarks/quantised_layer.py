@@ -6,8 +6,9 @@ Two parents with the true headers of DeepSeek-V3 (block FP8) or Kimi-K2-Thinking
 one layer the experts' codes and scales are really there, random ones; the rest of the files is a hole. The
 segments that are nothing but these experts are made as a worker makes them, from files that the system's
 cache has not. It prints the time of the plan, the rate at which stored bytes of the parents go through
-decoding, merging and encoding, the same with the files of the first segments in the cache, and the rate at
-which the disk gives those files to a program that only reads them. 35 GB of disk, a few minutes.
+decoding, merging and encoding, what processors alone would allow, the rates at which the disk gives those
+files to a program that only reads them and to one that also writes as much as the merge, and the merge again
+with the files of the first segments in the cache. 50 GB of disk, a few minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from raymerge.planner.projection import project
 from raymerge.planner.sources import open_sources
 from raymerge.planner.tables import Plan
 from raymerge.runtime.sizing import cores_here
-from raymerge.storage.buffers import aligned_buffer, room_for
+from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.local import LocalStore
 
 _BUDGET = 2 << 30
@@ -52,6 +53,7 @@ _WARM_NBYTES = 4 << 30
 """Stored bytes of the segments that are made a second time, from the cache."""
 _NOISE_NBYTES = 16 << 20
 _BLOCK_NBYTES = 4 << 20
+_MOVED = "moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,17 @@ class Made:
     """Bytes that were written."""
     seconds: float
     """Wall time until they were durable."""
+    processor_seconds: float
+    """Time of all processors."""
 
     def told(self) -> str:
         """For the table."""
         return f"{self.read_bytes / 1e9:.1f} GB in {self.seconds:.1f} s, {self.rate / 1e9:.2f} GB/s"
+
+    @property
+    def processor_rate(self) -> float:
+        """Stored bytes of the parents per second, if nothing but processors took time."""
+        return self.read_bytes * cores_here() / self.processor_seconds
 
     @property
     def rate(self) -> float:
@@ -137,8 +146,18 @@ def _measure(family: Family, place: Path) -> None:
     cold = _make(made, roots, place / "cold", segments)
     _say(f"decoded, merged, encoded and written durably, from the disk: {cold.told()}")
     evict(files)
-    disk = _read(runs)
+    disk = _moved(runs)
     _say(f"the disk alone, with as many threads: {disk.told()}; ratio {cold.rate / disk.rate:.2f}")
+    _say(
+        f"processors took {cold.processor_seconds:.1f} s, so that alone they give "
+        f"{cold.processor_rate / 1e9:.2f} GB/s; ratio {cold.processor_rate / disk.rate:.2f}"
+    )
+    evict(files)
+    both = _moved(runs, into=place / "moved", nbytes=cold.written_bytes)
+    _say(
+        "the disk alone, reading them and writing as much as the merge does: "
+        f"{both.told()}; ratio {cold.rate / both.rate:.2f}"
+    )
     few = segments[: max(1, int(len(segments) * _WARM_NBYTES / cold.read_bytes))]
     _make(made, roots, place / "first", few)
     again = _make(made, roots, place / "again", few)
@@ -190,16 +209,16 @@ def _segments(made: Plan, experts: str) -> Iterator[int]:
 def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int]) -> Made:
     """Make segments as a worker does."""
     place.mkdir()
-    for shard in made["shards"].to_pylist():
-        # Not made by a store, which would reserve the disk's room for all of the model.
-        with open(place / (shard["name"] + UNFINISHED), "wb") as stream:
-            stream.truncate(shard["nbytes"])
+    staging = LocalStore(place)
+    for number in sorted(set(made["segments"].column("shard").take(segments).to_pylist())):
+        shard = made["shards"].slice(number, 1).to_pylist()[0]
+        staging.create(shard["name"] + UNFINISHED, shard["nbytes"])
     cores = cores_here()
     projection = project(made, _BUDGET, lanes=lanes_of(cores))
     runner = SegmentRunner(
         made,
         [LocalStore(root) for root in roots],
-        LocalStore(place),
+        staging,
         device=torch.device("cpu"),
         projection=projection,
         threads=cores,
@@ -207,36 +226,52 @@ def _make(made: Plan, roots: Sequence[Path], place: Path, segments: Sequence[int
     )
     # Lanes compute side by side, and what they call is to use one thread each, as in a worker.
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(projection.lanes + 1) as threads:
         receipts = list(threads.map(runner.run, segments))
-    seconds = time.perf_counter() - began
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
     for path in place.iterdir():
         path.unlink()
-    return Made(sum(r.read_bytes for r in receipts), sum(r.written_bytes for r in receipts), seconds)
+    return Made(sum(r.read_bytes for r in receipts), sum(r.written_bytes for r in receipts), seconds, busy)
 
 
-def _read(runs: Sequence[Run]) -> Made:
-    """Read runs of files past the cache, in as many threads as a worker has lanes, and do nothing with it."""
+def _moved(runs: Sequence[Run], *, into: Path | None = None, nbytes: int = 0) -> Made:
+    """Read runs of files past the cache, in as many threads as a worker has lanes, and compute nothing.
+
+    Args:
+        runs: what is read.
+        into: a directory to write to meanwhile, durably; None for nothing written.
+        nbytes: how much.
+    """
     blocks = [
         (run.file, begin, min(_BLOCK_NBYTES, run.offset + run.nbytes - begin))
         for run in runs
         for begin in range(run.offset, run.offset + run.nbytes, _BLOCK_NBYTES)
     ]
     stores = {run.file: LocalStore(run.file.parent) for run in runs}
+    share = nbytes // len(blocks) // ALIGNMENT * ALIGNMENT
+    written = LocalStore(into) if into is not None else None
+    if written is not None:
+        written.create(_MOVED, share * len(blocks))
     own = threading.local()
 
-    def read(block: tuple[Path, int, int]) -> None:
-        file, offset, nbytes = block
+    def move(number: int) -> None:
+        file, offset, nbytes = blocks[number]
         if not hasattr(own, "buffer"):
             own.buffer = aligned_buffer(room_for(_BLOCK_NBYTES))
-        stores[file].read_extent(file.name, offset, nbytes, memoryview(own.buffer)[: room_for(nbytes)])
+        view = memoryview(own.buffer)
+        stores[file].read_extent(file.name, offset, nbytes, view[: room_for(nbytes)])
+        if written is not None:
+            written.write_extent(_MOVED, number * share, view[:share])
 
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(lanes_of(cores_here())) as threads:
-        for _ in threads.map(read, blocks):
+        for _ in threads.map(move, range(len(blocks))):
             pass
-    return Made(sum(nbytes for _, _, nbytes in blocks), 0, time.perf_counter() - began)
+    if written is not None:
+        written.sync(_MOVED)
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    return Made(sum(nbytes for _, _, nbytes in blocks), share * len(blocks), seconds, busy)
 
 
 def _asked() -> argparse.Namespace:
@@ -244,7 +279,7 @@ def _asked() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", choices=sorted(FAMILIES), default="v3", help="whose headers (v3)")
-    parser.add_argument("--place", type=Path, help="where files are made, with 35 GB of room")
+    parser.add_argument("--place", type=Path, help="where files are made, with 50 GB of room")
     return parser.parse_args()
 
 

@@ -371,3 +371,46 @@ def test_what_encoding_changed_in_tiles_is_added_up_row_by_row() -> None:
         sums = ErrorSums(*(torch.tensor(each, dtype=torch.float64) for each in (errors, values)))
         output.add_errors(row, sums)
     assert output.encoding_errors == {"3": (0.75, 12.0), "5": (2.0, 1.0)}
+
+
+def test_scales_do_not_come_between_their_codes() -> None:
+    """Both take turns, and each is written in as few writes as if it came alone."""
+    store, codes, scales = _Store(), _bytes(10 * ALIGNMENT), _bytes(500, 1)
+    output = _output(store, block=64 * ALIGNMENT)
+    row, beside = _row(len(codes), (("a", 0),), 0), _row(len(scales), (("a", len(codes)),), 1)
+    for number in range(10):
+        part = codes[number * ALIGNMENT : (number + 1) * ALIGNMENT]
+        output.take(row, number * ALIGNMENT, ALIGNMENT, _giving(part))
+        output.take(beside, number * 50, 50, _giving(scales[number * 50 : (number + 1) * 50]), aside=True)
+    output.flush()
+    assert store.writes == [("a" + UNFINISHED, 0, len(codes)), ("a" + UNFINISHED, len(codes), len(scales))]
+    assert bytes(store.files["a" + UNFINISHED]) == codes + scales
+    assert output.digests == {
+        "0": xxhash.xxh3_128(codes).hexdigest(),
+        "1": xxhash.xxh3_128(scales).hexdigest(),
+    }
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 6000), st.integers(1, 900)), min_size=1, max_size=12),
+    blocks=st.integers(2, 20),
+)
+@settings(deadline=None, max_examples=200)
+def test_codes_and_scales_that_take_turns_go_to_their_places(
+    turns: list[tuple[int, int]], blocks: int
+) -> None:
+    store = _Store()
+    output = _output(store, block=blocks * ALIGNMENT)
+    codes, scales = _bytes(sum(a for a, _ in turns)), _bytes(sum(b for _, b in turns), 1)
+    row, beside = _row(len(codes), (("a", 7),), 0), _row(len(scales), (("a", 7 + len(codes)),), 1)
+    done = made = 0
+    for of_codes, of_scales in turns:
+        output.take(row, done, of_codes, _giving(codes[done : done + of_codes]))
+        output.take(beside, made, of_scales, _giving(scales[made : made + of_scales]), aside=True)
+        done, made = done + of_codes, made + of_scales
+    output.flush()
+    assert bytes(store.files["a" + UNFINISHED][7:]) == codes + scales
+    assert output.digests == {
+        "0": xxhash.xxh3_128(codes).hexdigest(),
+        "1": xxhash.xxh3_128(scales).hexdigest(),
+    }

@@ -11,6 +11,7 @@ import torch
 from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import make_bench
 
+from raymerge.checkpoints.packing import Format, encoding_of, usual_packing
 from raymerge.dtypes import DType
 from raymerge.execute import segment as segment_module
 from raymerge.execute import warmup
@@ -174,3 +175,21 @@ def test_copies_find_the_check_for_finite_values_ready() -> None:
 
     warm_up([], torch.device("cpu"))
     assert has_full.signatures  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a segment calls was called before: all loops of the codec, and the sum in one call."""
+    called: list[str] = []
+    for name in ("is_summed_at_once", "warm_up_sums", "codec_of"):
+        original = getattr(warmup, name)
+
+        def noting(*args: Any, of: Any = original, name: str = name) -> Any:
+            called.append(name)
+            return of(*args)
+
+        monkeypatch.setattr(warmup, name, noting)
+    encode = encoding_of(usual_packing(form, (256, 256)))
+    warm_up([replace(_expression("linear"), encode=encode)], CPU)
+    assert "codec_of" in called
+    assert ("warm_up_sums" in called) == (form in (Format.FP8_BLOCK, Format.FP8_CHANNEL))

@@ -36,8 +36,8 @@ class Blockwise(Protocol):
     def largest(self, values: Tensor, block: Block) -> Tensor:
         """The largest magnitude of every block, NaN where there is one; float32 [bands, blocks]."""
 
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of the squares of decoded codes less ``values``, and of ``values``; float64 [].
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
+        """Sums of the squares of decoded codes less ``values``, and of ``values``.
 
         Differences are rounded to float32. How the sums are rounded differs from device to device.
         """
@@ -85,16 +85,15 @@ class InTorch:
             into.copy_(part.abs().amax(dim=(1, 3), keepdim=True))
         return found
 
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         """See ``Blockwise``."""
         decoded = torch.empty_like(values)
         self.decode(codes, steps, block, decoded)
         return _sum_of_squares(decoded.sub_(values)), _sum_of_squares(values)
 
 
-def _sum_of_squares(values: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return norm.square()
+def _sum_of_squares(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 
 class Loops(NamedTuple):
@@ -103,6 +102,7 @@ class Loops(NamedTuple):
     decode: Callable[..., None]
     encode: Callable[..., None]
     fits: Callable[..., None]
+    squares: Callable[..., tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +136,9 @@ class InLoops:
         largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))
         return found
 
-    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[Tensor, Tensor]:
+    def squares(self, codes: Tensor, steps: Tensor, block: Block, values: Tensor) -> tuple[float, float]:
         """See ``Blockwise``."""
-        from raymerge.compiled.blocks import LANES, add_squares
-
-        decoded = torch.empty(values.shape)
-        self.decode(codes, steps, block, decoded)
-        errors, squares = torch.zeros(2, LANES, dtype=torch.float64)
-        add_squares(_array(decoded.view(-1)), _array(values.reshape(-1)), _array(errors), _array(squares))
-        return errors.sum(), squares.sum()
+        return self.load().squares(_array(codes), _array(steps), *block, _array(values))
 
 
 def _array(tensor: Tensor) -> Any:

@@ -31,12 +31,12 @@ class Encoded(NamedTuple):
 
 
 class ErrorSums(NamedTuple):
-    """What encoding changed, to be added up over the rows of a tensor. float64, on the device of the rows."""
+    """What encoding changed, to be added up over the rows of a tensor."""
 
-    squared_errors: Tensor
-    """Sum of the squared differences between decoded and true values, []."""
-    squared_values: Tensor
-    """Sum of the squared true values, []."""
+    squared_errors: float
+    """Sum of the squared differences between decoded and true values."""
+    squared_values: float
+    """Sum of the squared true values."""
 
 
 class NotFiniteError(ValueError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch, Loops
 from raymerge.checkpoints.codecs.codec import Codec
-from raymerge.checkpoints.codecs.scales import power_of_two_above, storable_scales
+from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.packing import Packing
 
 _LARGEST = 448.0
@@ -32,7 +32,7 @@ def _nearest(quotients: Tensor) -> Tensor:
 def _loops() -> Loops:
     from raymerge.compiled import fp8
 
-    return Loops(fp8.decode, fp8.encode, fp8.fits)
+    return Loops(fp8.decode, fp8.encode, fp8.fits, fp8.squares)
 
 
 class Fp8(Codec):
@@ -46,6 +46,6 @@ class Fp8(Codec):
     in_loops: ClassVar[Blockwise] = InLoops(_loops)
 
     def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
-        scales = largest / _LARGEST
+        scales = quotients(largest, _LARGEST)
         wanted = power_of_two_above(scales) if packing.power_of_two else scales
         return storable_scales(packing.scale_dtype, wanted)

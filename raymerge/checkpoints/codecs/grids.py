@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raymerge.checkpoints.codecs.scales import quotients
+
 _NEAR = 2.0**-7 * (1 + 2.0**-8)
 """How far a number may lie from the multiple, as a part of that: it and the largest are each rounded to
 bfloat16, by one part in 257 at most, and quotients to float32."""
@@ -30,12 +32,12 @@ def grid_steps(values: Tensor, largest: Tensor) -> Tensor:
 def grid_steps_in_torch(values: Tensor, largest: Tensor) -> Tensor:
     """The same on any device."""
     blocks, most = values.reshape(*largest.shape, -1), largest.unsqueeze(2)
-    numbers, is_near = _multiples(blocks, most / 7)
+    numbers, is_near = _multiples(blocks, quotients(most, 7.0))
     # Products with powers of two are not rounded. Those with others count nothing.
     numbers.masked_fill_((numbers != 1) & (numbers != 2) & (numbers != 4), torch.inf)
     told = (blocks / numbers).abs_().amax(dim=2)
     del numbers
-    found = torch.where(is_near, torch.where(told > 0, told, largest / 7), 0.0)
+    found = torch.where(is_near, torch.where(told > 0, told, quotients(largest, 7.0)), 0.0)
     return torch.where(_multiples(blocks, most / 8)[1], largest / 8, found)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.grids import grid_steps
 from raymerge.checkpoints.codecs.nibbles import INT4_IN_LOOPS, INT4_IN_TORCH
-from raymerge.checkpoints.codecs.scales import storable_scales
+from raymerge.checkpoints.codecs.scales import quotients, storable_scales
 from raymerge.checkpoints.packing import Packing
 
 _HALF_RANGE = 7.5
@@ -27,7 +27,7 @@ class Int4(Codec):
     in_loops = INT4_IN_LOOPS
 
     def _fresh(self, packing: Packing, largest: Tensor, _: Tensor | None) -> Tensor:
-        return storable_scales(packing.scale_dtype, largest / _HALF_RANGE)
+        return storable_scales(packing.scale_dtype, quotients(largest, _HALF_RANGE))
 
     def _fresh_of(
         self, packing: Packing, values: Tensor, largest: Tensor, tensor_scale: Tensor | None

@@ -35,7 +35,7 @@ def _e2m1_nearest(quotients: Tensor) -> Tensor:
 def _e2m1_loops() -> Loops:
     from raymerge.compiled import nibbles
 
-    return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits)
+    return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits, nibbles.e2m1_squares)
 
 
 def _int4_elements(codes: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _int4_nearest(quotients: Tensor) -> Tensor:
 def _int4_loops() -> Loops:
     from raymerge.compiled import nibbles
 
-    return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits)
+    return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits, nibbles.int4_squares)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH, LARGEST_E2M1
-from raymerge.checkpoints.codecs.scales import power_of_two_above, storable_scales
+from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.packing import Packing
 
 _LARGEST_SCALE = 448.0
@@ -62,9 +62,9 @@ class Nvfp4(Codec):
 
     def _fresh(self, packing: Packing, largest: Tensor, tensor_scale: Tensor | None) -> Tensor:
         assert tensor_scale is not None
-        return storable_scales(packing.scale_dtype, largest / LARGEST_E2M1 * tensor_scale)
+        return storable_scales(packing.scale_dtype, quotients(largest, LARGEST_E2M1) * tensor_scale)
 
 
 def _share(largest: Tensor, scale: Tensor) -> Tensor:
     """How much of what a tensor's scale allows the largest magnitude takes."""
-    return largest * scale / (_LARGEST_SCALE * _LARGEST_REACHED)
+    return quotients(largest * scale, _LARGEST_SCALE * _LARGEST_REACHED)

@@ -57,6 +57,11 @@ def storable_scales(dtype: DType, scales: Tensor) -> Tensor:
     return load_scales(dtype, store_scales(dtype, nonzero)).view(scales.shape)
 
 
+def quotients(values: Tensor, divisor: float) -> Tensor:
+    """Values over a number, rounded once: of a plain number, a GPU would multiply by the reciprocal."""
+    return values / torch.full((), divisor, device=values.device)
+
+
 def power_of_two_above(scales: Tensor) -> Tensor:
     """The least powers of two that are not below the positive ``scales``; float32, of the same shape.
 

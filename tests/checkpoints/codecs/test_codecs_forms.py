@@ -113,7 +113,7 @@ def test_grids_of_every_shape_give_the_same_bits(kind: str, seed: int, data: st.
     codes = loops.encode(finite, steps, block, columns // of)
     mine, theirs = (each.squares(codes, steps, block, finite) for each in (loops, in_torch))
     for one, other in zip(mine, theirs, strict=True):
-        assert one.item() == pytest.approx(other.item(), rel=1e-12)
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_values_with_gaps_are_encoded_as_those_without() -> None:
