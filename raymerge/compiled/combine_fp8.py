@@ -63,22 +63,25 @@ def combine_and_encode(
     strip = width * max(1, STRIP // width)
     values = np.empty((min(height, rows), min(strip, columns)), np.float32)
     decoded = np.empty((2, values.shape[1]), np.float32)
-    errors = squares = 0.0
+    errors, squares, by_excess = 0.0, 0.0, np.float32(excess)
     for band in range(out_steps.shape[0]):
         top, bottom = band * height, min(rows, (band + 1) * height)
         for begin in range(0, columns, strip):
             count = min(strip, columns - begin)
             for row in range(top, bottom):
-                first = row * columns + begin
-                run, start, other = values[row - top, :count], decoded[0, :count], decoded[1, :count]
-                at = places[anchor] + first
-                _decode(codes[at : at + count], steps[anchor, band], begin, width, start)
-                _begin(run, start, np.float32(excess))
-                for vector in range(places.size):
-                    if vector != anchor:
-                        at = places[vector] + first
-                        _decode(codes[at : at + count], steps[vector, band], begin, width, other)
-                        _subtract_change(run, start, other, np.float32(coefficients[vector]))
+                first, run = row * columns + begin, values[row - top, :count]
+                _combine(
+                    run,
+                    decoded,
+                    codes,
+                    places + first,
+                    steps[:, band],
+                    begin,
+                    width,
+                    coefficients,
+                    anchor,
+                    by_excess,
+                )
             for left in range(0, count, width):
                 right, number = min(count, left + width), (begin + left) // width
                 most = _largest(values, bottom - top, left, right)
@@ -89,14 +92,34 @@ def combine_and_encode(
                     had = steps[held, band, number]
                     step = had if _fits(values, bottom - top, left, right, had) else step
                 out_steps[band, number] = step
-                by = divisor(step)
-                for row in range(top, bottom):
-                    into, run = out[row, begin + left : begin + right], values[row - top, left:right]
-                    for index in range(into.size):
-                        into[index] = nearest(run[index] / by)
+                _encode(out, top, begin, values, bottom - top, left, right, divisor(step))
                 more = _squares(out, top, begin, values, bottom - top, left, right, step)
                 errors, squares = errors + more[0], squares + more[1]
     return True, errors, squares
+
+
+@inlined
+def _combine(
+    run: Floats,
+    decoded: Floats,
+    codes: Codes,
+    places: NDArray[np.int64],
+    steps: Floats,
+    begin: int,
+    width: int,
+    coefficients: NDArray[np.float64],
+    anchor: int,
+    excess: np.float32,
+) -> None:
+    """Write the combination of a strip of a row; ``steps`` [inputs, blocks]."""
+    start, other = decoded[0, : run.size], decoded[1, : run.size]
+    _decode(codes[places[anchor] : places[anchor] + run.size], steps[anchor], begin, width, start)
+    _begin(run, start, excess)
+    for vector in range(places.size):
+        if vector != anchor:
+            at = places[vector]
+            _decode(codes[at : at + run.size], steps[vector], begin, width, other)
+            _subtract_change(run, start, other, np.float32(coefficients[vector]))
 
 
 @inlined
@@ -122,6 +145,17 @@ def _begin(run: Floats, start: Floats, excess: np.float32) -> None:
 def _subtract_change(run: Floats, start: Floats, other: Floats, factor: np.float32) -> None:
     for index in range(run.size):
         run[index] -= (start[index] - other[index]) * factor + _ZERO
+
+
+@inlined
+def _encode(
+    out: Codes, top: int, begin: int, values: Floats, num_rows: int, left: int, right: int, by: np.float32
+) -> None:
+    """Write the codes of a block."""
+    for row in range(num_rows):
+        into, run = out[top + row, begin + left : begin + right], values[row, left:right]
+        for index in range(into.size):
+            into[index] = nearest(run[index] / by)
 
 
 @inlined
