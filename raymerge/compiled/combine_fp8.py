@@ -68,33 +68,16 @@ def combine_and_encode(
         top, bottom = band * height, min(rows, (band + 1) * height)
         for begin in range(0, columns, strip):
             count = min(strip, columns - begin)
+            of_inputs, size = steps[:, band], (bottom - top, count)
             for row in range(top, bottom):
-                first, run = row * columns + begin, values[row - top, :count]
-                _combine(
-                    run,
-                    decoded,
-                    codes,
-                    places + first,
-                    steps[:, band],
-                    begin,
-                    width,
-                    coefficients,
-                    anchor,
-                    by_excess,
-                )
-            for left in range(0, count, width):
-                right, number = min(count, left + width), (begin + left) // width
-                most = _largest(values, bottom - top, left, right)
-                if most >= _INFINITE:
-                    return False, 0.0, 0.0
-                step = _fresh(np.uint32(most).view(np.float32), scales[0], scales[1])
-                if held >= 0:
-                    had = steps[held, band, number]
-                    step = had if _fits(values, bottom - top, left, right, had) else step
-                out_steps[band, number] = step
-                _encode(out, top, begin, values, bottom - top, left, right, divisor(step))
-                more = _squares(out, top, begin, values, bottom - top, left, right, step)
-                errors, squares = errors + more[0], squares + more[1]
+                run, at = values[row - top, :count], (row * columns + begin, begin)
+                _combine(run, decoded, codes, places, at, of_inputs, width, coefficients, anchor, by_excess)
+            is_finite, more, most = _encode_strip(
+                out, out_steps[band], (top, begin), values, size, of_inputs, width, held, scales
+            )
+            if not is_finite:
+                return False, 0.0, 0.0
+            errors, squares = errors + more, squares + most
     return True, errors, squares
 
 
@@ -104,21 +87,25 @@ def _combine(
     decoded: Floats,
     codes: Codes,
     places: NDArray[np.int64],
+    at: tuple[int, int],
     steps: Floats,
-    begin: int,
     width: int,
     coefficients: NDArray[np.float64],
     anchor: int,
     excess: np.float32,
 ) -> None:
-    """Write the combination of a strip of a row; ``steps`` [inputs, blocks]."""
+    """Write the combination of a strip of a row.
+
+    It begins at an element and a column, which are ``at``; ``steps`` [inputs, blocks].
+    """
     start, other = decoded[0, : run.size], decoded[1, : run.size]
-    _decode(codes[places[anchor] : places[anchor] + run.size], steps[anchor], begin, width, start)
+    first, begin = places[anchor] + at[0], at[1]
+    _decode(codes[first : first + run.size], steps[anchor], begin, width, start)
     _begin(run, start, excess)
     for vector in range(places.size):
         if vector != anchor:
-            at = places[vector]
-            _decode(codes[at : at + run.size], steps[vector], begin, width, other)
+            first = places[vector] + at[0]
+            _decode(codes[first : first + run.size], steps[vector], begin, width, other)
             _subtract_change(run, start, other, np.float32(coefficients[vector]))
 
 
@@ -145,6 +132,40 @@ def _begin(run: Floats, start: Floats, excess: np.float32) -> None:
 def _subtract_change(run: Floats, start: Floats, other: Floats, factor: np.float32) -> None:
     for index in range(run.size):
         run[index] -= (start[index] - other[index]) * factor + _ZERO
+
+
+@inlined
+def _encode_strip(
+    out: Codes,
+    out_steps: Floats,
+    place: tuple[int, int],
+    values: Floats,
+    size: tuple[int, int],
+    steps: Floats,
+    width: int,
+    held: int,
+    scales: tuple[bool, bool],
+) -> tuple[bool, float, float]:
+    """Write codes and scales of the blocks of a strip; ``steps`` [inputs, blocks].
+
+    Its size is given apart: rows of a part of an array are not known to be without gaps.
+    """
+    errors = squares = 0.0
+    (top, begin), (num_rows, count) = place, size
+    for left in range(0, count, width):
+        right, number = min(count, left + width), (begin + left) // width
+        most = _largest(values, num_rows, left, right)
+        if most >= _INFINITE:
+            return False, 0.0, 0.0
+        step = _fresh(np.uint32(most).view(np.float32), scales[0], scales[1])
+        if held >= 0:
+            had = steps[held, number]
+            step = had if _fits(values, num_rows, left, right, had) else step
+        out_steps[number] = step
+        _encode(out, top, begin, values, num_rows, left, right, divisor(step))
+        more = _squares(out, top, begin, values, num_rows, left, right, step)
+        errors, squares = errors + more[0], squares + more[1]
+    return True, errors, squares
 
 
 @inlined
