@@ -12,13 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACK ?= ../shared/conformance
 BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
+FUZZ ?= --seconds 180
+CHAOS ?=
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test check format conformance gates bench
+.PHONY: help quickstart test check format conformance gates bench chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -28,6 +30,8 @@ help:
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
+	@echo "make fuzz         read changed files for three minutes, led by what code they reach: FUZZ=--help"
+	@echo "make chaos        inject every fault and print what it cost, at most 15 minutes: CHAOS=--help"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/raymerge submit configs/quickstart/recipe.yml -o quickstart-out --replace
@@ -54,6 +58,12 @@ gates: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python tests/benchmarks $(BENCH)
+
+fuzz: $(VENV)/.installed-dev
+	@$(BIN)/python tests/fuzz $(FUZZ)
+
+chaos: $(VENV)/.installed-dev
+	@$(BIN)/python tests/chaos $(CHAOS)
 
 # torch comes first and alone, so that the pinned build is what everything after it finds installed.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -8,28 +8,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raymerge.api import AuditOptions as AuditOptions
     from raymerge.api import RunOptions as RunOptions
     from raymerge.api import RunResult as RunResult
+    from raymerge.api import audit as audit
     from raymerge.api import conversion as conversion
+    from raymerge.api import diff as diff
     from raymerge.api import extract_lora as extract_lora
     from raymerge.api import inspect as inspect
     from raymerge.api import merge_adapters as merge_adapters
     from raymerge.api import plan as plan
     from raymerge.api import plan_all as plan_all
+    from raymerge.api import replay as replay
     from raymerge.api import submit as submit
     from raymerge.api import verify as verify
+    from raymerge.api import verify_load as verify_load
 
 __all__ = [
+    "AuditOptions",
     "RunOptions",
     "RunResult",
+    "audit",
     "conversion",
+    "diff",
     "extract_lora",
     "inspect",
     "merge_adapters",
     "plan",
     "plan_all",
+    "replay",
     "submit",
     "verify",
+    "verify_load",
 ]
 
 

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from raymerge.checkpoints.adapters import is_adapter
-from raymerge.errors import CheckpointError, PlanError, Problem, RecipeError
+from raymerge.errors import PlanError, Problem, RecipeError
 from raymerge.lora import (
     Combination,
     Extraction,
@@ -22,10 +23,10 @@ from raymerge.lora import (
     combine_recipe,
     extract_lora,
 )
-from raymerge.planner.inspection import Inspection, inspect_checkpoint
+from raymerge.planner.inspection import Inspection
 from raymerge.planner.planned import PlannedMerge, plan_merges
-from raymerge.planner.sources import open_reference
 from raymerge.planner.tables import Plan
+from raymerge.proving import diff, inspect, replay, verify_load
 from raymerge.recipes import (
     AnyRecipe,
     ExpertSetRecipe,
@@ -35,32 +36,42 @@ from raymerge.recipes import (
     conversion_recipe,
     load_recipes,
     merge_order,
-    parse_reference,
     recipe_from_mapping,
 )
-from raymerge.recipes.faults import FaultError
+from raymerge.runtime.audit_run import Audit, AuditOptions
 from raymerge.runtime.chain import Chain, steps_directory
 from raymerge.runtime.events import Event, OnEvent
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
+from raymerge.runtime.replay import ReplayVerdict
 from raymerge.runtime.run import RunResult
+from raymerge.verifier.compare import Comparison
+from raymerge.verifier.findings import AuditVerdict
+from raymerge.verifier.load import LoadVerdict
 from raymerge.verifier.structure import Verdict, verify_structure
 
 __all__ = [
+    "AuditOptions",
+    "AuditVerdict",
     "Combination",
+    "Comparison",
     "ExtractOptions",
     "Extraction",
     "Inspection",
     "Limits",
+    "LoadVerdict",
     "ModuleReport",
     "Plan",
     "RecipeLike",
     "RecipesLike",
+    "ReplayVerdict",
     "RunOptions",
     "RunResult",
     "Selection",
     "Verdict",
+    "audit",
     "conversion",
+    "diff",
     "extract_lora",
     "inspect",
     "merge_adapters",
@@ -70,8 +81,10 @@ __all__ = [
     "plan_for",
     "read_recipe",
     "read_recipes",
+    "replay",
     "submit",
     "verify",
+    "verify_load",
 ]
 
 RecipeLike = AnyRecipe | Mapping[str, object] | str | Path
@@ -235,22 +248,35 @@ def verify(path: str | Path) -> Verdict:
     return verify_structure(Path(path))
 
 
-def inspect(path: str | Path) -> Inspection:
-    """What a checkpoint holds, from its headers; it is a directory, or a Hub name with or without a revision.
+def audit(
+    path: str | Path,
+    wanted: AuditOptions | None = None,
+    options: RunOptions | None = None,
+    *,
+    on_event: OnEvent | None = None,
+) -> AuditVerdict:
+    """Audit a checkpoint that raymerge made: its structure; every byte against the digests of its ledger; and
+    samples of every tensor, recomputed from the sources by a slow path of its own.
+
+    Args:
+        path: the checkpoint.
+        wanted: what of it is audited.
+        options: how to run; it computes on processors whatever they say.
+        on_event: receives progress.
 
     Raises:
-        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+        RaymergeError: it could not be carried out. What is wrong with the checkpoint is in the verdict.
     """
-    text = str(path)
+    chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
+    prepared = Audit(Path(path), wanted or AuditOptions(), chosen, on_event=emit)
+    pool = _pool(chosen, emit, parts=max(1, prepared.num_parts))
+    if not prepared.num_parts:
+        return prepared.carry_out(pool)
     try:
-        reference = parse_reference(text, exists=os.path.isdir)
-    except FaultError as error:
-        raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
-    if reference.lora_path is not None:
-        raise CheckpointError(
-            Problem(text, "this names an adapter on a model.", "Give the model alone to inspect it.")
-        )
-    return inspect_checkpoint(open_reference(reference))
+        pool.start()
+        return prepared.carry_out(pool)
+    finally:
+        pool.close()
 
 
 def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[AnyRecipe, ...]:
@@ -316,13 +342,18 @@ def _prepared(
     if planning.done():
         chain = Chain(planning.result(), output, options, on_event=emit, began=began)
         chain.check()
+    return _pool(options, emit, parts=None if chain is None else chain.most_segments), chain
+
+
+def _pool(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Pool:
+    """Workers that are not started yet; no more than there are parts, where that is known."""
     if options.inline:
         from raymerge.runtime.inline import InlinePool
 
-        return InlinePool(options.device, options.threads), chain
+        return InlinePool(options.device, options.threads, on_event=emit)
     from raymerge.runtime.ray_pool import RayPool
 
-    return RayPool(options, emit, parts=None if chain is None else chain.most_segments), chain
+    return RayPool(options, emit, parts=parts)
 
 
 def _ignore(event: Event) -> None:

@@ -64,6 +64,10 @@ class TargetError(UserError, FileExistsError):
     """The output place is taken, or holds an unfinished run of something else."""
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint is not there, or may not be read."""
+
+
 class NonFiniteError(UserError, ValueError):
     """NaN or infinity in a source or a result; nothing was published."""
 
@@ -76,3 +80,11 @@ class IncompleteError(RaymergeError, RuntimeError):
     """The run stopped before the end; the same command goes on where it stopped."""
 
     exit_code = 3
+
+
+class TransientError(IncompleteError):
+    """Storage went on failing for a while; elsewhere or later it may not."""
+
+
+class RoomError(IncompleteError):
+    """A file system is full or a quota used up; what is done is kept until there is room."""

@@ -10,6 +10,15 @@ from typing import Any
 
 import yaml
 
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+_NOT_IN_PATHS = r"\s\"'`,;:\[\]{}()<>|*?#+@"
+_PLACES = re.compile(
+    # Two parts at least, since "</s>" of a template is no path; and nothing before that makes it an address.
+    rf"(?<![\w./:~<\\-])(?:~|file://)?/[^{_NOT_IN_PATHS}/]+/[^{_NOT_IN_PATHS}]*"
+    rf"|~/[^{_NOT_IN_PATHS}]+"
+    rf"|\b[A-Za-z]:[\\/][^{_NOT_IN_PATHS}]+"
+    rf"|(?<!\\)\\\\[^{_NOT_IN_PATHS}\\]+\\[^{_NOT_IN_PATHS}]+"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -23,6 +32,8 @@ class Parent:
     """Hub revision, where the recipe names one."""
     licence: str | None = None
     """Licence from its model card, where it has one."""
+    is_local: bool = False
+    """Whether it was read from a directory of its own, so that its name is none of the Hub's."""
 
 
 def model_card(
@@ -48,7 +59,8 @@ def model_card(
         version: version of raymerge.
         is_raw: whether the parents are single files of tensors, which no library is known to load.
     """
-    on_base = f" on the base {_code(shown_name(base))}" if base else ""
+    names = [parent.name for parent in parents]
+    on_base = f" on the base {_code(without_places(base, names))}" if base else ""
     lines = [
         "---",
         yaml.safe_dump(
@@ -65,7 +77,7 @@ def model_card(
         "",
         "## Recipe",
         "",
-        _fenced(recipe_text),
+        _fenced(without_places(recipe_text, names)),
         "",
         "## Getting the same bytes",
         "",
@@ -78,15 +90,30 @@ def model_card(
 
 def shown_name(name: str) -> str:
     """A parent's name fit to be published: of an absolute path only the last two parts."""
-    path = PureWindowsPath(name) if re.match(r"[A-Za-z]:[\\/]|\\\\", name) else PurePosixPath(name)
+    name = name.removeprefix("file://")
+    path = PureWindowsPath(name) if _DRIVE.match(name) else PurePosixPath(name)
     if not path.is_absolute() and not name.startswith("~"):
         return name
     return "/".join([part for part in path.parts if part not in (path.anchor, "~")][-2:])
 
 
+def without_places(text: str, names: Sequence[str] = ()) -> str:
+    """A text in which absolute paths, and these names where they are such, stand as ``shown_name`` has them.
+
+    Args:
+        text: a recipe, or what it calls a model.
+        names: known beforehand, so that they are found whatever characters they hold.
+    """
+    for name in sorted(set(names), key=len, reverse=True):
+        if (shown := shown_name(name)) != name:
+            plain = shown.replace("\\", r"\\")
+            text = re.sub(rf"{re.escape(name)}(?![\w./-])", plain, text)
+    return _PLACES.sub(lambda found: shown_name(found.group()), text)
+
+
 def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
     matter: dict[str, Any] = {}
-    bases = list(dict.fromkeys(parent.name for parent in parents if _HUB_ID.fullmatch(parent.name)))
+    bases = list(dict.fromkeys(parent.name for parent in parents if _is_of_hub(parent)))
     if bases:
         matter["base_model"] = bases
     licences = {parent.licence for parent in parents}
@@ -96,6 +123,10 @@ def _front_matter(parents: Sequence[Parent], *, is_raw: bool) -> dict[str, Any]:
     if not is_raw:
         matter["library_name"] = "transformers"
     return matter | {"tags": ["merge", "raymerge"]}
+
+
+def _is_of_hub(parent: Parent) -> bool:
+    return not parent.is_local and _HUB_ID.fullmatch(parent.name) is not None
 
 
 def _parent_line(parent: Parent) -> str:

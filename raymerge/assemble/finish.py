@@ -13,6 +13,7 @@ from raymerge.errors import Problem, VerificationError
 from raymerge.planner.config_fields import config_bytes
 from raymerge.planner.sources import Source
 from raymerge.planner.tables import Plan
+from raymerge.storage.hub import snapshot_revision
 from raymerge.storage.store import ReadStore, WriteStore
 
 
@@ -80,14 +81,20 @@ def finish_config(
 
     An unchanged config is copied as the bytes that the donor has.
     """
-    config = plan.manifest["config"]
+    for name, content in config_files(plan, donor, donor_config).items():
+        target.write_atomic(name, content)
+    target.sync_directory()
+
+
+def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) -> Mapping[str, bytes]:
+    """What ``finish_config`` writes, by name, in its order."""
+    config, found = plan.manifest["config"], dict[str, bytes]()
     if config:
-        text = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
-        target.write_atomic("config.json", text)
+        found["config.json"] = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
-        target.write_atomic(INDEX_FILE, _index(plan, shards))
-    target.sync_directory()
+        found[INDEX_FILE] = _index(plan, shards)
+    return found
 
 
 def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
@@ -101,7 +108,11 @@ def finished_files(plan: Plan, companions: Sequence[str]) -> frozenset[str]:
 
 def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
     """The recipe's models as the card lists them."""
-    return tuple(Parent(source.reference.path, source.reference.revision) for source in sources)
+    commits = [snapshot_revision(source.checkpoint.root) for source in sources]
+    return tuple(
+        Parent(source.reference.path, commit or source.reference.revision, is_local=commit is None)
+        for source, commit in zip(sources, commits, strict=True)
+    )
 
 
 def _donor_text(donor: ReadStore) -> bytes:

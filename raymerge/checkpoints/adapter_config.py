@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from raymerge.checkpoints.bounded_json import load_json
+from raymerge.checkpoints.patterns import ForeignPattern, foreign_pattern
 from raymerge.errors import CheckpointError, Problem
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -18,6 +19,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 _PLAIN = re.compile(r"\(\?:\.\*\\\.\)\?\(\?:[\w.]*?(\w*)\)\$")
 _T = TypeVar("_T", int, float)
 
+_TOO_LARGE = 2**63
 _MEND = "Mend the file, or copy it again from the place the adapter comes from."
 _MERGE_WITH_PEFT = "Merge it into its model with peft (merge_and_unload), save that and name the result."
 # What changes the meaning of the factors, or adds to them what no sum of a weight and a product can say.
@@ -43,7 +45,7 @@ class Patterns(Generic[_T]):
 
     default: _T
     """What holds where no pattern matches."""
-    exceptions: tuple[tuple[re.Pattern[str], _T], ...]
+    exceptions: tuple[tuple[ForeignPattern, _T], ...]
     """Patterns for the end of a module's path, in the order of the file; the first that matches holds."""
     _by_ending: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
 
@@ -60,7 +62,7 @@ class Patterns(Generic[_T]):
             each for ending, them in self._by_ending.items() if module.endswith(ending) for each in them
         ]
         likely = (self.exceptions[place] for place in sorted(places))
-        return next((value for pattern, value in likely if pattern.match(module)), self.default)
+        return next((value for pattern, value in likely if pattern.matches(module)), self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +121,19 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
     )
 
 
-def pattern_of(text: str) -> re.Pattern[str]:
+def pattern_of(text: str) -> ForeignPattern:
     """A key of ``rank_pattern`` or ``alpha_pattern``: a regular expression for the end of a module's path.
 
     Raises:
         ValueError: it is no regular expression.
     """
     try:
-        return re.compile(rf"(?:.*\.)?(?:{text})$")
-    except (re.error, RecursionError, OverflowError) as error:
+        return foreign_pattern(rf"(?:.*\.)?(?:{text})$")
+    except ValueError as error:
         raise ValueError(f"{text!r} is no regular expression ({error})") from error
 
 
-def _ending(pattern: re.Pattern[str]) -> str:
+def _ending(pattern: ForeignPattern) -> str:
     """What every path that a pattern matches ends in; "" where that is not plain to see."""
     found = _PLAIN.fullmatch(pattern.pattern)
     return found[1] if found else ""
@@ -139,7 +141,7 @@ def _ending(pattern: re.Pattern[str]) -> str:
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        fields = load_json(raw)
     except (ValueError, RecursionError) as error:
         what = f"is not JSON text that can be read ({str(error)[:80]})."
         raise CheckpointError(Problem(where, what, _MEND)) from error
@@ -199,7 +201,7 @@ def _wrong_patterns(key: str, found: Any, *, whole: bool) -> Iterator[tuple[str,
 def _wrong_number(key: str, found: Any, *, whole: bool) -> Iterator[tuple[str, str]]:
     kinds: Sequence[type] = (int,) if whole else (int, float)
     # type() and not isinstance(): true is an int to Python.
-    if type(found) not in kinds or not math.isfinite(found) or (whole and found < 1):
+    if type(found) not in kinds or not abs(found) < _TOO_LARGE or (whole and found < 1):
         wanted = "a whole number from 1" if whole else "a number"
         yield f"{key} is {_brief(found)}, not {wanted}.", _MEND
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE, AdapterConfig, parse_adapter_config
+from raymerge.checkpoints.bounded_json import read_bounded
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.source import WeightFile, is_companion, natural_key
 from raymerge.errors import CheckpointError, Problem
@@ -190,7 +191,7 @@ def _read(store: ReadStore, infos: Mapping[str, FileInfo]) -> tuple[FileHeader, 
     header, config = None, None
     info = infos[ADAPTER_CONFIG_FILE]
     try:
-        config = parse_adapter_config(store.read(info.key, 0, info.nbytes), store.location(info.key))
+        config = parse_adapter_config(read_bounded(store, info.key, info.nbytes), store.location(info.key))
     except CheckpointError as error:
         problems.extend(error.problems)
     info = infos[ADAPTER_WEIGHTS_FILE]

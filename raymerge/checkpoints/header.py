@@ -215,5 +215,8 @@ def _shortened(problems: list[Problem], where: str) -> list[Problem]:
 
 
 def _brief(found: Any) -> str:
-    text = repr(found)
+    try:
+        text = repr(found)
+    except RecursionError:
+        return "lists in lists without end"
     return text if len(text) <= 80 else f"{text[:77]}..."

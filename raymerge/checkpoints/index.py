@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raymerge.checkpoints.bounded_json import read_bounded
 from raymerge.checkpoints.header import FileHeader
 from raymerge.checkpoints.no_weights import describe_no_weights
 from raymerge.checkpoints.strict_json import parse_strict_json
@@ -173,7 +174,7 @@ def _parts(names: Iterable[str], kind: WeightNames) -> list[str]:
 
 def _by_index(store: ReadStore, names: Mapping[str, FileInfo], kind: WeightNames) -> WeightIndex:
     where = store.location(kind.index)
-    parsed = _parse_index(store.read(kind.index, 0, names[kind.index].nbytes), where)
+    parsed = _parse_index(read_bounded(store, kind.index, names[kind.index].nbytes), where)
     weight_map = _weight_map(parsed, where)
     listed = sorted(set(weight_map.values()))
     problems = _unfit_files(listed, weight_map, names, where, kind=kind)

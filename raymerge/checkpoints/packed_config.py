@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.patterns import ForeignPattern, foreign_pattern
 
 READ_METHODS = frozenset({"fp8", "mxfp4", "compressed-tensors"})
 """Values of ``quant_method`` whose tables are read."""
@@ -59,12 +60,12 @@ class Modules:
     """Paths that are meant whole."""
     parts: frozenset[str] = frozenset()
     """Paths that are also meant as the beginning or the end of longer ones, in whole words."""
-    patterns: tuple[re.Pattern[str], ...] = ()
+    patterns: tuple[ForeignPattern, ...] = ()
     """Matched from the start of a path."""
 
     def lists(self, module: str) -> bool:
         """Whether the module of this path is listed."""
-        if module in self.exact or any(pattern.match(module) for pattern in self.patterns):
+        if module in self.exact or any(pattern.matches(module) for pattern in self.patterns):
             return True
         return bool(self.parts) and any(each in self.parts for each in _ends(module))
 
@@ -293,7 +294,7 @@ def _matched(names: Iterable[str]) -> tuple[Modules, tuple[str, ...]]:
 
 def _compiled(
     patterns: Sequence[str], boundary: str = ""
-) -> tuple[tuple[re.Pattern[str], ...], tuple[str, ...]]:
+) -> tuple[tuple[ForeignPattern, ...], tuple[str, ...]]:
     """The patterns, and what is none; most become one, so that a long list costs a path little more."""
     alone, joined, wrong = [], [], []
     for pattern in patterns:
@@ -301,15 +302,15 @@ def _compiled(
         scoped = f"(?i:{pattern[4:]})" if pattern.startswith("(?i)") else f"(?:{pattern})"
         text = f"{scoped}{boundary}"
         try:
-            compiled = re.compile(text)
-        except (re.error, OverflowError, RecursionError):
+            compiled = foreign_pattern(text)
+        except ValueError:
             wrong.append(f"lists {_brief(pattern)}, which is no regular expression")
             continue
         if _REFERENCE.search(pattern):
             alone.append(compiled)
         else:
             joined.append(text)
-    together = [re.compile("|".join(joined))] if joined else []
+    together = [foreign_pattern("|".join(joined))] if joined else []
     return (*together, *alone), tuple(wrong)
 
 

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raymerge.checkpoints.bounded_json import load_json, read_bounded
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
+from raymerge.checkpoints.links import stray_links
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.local import LocalStore
@@ -135,6 +137,8 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
         files = store.files()
         weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
         config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
+    companions = tuple(info.key for info in files if is_companion(info.key))
+    problems += stray_links(Path(root), companions)
     if problems or weights is None or config is None:
         raise CheckpointError(problems)
     headers, notes = weights
@@ -144,7 +148,7 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
         config=config,
         tensors=_in_order(headers),
         files=tuple(_weight_file(header) for header in headers),
-        companions=tuple(info.key for info in files if is_companion(info.key)),
+        companions=companions,
         notes=notes,
     )
 
@@ -304,7 +308,7 @@ def _read_config(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool) 
             return {}
         what = "is missing: it says what architecture the weights are of."
         raise CheckpointError(Problem(where, what, "Copy it from the place the weights come from."))
-    config = _parse_config(store.read(CONFIG_FILE, 0, info.nbytes), where)
+    config = _parse_config(read_bounded(store, CONFIG_FILE, info.nbytes), where)
     if not isinstance(config, dict) or not config:
         remedy = "Take config.json from the place the weights come from."
         raise CheckpointError(Problem(where, "is not a JSON object with at least one field.", remedy))
@@ -317,7 +321,7 @@ def _is_raw_result(store: ReadStore, files: Sequence[FileInfo]) -> bool:
     if info is None:
         return False
     try:
-        manifest = json.loads(store.read(info.key, 0, info.nbytes))
+        manifest = load_json(read_bounded(store, info.key, info.nbytes))
     except (ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("config") == {}
@@ -327,7 +331,7 @@ def _parse_config(raw: bytes, where: str) -> Any:
     """Not strict: transformers itself writes ``Infinity``, and takes the last of two equal keys."""
     remedy = "Mend the file, or copy it again from the place the weights come from."
     try:
-        return json.loads(raw.decode("utf-8"))
+        return load_json(raw)
     except json.JSONDecodeError as error:
         what = f"is not JSON: {error.msg}."
         raise CheckpointError(Problem(f"{where}:{error.lineno}:{error.colno}", what, remedy)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from raymerge.checkpoints.bounded_json import load_json, read_bounded
 from raymerge.checkpoints.tokenizer_json import (
     AddedToken,
     TokenizerKind,
@@ -181,7 +181,7 @@ def _read_files(root: Path, companions: Sequence[str], written: Mapping[str, byt
     with LocalStore(root) as store:
         sizes = {file.key: file.nbytes for file in store.files()}
         copied = sorted((wanted & sizes.keys()) - written.keys())
-        found = {key: store.read(key, 0, sizes[key]) for key in copied}
+        found = {key: read_bounded(store, key, sizes[key]) for key in copied}
     return dict(sorted({**found, **{key: written[key] for key in wanted & written.keys()}}.items()))
 
 
@@ -198,7 +198,7 @@ def _parse(root: Path | str, key: str, raw: bytes, problems: list[Problem]) -> d
     """A JSON object; not strict, since transformers takes what Python takes."""
     remedy = "Mend the file, or copy it again from the place the model comes from."
     try:
-        value = json.loads(raw.decode("utf-8"))
+        value = load_json(raw)
     except (ValueError, RecursionError) as error:
         problems.append(Problem(f"{root}/{key}", f"is not JSON ({str(error)[:80]}).", remedy))
         return {}
@@ -236,8 +236,8 @@ def _read_decoder(
     decoder = config.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
         return None
-    numbered = [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
     try:
+        numbered = [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
         return [(key, read_added_token(entry)) for key, entry in sorted(numbered, key=lambda each: each[0])]
     except ValueError as error:
         remedy = "Copy it again from the place the model comes from."

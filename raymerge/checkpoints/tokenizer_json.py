@@ -68,6 +68,7 @@ def read_tokenizer_model(parsed: Any) -> TokenizerModel:
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(vocab, (Mapping, list)):
         raise ValueError("has no model with a vocab")
+    _check_model(model)
     entries = parsed.get("added_tokens") or []
     if not isinstance(entries, list):
         raise ValueError("has added_tokens that are no list")
@@ -124,6 +125,25 @@ def added_ids(vocab: Mapping[str, int], stated: Iterable[tuple[str, int | None]]
         found[content] = number if keeps_stated and number is not None else next_id
         next_id = max(next_id, found[content] + 1)
     return found
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    """What is needed of a model when tokens are taken out of it."""
+    for field in ("unk_token", "continuing_subword_prefix"):
+        if not isinstance(model.get(field), str | None):
+            raise ValueError(f"has a model whose {field} is no text")
+    if not isinstance(model.get("unk_id"), int | None):
+        raise ValueError("has a model whose unk_id is no number")
+    merges = model.get("merges") or []
+    if not isinstance(merges, list) or not all(map(_is_pair, merges)):
+        raise ValueError("has a model with merges that are no pairs of texts")
+
+
+def _is_pair(merge: Any) -> bool:
+    """Whether it is two texts, in one of the two forms in which files have them."""
+    if isinstance(merge, str):
+        return " " in merge
+    return isinstance(merge, list) and len(merge) == 2 and all(isinstance(each, str) for each in merge)
 
 
 def _kind(model: Mapping[str, Any]) -> TokenizerKind:

@@ -16,6 +16,7 @@ from raymerge.cli.running import (
     DryRun,
     Inline,
     Memory,
+    Patience,
     Replace,
     Request,
     Threads,
@@ -26,7 +27,7 @@ from raymerge.cli.running import (
 )
 from raymerge.cli.screen import MODEL_HELP, make_console, own_stdout
 from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import RunOptions
+from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
 
 _TO_HELP = (
     "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp4, nvfp4 or int4; for a "
@@ -48,6 +49,7 @@ def convert(
     device: DeviceChoice = "auto",
     address: Address = None,
     inline: Inline = False,
+    patience: Patience = USUAL_PATIENCE,
     replace: Replace = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -59,12 +61,14 @@ def convert(
 
     def verb() -> int:
         budget = read_memory(memory)
-        options = RunOptions(workers, budget, device, address, inline, replace, threads=threads)
-        with own_stdout() as stdout, terminable():
+        options = RunOptions(
+            workers, budget, device, address, inline, replace, threads=threads, patience=patience
+        )
+        with own_stdout() as stdout, terminable() as ending:
             with make_console(sys.stderr).status("reading headers"), heavy_imports():
                 from raymerge.api import conversion
 
             request = Request(conversion(model, to), f"converting {model}", output, options, as_json)
-            return rehearse(request, stdout) if dry_run else run(request, stdout)
+            return rehearse(request, stdout) if dry_run else run(request, stdout, ending)
 
     raise typer.Exit(guarded(verb, as_json=as_json))

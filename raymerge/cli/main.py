@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from raymerge.cli.convert import convert
+from raymerge.cli.diff import diff
 from raymerge.cli.extract_lora import extract_lora
 from raymerge.cli.inspect import inspect
 from raymerge.cli.methods import methods
@@ -40,7 +41,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_raymerge)
-    for verb in (submit, convert, plan, verify, inspect, methods, extract_lora):
+    for verb in (submit, convert, plan, verify, diff, inspect, methods, extract_lora):
         app.command()(verb)
     return app
 

@@ -18,6 +18,8 @@ from raymerge.errors import Problem, RaymergeError, UserError
 
 STOPPED = 3
 """Exit code of what was stopped before its end."""
+STOPPED_EARLY = "stopped before the end; the same command goes on."
+"""What is said then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, RaymergeError):
         return Failure(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(STOPPED, "stopped before the end; the same command goes on.")
+        return Failure(STOPPED, STOPPED_EARLY)
     if isinstance(error, OSError) and error.filename is not None:
         what = f"the system refused it: {error.strerror or error}."
         return Failure(2, "", (Problem(str(error.filename), what, "Check the path and your rights there."),))

@@ -23,6 +23,7 @@ from raymerge.runtime.events import (
     DuplicatesFound,
     EncodingErrorsFound,
     Event,
+    MemoryShort,
     Planned,
     Published,
     SegmentDone,
@@ -33,6 +34,7 @@ from raymerge.runtime.events import (
     StepKept,
     StepStarted,
     Stopping,
+    StorageFailed,
     UnitDone,
     UnitProgress,
     Verified,
@@ -231,6 +233,7 @@ class _Report:
         self._console = console
         self._output = output
         self._failed: set[str] = set()
+        self._faults: set[str] = set()
 
     def tell(self, event: Event, tally: Tally) -> None:
         """Print what is worth keeping of an event."""
@@ -257,8 +260,12 @@ class _Report:
             self._tell_failed(event)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event, tally.part), style="yellow")
+        elif isinstance(event, MemoryShort):
+            self._print(_short(event, tally.part), style="yellow")
+        elif isinstance(event, StorageFailed):
+            self._tell_storage(event)
         elif isinstance(event, Stopping):
-            self._print(f"stopping: the {tally.part}s in hand are finished first; Ctrl-C again stops at once")
+            self._print(_stopping(event, tally.part))
         elif isinstance(event, Verified):
             self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
         elif isinstance(event, Published):
@@ -273,6 +280,12 @@ class _Report:
             text = f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
             self._print(text, style="yellow")
 
+    def _tell_storage(self, event: StorageFailed) -> None:
+        """Each fault once: a server that is away for a moment is so for many."""
+        for fault in sorted(set(event.faults) - self._faults):
+            self._faults.add(fault)
+            self._print(f"storage failed for a moment, and was asked again: {fault}", style="yellow")
+
     def _tell_encoded(self, event: EncodingErrorsFound) -> None:
         for line in encoding_lines(event):
             self._print(line)
@@ -282,6 +295,14 @@ class _Report:
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.
         self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
+
+
+def _stopping(event: Stopping, part: str) -> str:
+    if event.seconds is None:
+        return f"stopping: the {part}s in hand are finished first; Ctrl-C again stops at once"
+    if not event.seconds:
+        return f"stopping at once: the {part}s in hand are given up"
+    return f"stopping: the {part}s in hand have {event.seconds:g} s to finish"
 
 
 def _step(event: StepStarted | StepKept) -> str:
@@ -343,6 +364,11 @@ def _lost(event: WorkerLost, part: str) -> str:
         else "it had nothing in hand"
     )
     return f"warning: {event.worker} was lost ({event.reason}); {given}"
+
+
+def _short(event: MemoryShort, part: str) -> str:
+    again = f"it is made again alone, with {format_size(event.budget)}"
+    return f"warning: {part} {event.segment} ran out of memory on {event.worker} ({event.reason}); {again}"
 
 
 def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from raymerge.cli.messages import STOPPED, STOPPED_EARLY
 from raymerge.cli.plan import explain_all, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.routing import show_routing
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import RecipeLike
+
+_LAST_SECONDS = 2.75
+"""From SIGTERM to the end of the process, whatever is in hand: some who send it kill after three."""
 
 Workers: TypeAlias = Annotated[
     int | None,
@@ -39,6 +44,10 @@ Address: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
 ]
 Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
+Patience: TypeAlias = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="A worker of Ray that does not get on for so long is replaced."),
+]
 Replace: TypeAlias = Annotated[
     bool, typer.Option("--replace", help="Replace what is at OUT, once the result is verified.")
 ]
@@ -64,40 +73,89 @@ class Request:
     """Whether events are given as JSON."""
 
 
+@dataclass(slots=True)
+class Ending:
+    """What ends the process ``_LAST_SECONDS`` after it was asked to, unless it has ended by then: a request
+    that hangs, or a long computation, is not waited for. All that is done is durable."""
+
+    is_done: bool = False
+    """Whether nothing is left to do but to clear up: then whatever ends the process, it was successful."""
+    _timers: list[threading.Timer] = field(default_factory=list)
+
+    def soon(self) -> None:
+        """The time runs from now on."""
+        timer = threading.Timer(_LAST_SECONDS, self._end)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def cancel(self) -> None:
+        """It has come to an end by itself."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def _end(self) -> None:
+        is_done = self.is_done
+        with suppress(OSError):
+            os.write(2, b"" if is_done else f"\nraymerge: {STOPPED_EARLY}\n".encode())
+        os._exit(0 if is_done else STOPPED)
+
+
 @contextmanager
-def terminable() -> Iterator[None]:
+def terminable() -> Iterator[Ending]:
     """A scheduler's SIGTERM ends the command as Ctrl-C does, wherever it is: nothing leaks, exit code 3."""
+    ending = Ending()
+    is_main = threading.current_thread() is threading.main_thread()
 
     def interrupt(_: int, __: object) -> None:
+        ending.soon()
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
-        yield
+        yield ending
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+        ending.cancel()
 
 
-def run(request: Request, stdout: IO[str]) -> int:
-    """Merge, verify and publish, and show it as it goes; returns the exit code."""
+def run(request: Request, stdout: IO[str], ending: Ending) -> int:
+    """Merge, verify and publish, and show it as it goes; returns the exit code.
+
+    Args:
+        request: what is wanted.
+        stdout: where it is shown.
+        ending: of ``terminable``, which this is to run within.
+    """
+    try:
+        _run(request, stdout, ending)
+    except KeyboardInterrupt:
+        if not ending.is_done:
+            raise
+    return 0
+
+
+def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
     from raymerge.api import submit
-    from raymerge.runtime.events import Event, StageReport
+    from raymerge.runtime.events import Event, Published, StageReport, Stopping
 
-    reports: list[StageReport] = []
+    place, reports = os.path.realpath(request.output), list[StageReport]()
     with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
 
         def show(event: Event) -> None:
             if isinstance(event, StageReport):
                 reports.append(event)
+            if isinstance(event, Stopping) and event.seconds is not None:
+                ending.soon()
+            # Results between are published too, elsewhere.
+            if isinstance(event, Published) and event.path == place:
+                ending.is_done = True
             progress(event)
 
         submit(request.recipe, request.output, request.options, on_event=show)
     if reports and not request.as_json:
         show_routing(make_console(stdout), reports)
-    return 0
 
 
 def rehearse(request: Request, stdout: IO[str]) -> int:

@@ -28,6 +28,7 @@ from raymerge.cli.running import (
     DryRun,
     Inline,
     Memory,
+    Patience,
     Replace,
     Request,
     Threads,
@@ -39,7 +40,7 @@ from raymerge.cli.running import (
 from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import RunOptions
+from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def submit(
     device: DeviceChoice = "auto",
     address: Address = None,
     inline: Inline = False,
+    patience: Patience = USUAL_PATIENCE,
     replace: Replace = False,
     keep_intermediates: Annotated[
         bool,
@@ -79,7 +81,9 @@ def submit(
 
     def verb() -> int:
         budget = read_memory(memory)
-        options = RunOptions(workers, budget, device, address, inline, replace, keep_intermediates, threads)
+        options = RunOptions(
+            workers, budget, device, address, inline, replace, keep_intermediates, threads, patience
+        )
         request = Request(recipe, recipe, _place(recipe, out, output), options, as_json)
         with own_stdout() as stdout:
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
@@ -97,13 +101,13 @@ def _place(recipe: str, out: str | None, output: str | None) -> str:
 
 
 def _carry_out(request: Request, stdout: IO[str]) -> int:
-    with terminable():
+    with terminable() as ending:
         with make_console(sys.stderr).status("reading the recipe"):
             with heavy_imports():
                 from raymerge.api import merges_adapters
 
             is_of_adapters = merges_adapters(request.recipe)
-        return _merge_adapters(request, stdout) if is_of_adapters else run(request, stdout)
+        return _merge_adapters(request, stdout) if is_of_adapters else run(request, stdout, ending)
 
 
 def _merge_adapters(request: Request, stdout: IO[str]) -> int:
@@ -132,6 +136,8 @@ def _unusable(options: RunOptions) -> Iterator[Problem]:
         yield _dropped("--device", "is computed on the CPU")
     if options.address is not None:
         yield _dropped("--address", "is done in this process, on no cluster")
+    if options.patience != USUAL_PATIENCE:
+        yield _dropped("--patience", "has no workers that could hang")
     if options.keep_intermediates:
         yield _dropped("--keep-intermediates", "makes nothing on its way")
     if options.replace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,15 +31,52 @@ class Receipt:
     """What went otherwise than planned; empty as a rule."""
     encoding_errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Sum of squared errors and of squared true values, by row number, of rows that were encoded as codes."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """What storage failed with for a moment, and how often it was asked again, since the worker told last."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """What an audit of the segment found, as JSON values; empty where it was made."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, a line of the ledger."""
         return asdict(self)
 
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether its digests are those of rows: of a unit, they are those of files."""
+        return all(map(_is_row, self.digests))
+
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Receipt:
-        """Inverse of ``to_json``."""
-        # JSON has no tuples, and a receipt that was read is to equal the one that was written.
+        """Inverse of ``to_json``.
+
+        Raises:
+            TypeError: it is no receipt.
+            ValueError: as above.
+        """
         found = Receipt(**data)
-        sums = {row: (error, value) for row, (error, value) in found.encoding_errors.items()}
+        if any(type(getattr(found, name)) not in kinds for name, kinds in _KINDS.items()):
+            raise TypeError("a field is of another kind")
+        # JSON has no tuples, and a receipt that was read is to equal the one that was written.
+        sums = {row: (float(error), float(value)) for row, (error, value) in found.encoding_errors.items()}
+        if not all(map(_is_row, sums)):
+            raise ValueError("a row has no number")
         return replace(found, encoding_errors=sums)
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("segment", "read_bytes", "written_bytes", "peak_rss", "peak_device"), (int,)),
+    **dict.fromkeys(("worker", "note"), (str,)),
+    **dict.fromkeys(("digests", "encoding_errors", "report"), (dict,)),
+    "seconds": (int, float),
+}
+# Exactly these: true is an int to Python, but no number of bytes.
+_MOST_DIGITS = 19
+
+
+def row_digests(receipts: Iterable[Receipt]) -> dict[int, str]:
+    """The digests of all rows; a receipt that is of no rows has none."""
+    return {int(row): digest for each in receipts if each.is_by_rows for row, digest in each.digests.items()}
+
+
+def _is_row(name: str) -> bool:
+    return name.isdecimal() and len(name) < _MOST_DIGITS

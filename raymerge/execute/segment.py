@@ -103,7 +103,7 @@ class SegmentRunner:
         Raises:
             NonFiniteError: a source or a result holds NaN or infinity.
             CheckpointError: a source cannot be read as it was when the plan was made.
-            OptionError: the staging directory's file system is full.
+            RoomError: the staging directory's file system is full.
             IncompleteError: ``abort`` was called.
         """
         if self._device.type == "cpu" or self._failure:
@@ -116,6 +116,10 @@ class SegmentRunner:
             # A GPU that failed once fails whatever comes after.
             note = self._failure = f"the GPU failed: {_first_line(error)}"
         return self._made(segment, _PROCESSOR, note)
+
+    def rest(self) -> None:
+        """Give back the memory of lanes that have nothing to do; they get it anew."""
+        self._idle.clear()
 
     def abort(self) -> None:
         """Have every segment in hand fail at its next load."""

@@ -7,6 +7,7 @@ checks look at whole columns, so that a plan of 140,000 tensors is proved in abo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import numpy as np
 import pyarrow.compute as pc
@@ -15,6 +16,7 @@ from raymerge.architectures import declared_tie
 from raymerge.checkpoints.header import METADATA_KEY
 from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
 from raymerge.checkpoints.numbers import code_dtype
+from raymerge.checkpoints.source import is_companion
 from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -28,6 +30,7 @@ from raymerge.planner.contradictions import Contradictions
 from raymerge.planner.dispositions import Disposition, Rule
 from raymerge.planner.expressions import COPY, Expression
 from raymerge.planner.plan import FORMAT, SCHEMAS, Plan, digest
+from raymerge.storage.store import is_key
 
 _LENGTH_NBYTES = 8
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -47,6 +50,7 @@ def check_plan(plan: Plan) -> tuple[Problem, ...]:
     if not found:
         _check_tensors(plan, found)
         _check_shards(plan, found)
+        _check_files(plan, found)
         _check_expressions(plan.expressions, found)
         _check_dispositions(plan, found)
         _check_config(plan, found)
@@ -84,10 +88,12 @@ def _touch_manifest(plan: Plan) -> None:
     for source in manifest["sources"]:
         if not isinstance(source["num_tensors"], int):
             raise TypeError("num_tensors")
-        if not all(isinstance(key, str) and isinstance(nbytes, int) for key, nbytes, _ in source["files"]):
+        if not all(is_key(key) and isinstance(nbytes, int) for key, nbytes, _ in source["files"]):
             raise TypeError("files")
     manifest["sources"][manifest["donor"]]
     for expression in plan.expressions:
+        if not isinstance(expression.method, str) or not isinstance(expression.settings, str):
+            raise TypeError("expressions")
         float(expression.bind(keys=(), shape=()).position)
         len(expression.content if expression.is_constant else b"")
     for encoding in (*plan.encodings, *(each.encode for each in plan.expressions if each.encode is not None)):
@@ -95,7 +101,10 @@ def _touch_manifest(plan: Plan) -> None:
     manifest["config"].keys()
     if not all(isinstance(name, str) for name in manifest["left_out"]):
         raise TypeError("left_out")
-    manifest["tie"]["tied"], manifest["tie"]["head"], manifest["tie"]["embedding"]
+    if not all(isinstance(manifest["tie"][name], str) for name in ("head", "embedding")):
+        raise TypeError("tie")
+    if manifest["tie"]["tied"] not in (True, False, None):
+        raise TypeError("tied")
     manifest["recipe"].get("dtype"), manifest["recipe"].get("out_dtype")
 
 
@@ -171,6 +180,19 @@ def _check_shards(plan: Plan, found: Contradictions) -> None:
     for name, header, entries in zip(names, headers, expected, strict=True):
         if not _header_lists(header, entries):
             found.say(f"shard {name}", "its header does not list the tensors of the plan")
+
+
+def _check_files(plan: Plan, found: Contradictions) -> None:
+    """Files beside the weights have names of companions, once each; nothing is written elsewhere."""
+    names = plan["files"].column("name").to_pylist()
+    strange = [name for name in names if not (_is_plain(name) and is_companion(name))]
+    if strange or len(set(names)) < len(names):
+        found.say("table files", f"{strange[:2] or 'a name twice'} cannot be written beside the weights")
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it is a key, in its only spelling."""
+    return is_key(name) and name != "." and PurePosixPath(name).as_posix() == name
 
 
 def _header_lists(header: bytes, entries: Mapping[str, object]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raymerge.architectures.moe_targets import MoeTarget, implied_tokenizer_class
+from raymerge.checkpoints.bounded_json import load_json, read_bounded
 from raymerge.planner.sources import Source
 from raymerge.planner.vocabularies import TokenizerChanges
 from raymerge.storage.open import open_store
@@ -49,9 +50,9 @@ def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None
         given = checkpoint.unwritten
         with open_store(checkpoint.root if given is None else given.companions_root) as store:
             info = store.info(_FILE)
-            data = store.read(_FILE, 0, info.nbytes) if info is not None else None
+            data = read_bounded(store, _FILE, info.nbytes) if info is not None else None
     try:
-        found = json.loads(data) if data is not None else None
-    except ValueError:
+        found = load_json(data) if data is not None else None
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -20,6 +20,7 @@ import xxhash
 from raymerge.checkpoints.header import MAX_HEADER_NBYTES, METADATA_KEY, FileHeader, StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.pickle_bounds import check_extent
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def _checked(archive: zipfile.ZipFile, store: ReadStore, info: FileInfo) -> _Arc
         what, remedy = problem
         raise CheckpointError(Problem(store.location(info.key), what, remedy))
     description = archive.read(by_name[f"{top}/data.pkl"])
+    check_extent(description)
     hasher = xxhash.xxh3_128(description)
     storages: dict[int, int] = {}
     for entry in (entry for entry in entries if entry.filename.startswith(f"{top}/data/")):

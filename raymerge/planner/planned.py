@@ -50,7 +50,12 @@ class PlannedMerge:
 
 
 def plan_merges(
-    recipes: Sequence[AnyRecipe], root: Path, *, version: str, opener: Opener | None = None
+    recipes: Sequence[AnyRecipe],
+    root: Path,
+    *,
+    version: str,
+    opener: Opener | None = None,
+    offline: bool = False,
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes of which later ones may use the results of earlier ones by their names.
 
@@ -61,12 +66,13 @@ def plan_merges(
         root: directory that the results which others use will be in, each by its name.
         version: raymerge's version, kept in the manifests.
         opener: how models are opened that are no results; None for each recipe's own way.
+        offline: whether adapters are looked for in the Hub's cache alone.
 
     Raises:
         PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
             the problems of all merges that could be looked at.
     """
-    planner = _Planner(recipes, root, version, opener)
+    planner = _Planner(recipes, root, version, opener, offline=offline)
     merges: list[PlannedMerge] = []
     problems: list[Problem] = []
     for recipe in recipes:
@@ -122,10 +128,19 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
 class _Planner:
     """Plans one recipe after the other and knows what they make."""
 
-    def __init__(self, recipes: Sequence[AnyRecipe], root: Path, version: str, opener: Opener | None) -> None:
+    def __init__(
+        self,
+        recipes: Sequence[AnyRecipe],
+        root: Path,
+        version: str,
+        opener: Opener | None,
+        *,
+        offline: bool,
+    ) -> None:
         self._root = root
         self._version = version
         self._opener = opener
+        self._offline = offline
         self._names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
         self._is_alone = len(recipes) == 1
         self._made: dict[str, PlannedMerge] = {}
@@ -157,7 +172,7 @@ class _Planner:
         refused = [] if self._is_alone else list(_foreign(recipe, self._names))
         if refused:
             raise PlanError(refused)
-        sources = open_sources(recipe, opener=self._opener_for(recipe))
+        sources = open_sources(recipe, opener=self._opener_for(recipe), offline=self._offline)
         unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
         made_by = tuple(self._made[name].plan.digest for name in unwritten)
         stages = stages_of(recipe, sources, version=self._version, made_by=made_by)

@@ -20,7 +20,7 @@ from raymerge.units import format_size
 
 SMALLEST_BUDGET = 16 << 20
 """No worker is run with less, in bytes."""
-_SMALLEST_LANE = 1 << 20
+SMALLEST_LANE = 1 << 20
 """Bytes: in the shares of a smaller one nothing is read or written at once that is worth the asking."""
 
 
@@ -90,7 +90,7 @@ def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
         key=lambda each: each[0],
     )
     shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
-    most = (budget - shared) // max(_SMALLEST_LANE, least)
+    most = (budget - shared) // max(SMALLEST_LANE, least)
     lanes = max(1, min(lanes, most, plan["segments"].num_rows))
     lane = Lane((budget - shared) // lanes)
     peak, peak_tensor = max(

@@ -16,7 +16,10 @@ def convert_slow_tokenizer(root: Path) -> str:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(root, local_files_only=True, use_fast=True)
+        # Without the last, transformers asks whoever sits at the terminal whether to run the model's code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            root, local_files_only=True, use_fast=True, trust_remote_code=False
+        )
         text: str = tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # what it raises depends on the class, the files and the libraries installed
         reason = " ".join(str(error).split())[:160]

@@ -126,19 +126,20 @@ def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
 Opener = Callable[[ModelReference], Checkpoint]
 
 
-def open_reference(reference: ModelReference, *, pickled: bool = False) -> Checkpoint:
+def open_reference(reference: ModelReference, *, pickled: bool = False, offline: bool = False) -> Checkpoint:
     """Open the model that a reference names, without its adapter.
 
     Args:
         reference: a local directory, a Hub repository, or a local file of tensors.
         pickled: whether weights may be read that are pickled.
+        offline: whether a Hub repository is looked for in the Hub's cache alone.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
     """
     if names_file(reference):
         return open_raw(reference, pickled=pickled)
-    root = resolve_model(reference.path, reference.revision, pickled=pickled)
+    root = resolve_model(reference.path, reference.revision, pickled=pickled, offline=offline)
     return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
@@ -147,7 +148,9 @@ def opener_of(recipe: AnyRecipe) -> Opener:
     return partial(open_reference, pickled=recipe.pickled_weights == "read")
 
 
-def open_sources(recipe: AnyRecipe, *, opener: Opener | None = None) -> tuple[Source, ...]:
+def open_sources(
+    recipe: AnyRecipe, *, opener: Opener | None = None, offline: bool = False
+) -> tuple[Source, ...]:
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
     Models of which only the tokenizer is taken come last.
@@ -155,20 +158,21 @@ def open_sources(recipe: AnyRecipe, *, opener: Opener | None = None) -> tuple[So
     Args:
         recipe: what is asked.
         opener: how models are opened; None for the recipe's own way.
+        offline: whether adapters are looked for in the Hub's cache alone; of models, the opener decides.
 
     Raises:
         PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
             problem names the model and its place.
     """
     with collector_paused():
-        sources, problems = _opened(recipe, opener or opener_of(recipe))
+        sources, problems = _opened(recipe, opener or opener_of(recipe), offline=offline)
     problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
     if problems:
         raise PlanError(problems)
     return tuple(sources)
 
 
-def _opened(recipe: AnyRecipe, opener: Opener) -> tuple[list[Source], list[Problem]]:
+def _opened(recipe: AnyRecipe, opener: Opener, *, offline: bool) -> tuple[list[Source], list[Problem]]:
     """The models that can be opened, and what is wrong with the others."""
     sources: list[Source] = []
     problems: list[Problem] = []
@@ -179,7 +183,7 @@ def _opened(recipe: AnyRecipe, opener: Opener) -> tuple[list[Source], list[Probl
             continue
         opened[reference] = len(sources)
         try:
-            sources.append(_open(len(sources), reference, opener))
+            sources.append(_open(len(sources), reference, opener, offline=offline))
         except UserError as error:
             problems.extend(_placed(problem, recipe.where(*path)) for problem in error.problems)
     return sources, problems
@@ -190,7 +194,7 @@ def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
-def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
+def _open(index: int, reference: ModelReference, opener: Opener, *, offline: bool) -> Source:
     checkpoint = opener(reference)
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
@@ -199,7 +203,7 @@ def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
         index=index,
         reference=reference,
         checkpoint=checkpoint,
-        adapter=_open_adapter(reference),
+        adapter=_open_adapter(reference, offline=offline),
         rules=rules,
         stacks=stacks(checkpoint.tensors, checkpoint.config),
         pair=pair,
@@ -207,10 +211,10 @@ def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
     )
 
 
-def _open_adapter(reference: ModelReference) -> Adapter | None:
+def _open_adapter(reference: ModelReference, *, offline: bool) -> Adapter | None:
     if reference.lora_path is None:
         return None
-    root = resolve_model(reference.lora_path, reference.lora_revision)
+    root = resolve_model(reference.lora_path, reference.lora_revision, offline=offline)
     revision = f"@{reference.lora_revision}" if reference.lora_revision else ""
     return open_adapter(root, f"{reference.lora_path}{revision}")
 

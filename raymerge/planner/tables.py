@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
+from raymerge.checkpoints.bounded_json import load_json
 from raymerge.checkpoints.layout import FileLayout
 from raymerge.checkpoints.packing import Encoding
 from raymerge.errors import PlanError, Problem
@@ -26,6 +28,10 @@ from raymerge.storage.local import LocalStore
 __all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
 
 _AFRESH = "Start again with --replace."
+_ARROW_START = b"ARROW1\0\0"
+_MAX_NBYTES = 2 << 30
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a file raises that was changed."""
 
 
 def make_tables(
@@ -181,29 +187,75 @@ def load_plan(directory: Path) -> Plan:
         PlanError: a table is missing, of another format or changed, or the plan contradicts itself.
     """
     try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        manifest = load_json(_content(directory / "manifest.json"))
         said = manifest.pop("digest")
         tables = {name: _load_table(directory, name) for name in SCHEMAS}
         whole = manifest["format"] == FORMAT and digest(manifest, tables) == said
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
+        plan = Plan(manifest, tables, (), said)
+        # Whoever changed a plan with its digest may have put any kind of value anywhere.
+        problems = check_plan(plan) if whole else ()
+    except (*_DAMAGE, pa.ArrowException, struct.error) as error:
         raise _unusable(directory, f"the saved plan cannot be read ({error}).") from error
     if not whole:
         raise _unusable(directory, "the saved plan is of another version of raymerge, or was changed.")
-    plan = Plan(manifest, tables, (), said)
-    problems = check_plan(plan)
     if problems:
         raise PlanError([Problem(f"{directory}: {each.where}", each.what, _AFRESH) for each in problems])
     return plan
 
 
 def _load_table(directory: Path, name: str) -> pa.Table:
-    with pyarrow.ipc.open_file(directory / f"{name}.arrow") as reader:
+    data = _content(directory / f"{name}.arrow")
+    if not data.startswith(_ARROW_START):
+        raise ValueError(f"{name}.arrow is no Arrow file")
+    # The stream that a file begins with; what its end says of it would have to be believed.
+    stream = pa.py_buffer(data)[len(_ARROW_START) :]
+    for message in pyarrow.ipc.MessageReader.open_stream(stream):
+        if message.type not in ("schema", "record batch") or _is_packed(message):
+            raise ValueError(f"{name}.arrow holds what was not saved by raymerge")
+    with pyarrow.ipc.open_stream(stream) as reader:
+        if not reader.schema.equals(SCHEMAS[name]):
+            raise ValueError(f"{name}.arrow has other columns")
         table = reader.read_all()
     # Offsets that point outside their buffers must be found before anything follows them.
     table.validate(full=True)
-    if not table.schema.equals(SCHEMAS[name]) or any(column.null_count for column in table.columns):
-        raise ValueError(f"{name}.arrow has other columns, or holes in them")
+    if any(column.null_count for column in table.columns):
+        raise ValueError(f"{name}.arrow has holes in its columns")
     return table
+
+
+def _content(path: Path) -> bytes:
+    """A file of a plan; its tables take as much memory as it has bytes."""
+    nbytes = path.stat().st_size
+    if nbytes > _MAX_NBYTES:
+        raise ValueError(f"{path.name} has {nbytes} bytes, more than a plan needs")
+    return path.read_bytes()
+
+
+def _is_packed(message: pyarrow.ipc.Message) -> bool:
+    """Whether buffers of a record batch are compressed: a few of their bytes could become gigabytes.
+
+    Only the flatbuffer that describes it tells. There, field 2 of a message is the batch, and field 4 where
+    old releases said it; field 3 of a batch is where new ones do.
+    """
+    if message.type != "record batch":
+        return False
+    description = message.metadata.to_pybytes()
+    (root,) = struct.unpack_from("<I", description, 0)
+    batch = _field(description, root, 2)
+    (step,) = struct.unpack_from("<I", description, batch)
+    return bool(_field(description, root, 4) or _field(description, batch + step, 3))
+
+
+def _field(description: bytes, table: int, number: int) -> int:
+    """Where a flatbuffer holds a field of a table; 0 where it has none."""
+    (back,) = struct.unpack_from("<i", description, table)
+    fields = table - back
+    (size,) = struct.unpack_from("<H", description, fields)
+    place = 4 + 2 * number
+    if place + 2 > size:
+        return 0
+    (offset,) = struct.unpack_from("<H", description, fields + place)
+    return table + offset if offset else 0
 
 
 def _unusable(directory: Path, what: str) -> PlanError:

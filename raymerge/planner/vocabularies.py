@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raymerge.checkpoints.bounded_json import load_json
 from raymerge.checkpoints.tokenizer import GENERATION_CONFIG, TokenizerFiles, read_tokenizer
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.slow_tokenizers import convert_slow_tokenizer
@@ -114,7 +114,7 @@ def lost_ids(recipe: Recipe, donor: Source, kept: range) -> list[Problem]:
 
 def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
     try:
-        config = json.loads(raw or b"{}")
+        config = load_json(raw or b"{}")
     except (ValueError, RecursionError):
         # Such a file is copied as it is; no loader can read ids out of it.
         return {}

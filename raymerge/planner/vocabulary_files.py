@@ -118,7 +118,7 @@ def _cut_map(model: dict[str, Any], limit: int) -> None:
     """Take out tokens from the id ``limit`` on, and the merges that they take part in."""
     vocab = model["vocab"]
     model["vocab"] = {text: number for text, number in vocab.items() if number < limit}
-    if len(model["vocab"]) == len(vocab) or "merges" not in model:
+    if len(model["vocab"]) == len(vocab) or not model.get("merges"):
         return
     prefix = model.get("continuing_subword_prefix") or ""
     model["merges"] = [each for each in model["merges"] if _is_possible(each, model["vocab"], prefix)]
@@ -149,7 +149,7 @@ def _config(raw: bytes, tokens: TokenSet) -> bytes:
         if text is not None and text not in tokens.ids:
             del config[key]
     for field in EXTRA_TOKENS:
-        if config.get(field):
+        if isinstance(config.get(field), (Mapping, list)):
             config[field] = _known(config[field], tokens.ids)
     if _DECODER in config:
         config[_DECODER] = _decoder(tokens.added, tokens.ids)

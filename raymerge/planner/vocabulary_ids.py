@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raymerge.architectures.sections import text_path
+from raymerge.checkpoints.bounded_json import load_json
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.config_fields import VOCABULARY_KEY, row_counts
 
@@ -53,7 +54,7 @@ class Renumbering:
             CheckpointError: it is not a JSON object.
         """
         try:
-            config = json.loads(raw.decode("utf-8"))
+            config = load_json(raw)
         except (ValueError, RecursionError) as error:
             config = str(error)[:80]
         if not isinstance(config, dict):

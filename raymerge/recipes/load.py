@@ -19,6 +19,7 @@ from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, order_problems
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
+from raymerge.recipes.secrets import check_text, secrets_in
 
 MAX_TEXT_BYTES = 4 * 2**20
 """Bytes of a recipe's text."""
@@ -120,6 +121,7 @@ def canonical(recipe: AnyRecipe) -> str:
 def _split(text: str, name: str) -> tuple[Part, ...]:
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_large(name)
+    check_text(text, name)
     return split_documents(text, name)
 
 
@@ -140,6 +142,9 @@ def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRe
 
 
 def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> AnyRecipe:
+    if secret := list(secrets_in(data)):
+        # Alone, for messages on the same values would repeat them.
+        raise RecipeError(reading.places.problems(secret))
     try:
         recipe = _kind(data).model_validate(data, context=reading)
     except (ValidationError, FaultError) as error:

@@ -205,8 +205,14 @@ class Chain:
             on_event=self._on_event,
             began=self._began if is_last else None,
             reports=self._reports(self._stages if is_last else merge.stages),
+            recipes=self._recipes_before(merge),
             warn_encoding_error=recipe.warn_encoding_error if isinstance(recipe, Recipe) else None,
         )
+
+    def _recipes_before(self, merge: PlannedMerge) -> tuple[str, ...]:
+        """Texts of the merges whose results one may use."""
+        before = self._merges[: self._merges.index(merge)]
+        return tuple(str(each.plan.manifest["recipe_text"]) for each in before)
 
     def _reports(self, stages: Sequence[Stage]) -> dict[str, dict[str, Any]]:
         """The records of stages that were carried out; the last merge keeps those of all of them."""
@@ -348,7 +354,7 @@ def _digest_at(place: Path) -> str | None:
     """Digest of the plan that a checkpoint was made by, as its record says."""
     try:
         found = json.loads((place / RECORD_PLAN / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found.get("digest") if isinstance(found, dict) else None
 

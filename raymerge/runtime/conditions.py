@@ -67,13 +67,16 @@ def _known(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
     versions = wanted.get("versions", [])
     unmade = {number for number, each in enumerate(versions) if not all(v for _, v in each["files"])}
     kept = [each for number, each in enumerate(record.get("versions", [])) if number not in unmade]
-    return {**record, "versions": kept}
+    known = {**record, "versions": kept}
+    if "companions" in wanted and wanted["companions"] is None:
+        known["companions"] = None
+    return known
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a record by their place, as far as they tell one run from another."""
     found: dict[str, Any] = {}
-    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions"):
+    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions"):
         found |= _flat(key, record.get(key))
     return found
 

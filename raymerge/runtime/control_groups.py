@@ -60,6 +60,21 @@ def core_quotas(root: Path) -> Iterator[float]:
             yield int(limits[0]) / int(limits[1])
 
 
+def groups_oom_kills(root: Path) -> int | None:
+    """Processes of this process's own group that the kernel has ended because memory ran out; None where
+    that is not counted.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("memory", root):
+        text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
+        counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+        if counts.get("oom_kill", "").isdecimal():
+            return int(counts["oom_kill"])
+    return None
+
+
 def _groups(controller: str, root: Path) -> Iterator[_Group]:
     """The groups of this process that may limit what a controller has: its own and all above it."""
     mounted = root / "sys" / "fs" / "cgroup"

@@ -199,6 +199,20 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShort(Event):
+    """A part ran out of memory; it is done again, alone on a worker, with less. Its bytes stay the same."""
+
+    worker: str
+    """Who had it in hand, maybe with others."""
+    segment: int
+    """Number of the segment, or of the unit of a stage."""
+    budget: int
+    """Bytes of memory that it may use now."""
+    reason: str
+    """What is known of the cause."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFailed(Event):
     """A worker's GPU failed in a segment, which was then made on the worker's processor."""
 
@@ -211,8 +225,23 @@ class DeviceFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StorageFailed(Event):
+    """Storage failed for a moment while a segment was made, and was asked again."""
+
+    worker: str
+    """Who met it."""
+    segment: int
+    """Number of the segment."""
+    faults: Mapping[str, int]
+    """What failed, and how often it was asked again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping(Event):
     """A stop was asked for: the segments or units in hand are finished, no new one is begun."""
+
+    seconds: float | None = None
+    """How long they are waited for; None for as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)

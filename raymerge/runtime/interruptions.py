@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from raymerge.errors import IncompleteError, Problem, RaymergeError, TargetError
+from raymerge.errors import IncompleteError, Problem, RaymergeError, RoomError, TargetError
 from raymerge.runtime.events import OnEvent, Stopping
 from raymerge.runtime.pool import Stop
+from raymerge.storage.patience import KEPT
+from raymerge.storage.refusals import OUT_OF_ROOM
+from raymerge.units import format_size
 
+GRACE_SECONDS = 1.0
+"""How long parts in hand are waited for after SIGTERM: who sends that may give no more than three seconds,
+and a pool tells once a second that nothing came."""
 STOPPED_AT_ONCE = "stopped at once. What is finished is kept: the same command goes on from there."
 """What is said when the parts in hand were given up."""
 _LASTING = frozenset(
@@ -35,18 +42,28 @@ _LASTING = frozenset(
 
 
 @contextmanager
-def resumable(place: Path) -> Iterator[None]:
+def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Tell what the system refuses for good at ``place`` from what another attempt may do.
+
+    Args:
+        place: the output place.
+        missing: bytes of disk that are wanted there and not reserved yet.
 
     Raises:
         TargetError: it would refuse the same again.
+        RoomError: there is no room for it now.
         IncompleteError: reading or writing failed; the same command goes on.
     """
     try:
         yield
+    except RoomError as error:
+        raise RoomError(_without_room(str(error), place, missing())) from error
     except RaymergeError:
         raise
     except OSError as error:
+        if error.errno in OUT_OF_ROOM:
+            said = f"{error.filename or place}: the file system refused it: {error.strerror}."
+            raise RoomError(_without_room(f"{said} {KEPT}", place, missing())) from error
         if error.errno in _LASTING:
             what = f"the system refused it: {error.strerror}."
             raise TargetError(
@@ -57,26 +74,53 @@ def resumable(place: Path) -> Iterator[None]:
         ) from error
 
 
+def _without_room(said: str, place: Path, missing: int) -> str:
+    """What is said where a file system is full, with what is wanted of it besides."""
+    try:
+        free = shutil.disk_usage(place.parent).free
+    except OSError:
+        return said
+    more = f"The output takes {format_size(missing)} more, and " if missing else ""
+    return f"{said} {more}{format_size(free)} are free beside it."
+
+
+def check_overdue(stop: Stop) -> None:
+    """Give up what is in hand when its time is over, within ``stopping``."""
+    if stop.overdue:
+        raise KeyboardInterrupt
+
+
 @contextmanager
-def stopping(on_event: OnEvent) -> Iterator[Stop]:
-    """First Ctrl-C or SIGTERM: finish what is in hand. Second: stop at once."""
+def stopping(on_event: OnEvent, said: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
+    """Ctrl-C: finish what is in hand. SIGTERM: finish what is done in ``GRACE_SECONDS``. The second of
+    either: stop at once.
+
+    Args:
+        on_event: told of it.
+        said: of a stop at once.
+
+    Raises:
+        IncompleteError: stopped at once.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def handle(_: int, __: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         if stop.requested:
+            on_event(Stopping(0.0))
             raise KeyboardInterrupt
-        stop.request()
-        on_event(Stopping())
+        seconds = GRACE_SECONDS if number == signal.SIGTERM else None
+        stop.request(seconds)
+        on_event(Stopping(seconds))
 
     wanted = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handle) for number in wanted]
     try:
         yield stop
     except KeyboardInterrupt as error:
-        raise IncompleteError(STOPPED_AT_ONCE) from error
+        raise IncompleteError(said) from error
     finally:
         for number, old in zip(wanted, before, strict=True):
             signal.signal(number, old)

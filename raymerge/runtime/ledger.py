@@ -34,7 +34,13 @@ class Ledger:
         """The conditions that a ledger was begun under, or None where there is no readable one."""
         lines = _lines(path)
         found = lines[0].get("conditions") if lines else None
-        return found if isinstance(found, dict) else None
+        is_readable = isinstance(found, dict) and isinstance(found.get("versions", []), list)
+        return found if is_readable else None
+
+    @staticmethod
+    def versions(path: Path) -> list[dict[str, str]]:
+        """Of each source, the versions of its files when they were read; none where damaged."""
+        return [file_versions(each) for each in (Ledger.conditions(path) or {}).get("versions", [])]
 
     @staticmethod
     def files(path: Path) -> Mapping[str, Any] | None:
@@ -42,10 +48,15 @@ class Ledger:
         found = [line["files"] for line in _lines(path) if isinstance(line.get("files"), dict)]
         return found[-1] if found else None
 
-    def receipts(self) -> dict[int, Receipt]:
-        """Receipts by segment; a line that is not whole, as after a crash, is left out."""
-        found = (_receipt(line) for line in _lines(self._path) if "receipt" in line)
+    @staticmethod
+    def read(path: Path) -> dict[int, Receipt]:
+        """Receipts of a ledger by segment; a line that is not whole, as after a crash, is left out."""
+        found = (_receipt(line) for line in _lines(path) if "receipt" in line)
         return {receipt.segment: receipt for receipt in found if receipt is not None}
+
+    def receipts(self) -> dict[int, Receipt]:
+        """Receipts by segment; see ``read``."""
+        return Ledger.read(self._path)
 
     def begin(self, receipts: Mapping[int, Receipt]) -> None:
         """Begin anew with these receipts alone; durable, and after a crash the old ledger or the new one."""
@@ -71,6 +82,14 @@ class Ledger:
             store.append(self._path.name, text.encode())
 
 
+def file_versions(entry: Any) -> dict[str, str]:
+    """The versions of a source's files, as conditions have them; none where they are damaged."""
+    files = entry.get("files") if isinstance(entry, dict) else None
+    if not isinstance(files, list) or any(not isinstance(each, list) or len(each) != 2 for each in files):
+        return {}
+    return {key: version for key, version in files if isinstance(key, str) and isinstance(version, str)}
+
+
 def _line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry, sort_keys=True) + "\n"
 
@@ -92,7 +111,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict):
             found.append(entry)
@@ -102,5 +121,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _receipt(line: Mapping[str, Any]) -> Receipt | None:
     try:
         return Receipt.from_json(line["receipt"])
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -9,6 +9,8 @@ from raymerge.errors import OptionError, Problem
 
 Device = Literal["auto", "cpu", "cuda"]
 
+USUAL_PATIENCE = 600.0
+"""Seconds; a request to slow storage takes less, and what computes is seen to get on whatever it takes."""
 _MOST_THREADS = 256
 """Of a worker; machines with more cores have several workers."""
 
@@ -35,6 +37,8 @@ class RunOptions:
     """Keep what stages made, and merges that others of the recipe use, beside the output."""
     threads: int | None = None
     """Threads of a worker that compute at once; None: as many as it has cores, and at most 4."""
+    patience: float = USUAL_PATIENCE
+    """Seconds without any sign that what a worker of Ray has in hand gets on, after which it is replaced."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,6 +56,10 @@ class RunOptions:
         if self.memory is not None and self.memory < 1:
             problems.append(
                 Problem("--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB.")
+            )
+        if not self.patience > 0:
+            problems.append(
+                Problem("--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0.")
             )
         if self.inline and self.address is not None:
             problems.append(

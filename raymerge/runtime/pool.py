@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.device_choice import Choice, Probe
 from raymerge.runtime.device_probe import Sample
+from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.sizing import Crew
 
 TICK_SECONDS = 1.0
@@ -27,8 +30,14 @@ UNIT = "unit"
 class Runner(Protocol):
     """One worker's end of a piece of work; several threads may run its parts at once."""
 
-    def run(self, number: int) -> Receipt:
-        """Do one part and return when what it made is durable."""
+    def run(self, number: int, budget: int | None = None) -> Receipt:
+        """Do one part and return when what it made is durable.
+
+        Args:
+            number: of the part.
+            budget: bytes of memory that it may use, which ``Work.lessened`` gave; None for what the work
+                says. One with a budget is in hand alone.
+        """
 
     def abort(self) -> None:
         """Have the parts in hand fail soon, where they can."""
@@ -48,6 +57,28 @@ class Work(Protocol):
     def part(self) -> str:
         """What messages call a part: ``segment`` or ``unit``."""
 
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Files that the parts read, which a worker must see."""
+
+    @property
+    def place(self) -> Path:
+        """The directory that parts are written to, which a worker must see. It need not be there yet."""
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """Of every part, which of ``files`` it reads, by their positions."""
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
+
+        Args:
+            number: of the part.
+            budget: bytes that it ran out of; None for what the work says.
+
+        Returns:
+            Half of what it had, or what it needs if that is more; None if it had no more than it needs.
+        """
+
     def open(self, device: torch.device, name: str) -> Runner:
         """What does the parts on the device of the worker that has this name."""
 
@@ -57,14 +88,21 @@ class Stop:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._until: float | None = None
 
     @property
     def requested(self) -> bool:
         """Whether nothing new is to be begun."""
         return self._event.is_set()
 
-    def request(self) -> None:
-        """Ask for it."""
+    @property
+    def overdue(self) -> bool:
+        """Whether the parts in hand are not waited for any longer."""
+        return self._until is not None and time.monotonic() >= self._until
+
+    def request(self, seconds: float | None = None) -> None:
+        """Ask for it; parts in hand have so many seconds, None for as long as it takes."""
+        self._until = None if seconds is None else time.monotonic() + seconds
         self._event.set()
 
 
@@ -130,6 +168,14 @@ class Pool(Protocol):
         Args:
             choose: called only if there are GPUs that need not be used. What it is given measures this pool,
                 in about a second.
+        """
+
+    def survey(self, work: Work) -> None:
+        """Find out, before anything is written, whether the workers see the files that the work reads and
+        the place that it is written to.
+
+        Raises:
+            OptionError: some of it cannot be done; all reasons.
         """
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,25 +14,33 @@ _PROBE_SECONDS = 60.0
 """The most that measuring may take, which usually takes one."""
 
 
-def ready_answers(ray: Any, references: Sequence[Any], *, seconds: float) -> list[dict[str, Any]]:
+def ready_answers(ray: Any, references: Sequence[Any], *, seconds: float) -> list[dict[str, Any] | None]:
     """What workers answer when they are ready, which takes them so many seconds at most.
+
+    None for a worker whose answer got lost on its way: it may be alive, but nobody knows.
 
     Raises:
         OptionError: they do not start; or what one of them raised.
     """
-    try:
-        answers: list[dict[str, Any]] = ray.get(list(references), timeout=seconds)
-    except ray.exceptions.RayTaskError as error:
-        raise cause_of(error) from None
-    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
-        raise OptionError(
-            Problem(
-                "workers",
-                f"they did not start within {seconds:.0f} s ({first_line(error)}).",
-                "Look at 'ray status': the cluster may be full or short of memory; --inline needs none.",
-            )
-        ) from error
+    ends_at = time.monotonic() + seconds
+    answers: list[dict[str, Any] | None] = []
+    for reference in references:
+        try:
+            answers.append(ray.get(reference, timeout=max(0.0, ends_at - time.monotonic())))
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+        except ray.exceptions.ActorUnavailableError:
+            answers.append(None)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
+            raise not_started(seconds, first_line(error)) from error
     return answers
+
+
+def not_started(seconds: float, reason: str) -> OptionError:
+    """What is said of workers that do not start."""
+    what = f"they did not start within {seconds:.0f} s ({reason})."
+    remedy = "Look at 'ray status': the cluster may be full or short of memory; --inline needs none."
+    return OptionError(Problem("workers", what, remedy))
 
 
 def probed(ray: Any, reference: Any) -> Probe:

@@ -110,7 +110,8 @@ class RayConnection:
             self.ray.init(
                 address="local",
                 num_cpus=self._num_cpus,
-                _temp_dir=self._temporary,
+                # Ray opens its own directory to everybody; the one around it stays ours alone.
+                _temp_dir=os.path.join(self._temporary, "ray"),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",

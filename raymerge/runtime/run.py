@@ -19,7 +19,9 @@ from raymerge.assemble.finish import (
     finished_files,
     parents_of,
 )
-from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, TargetError
+from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.errors import IncompleteError, NonFiniteError, Problem, TargetError
 from raymerge.execute.receipts import Receipt
 from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
 from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
@@ -35,17 +37,27 @@ from raymerge.runtime.events import (
     Published,
     SegmentDone,
     Started,
+    StorageFailed,
     Verified,
 )
-from raymerge.runtime.interruptions import resumable, stopping
+from raymerge.runtime.interruptions import check_overdue, resumable, stopping
+from raymerge.runtime.lease import Lease, check_unheld
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
+from raymerge.runtime.record import write_provenance
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shards import Shards
 from raymerge.runtime.stage_results import check_results
 from raymerge.runtime.staging import RECORD, Staging
-from raymerge.runtime.versions import check_unchanged, file_versions
+from raymerge.runtime.versions import (
+    blaming,
+    check_companions,
+    check_unchanged,
+    companion_versions,
+    file_versions,
+    source_files,
+)
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
@@ -90,6 +102,7 @@ class Run:
         on_event: OnEvent,
         began: float | None = None,
         reports: Mapping[str, Mapping[str, Any]] = _NO_REPORTS,
+        recipes: Sequence[str] = (),
         warn_encoding_error: float | None = None,
     ) -> None:
         """
@@ -101,6 +114,7 @@ class Run:
             on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
             began: ``time.monotonic()`` when the user's command began; None for now.
             reports: what the record is to say of the stages that came before, by their names.
+            recipes: texts of the merges that come before, for the provenance.
             warn_encoding_error: relative error of a tensor above which there is a warning; None for none.
 
         Raises:
@@ -114,6 +128,9 @@ class Run:
         self._on_event = on_event
         self._staging = Staging(_real(output), plan)
         self._began = time.monotonic() if began is None else began
+        self._recipes = tuple(recipes)
+        self._donor = sources[int(self._plan.manifest["donor"])]
+        self._companions = companion_versions(self._donor)
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
         self.projection = fit_budget(plan, options)
@@ -129,8 +146,9 @@ class Run:
         """Find what is wrong with the output place before any worker is started.
 
         Raises:
-            TargetError: it is taken, or holds another plan's unfinished run.
+            TargetError: it is taken, is made by another process now, or holds another plan's unfinished run.
         """
+        check_unheld(self._staging.output, self._plan.digest)
         self._staging.check(replace=self._options.replace)
 
     def check_conditions(self, pool: Pool) -> None:
@@ -161,25 +179,34 @@ class Run:
 
         Raises:
             TargetError: the output place is taken or holds another plan's unfinished run.
+            OptionError: workers do not see the sources or the output place.
             NonFiniteError: a source holds NaN or infinity; the staging directory is removed.
             CheckpointError: a source was changed while it was read.
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: what was written is not what was planned.
         """
-        with resumable(self._staging.output), self._staging.lock():
-            return self._carry_out(pool)
+        with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
+            return self._carry_out(pool, lease)
 
-    def _carry_out(self, pool: Pool) -> RunResult:
+    def _carry_out(self, pool: Pool, lease: Lease) -> RunResult:
+        pool.survey(self._segment_work(pool))
+        lease.confirm()
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
         if pool.choice is not None:
             self._staging.record_device(pool.choice.to_json())
         with LocalStore(self._staging.root) as store:
-            receipts, shared_bytes = self._work(pool, ledger, store)
+            receipts, shared_bytes = self._work(pool, ledger, store, lease)
             duplicates = self._duplicates(receipts, shared_bytes)
             errors = self._encoding_errors(receipts)
-            self._finish(store, {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})})
+            reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
+            with blaming(self._sources):
+                wanted = self._finish(store, reports, numerics=pool.numerics, digests=_row_digests(receipts))
+            check_companions(self._donor, self._companions)
+            lease.confirm()
+            self._staging.sweep(wanted)
         verdict = verify_structure(self._staging.root).require()
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
+        lease.confirm()
         self._staging.publish(replace=self._options.replace)
         seconds = time.monotonic() - self._began
         self._on_event(Published(str(self._staging.output), seconds))
@@ -193,9 +220,12 @@ class Run:
         return {
             "numerics": pool.numerics,
             "versions": file_versions(self._sources),
+            "companions": self._companions,
         }
 
-    def _work(self, pool: Pool, ledger: Ledger, store: LocalStore) -> tuple[dict[int, Receipt], int | None]:
+    def _work(
+        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease
+    ) -> tuple[dict[int, Receipt], int | None]:
         """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
         shards = Shards(self._plan, store)
         receipts = shards.take_up(ledger)
@@ -205,8 +235,10 @@ class Run:
         done = sum(costs[segment] for segment in receipts)
         self._on_event(Started(pool.workers, pool.device, len(receipts), done, pool.threads, reason))
         try:
-            self._make(pool, todo, ledger, receipts)
+            with blaming(self._sources):
+                self._make(pool, todo, ledger, receipts, lease)
         except NonFiniteError:
+            lease.confirm()
             self._staging.discard()
             raise
         if len(receipts) < len(costs):
@@ -214,23 +246,13 @@ class Run:
                 f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
                 "command goes on from there."
             )
-        self._check_sources()
-        return receipts, shards.complete(self._on_event)
-
-    def _check_sources(self) -> None:
-        """See that what was read is what was planned with; raises CheckpointError."""
         check_unchanged(self._sources)
-        try:
-            check_results(self._sources)
-        except CheckpointError:
-            # Made again, a result has the same version, and receipts of wrong bytes would be believed.
-            self._staging.discard()
-            raise
+        lease.confirm()
+        return receipts, shards.complete(self._on_event)
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
         """What equals other output, told if there is anything."""
-        digests = {int(row): digest for each in receipts.values() for row, digest in each.digests.items()}
-        found = found_duplicates(self._plan, digests, shared_bytes=shared_bytes)
+        found = found_duplicates(self._plan, _row_digests(receipts), shared_bytes=shared_bytes)
         if found:
             known = found.planned
             self._on_event(
@@ -248,22 +270,41 @@ class Run:
             self._on_event(EncodingErrorsFound(found.roles, found.above(self._warn_encoding_error)))
         return found
 
-    def _make(self, pool: Pool, todo: Sequence[int], ledger: Ledger, receipts: dict[int, Receipt]) -> None:
+    def _make(
+        self,
+        pool: Pool,
+        todo: Sequence[int],
+        ledger: Ledger,
+        receipts: dict[int, Receipt],
+        lease: Lease,
+    ) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
-        roots = tuple(each.root for each in holdings(self._sources))
-        work = SegmentWork(self._plan, roots, self._staging.root, self.projection, pool.threads)
+        work = self._segment_work(pool)
         costs = self._plan["segments"].column("cost").to_pylist()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for batch in made:
+                lease.check()
+                if batch:
+                    # Made again, a result has the same version, and receipts of wrong bytes are believed.
+                    check_results(self._sources)
                 ledger.record(*batch)
                 receipts.update((receipt.segment, receipt) for receipt in batch)
                 for receipt in batch:
                     self._tell(receipt, costs[receipt.segment])
+                check_overdue(stop)
+
+    def _segment_work(self, pool: Pool) -> SegmentWork:
+        """What workers need to know."""
+        roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)
+        place, mark = self._staging.root, self._staging.mark
+        return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
         """Emit what a receipt says."""
         if receipt.note:
             self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+        if receipt.retries:
+            self._on_event(StorageFailed(receipt.worker, receipt.segment, receipt.retries))
         self._on_event(
             SegmentDone(
                 receipt.segment,
@@ -276,10 +317,30 @@ class Run:
             )
         )
 
-    def _finish(self, store: LocalStore, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write all that goes with the shards, and into the record these reports, by their keys."""
-        donor = self._sources[int(self._plan.manifest["donor"])]
+    def _finish(
+        self,
+        store: LocalStore,
+        reports: Mapping[str, Mapping[str, Any]],
+        *,
+        numerics: Mapping[str, str],
+        digests: Mapping[int, str],
+    ) -> set[str]:
+        """Write all that goes with the shards, and into the record these reports, by their keys.
+
+        Args:
+            store: the staging directory.
+            reports: what goes into the record as it is.
+            numerics: what bytes depend on beside the plan.
+            digests: those of the bytes of each row that was made.
+
+        Returns:
+            Keys of all that is to be published, beside what the record begins with.
+        """
+        donor = self._donor
         check_shards(self._plan, store)
+        finished = finished_files(self._plan, donor.checkpoint.companions)
+        for key, report in reports.items():
+            store.write_atomic(key, (json.dumps(report, indent=2, sort_keys=True) + "\n").encode())
         with open_store(donor.checkpoint.root) as files:
             finish_companions(
                 self._plan,
@@ -288,10 +349,24 @@ class Run:
                 companions=donor.checkpoint.companions,
                 parents=parents_of(self._sources),
             )
+            written = write_provenance(
+                store,
+                self._plan,
+                self._sources,
+                recipes=(*self._recipes, str(self._plan.manifest["recipe_text"])),
+                numerics=numerics,
+                digests=digests,
+                # Config and index come last, and the plan has all that is in them.
+                files=finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE},
+                seconds=time.monotonic() - self._began,
+            )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
-        for key, report in reports.items():
-            store.write_atomic(key, (json.dumps(report, indent=2, sort_keys=True) + "\n").encode())
-        self._staging.sweep({*finished_files(self._plan, donor.checkpoint.companions), *reports})
+        return {*finished, *reports, *written}
+
+
+def _row_digests(receipts: Mapping[int, Receipt]) -> dict[int, str]:
+    """Digest of the bytes of each row that was made, by its number."""
+    return {int(row): digest for each in receipts.values() for row, digest in each.digests.items()}
 
 
 def _real(output: Path) -> Path:

@@ -53,7 +53,8 @@ class Shards:
         """
         present = self._present()
         before = ledger.receipts()
-        lost = self._lost(before, present)
+        lost = {number for number in before if not 0 <= number < len(self._plan["segments"])}
+        lost |= self._lost({n: receipt for n, receipt in before.items() if n not in lost}, present)
         kept = {number: receipt for number, receipt in before.items() if number not in lost}
         if lost:
             ledger.begin(kept)
@@ -106,10 +107,11 @@ class Shards:
 
     def _lost(self, receipts: Mapping[int, Receipt], present: list[str | None]) -> set[int]:
         """Segments whose receipts do not agree with what is in the files."""
-        spans = self._spans(receipts)
+        strange = {number for number, receipt in receipts.items() if not receipt.is_by_rows}
+        spans = self._spans({number: each for number, each in receipts.items() if number not in strange})
         with ThreadPoolExecutor(_READERS) as threads:
             found = threads.map(lambda shard: self._changed(present[shard], spans[shard]), spans)
-            return set().union(*found)
+            return strange.union(*found)
 
     def _spans(self, receipts: Mapping[int, Receipt]) -> dict[int, list[_Span]]:
         """By shard, the bytes of every row that the receipts speak of, in each place that it was written."""

@@ -39,7 +39,7 @@ def stage_record(place: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((place / RECORD / _STAGE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -74,7 +74,7 @@ def check_results(sources: Sequence[Source]) -> None:
         Problem(
             f"{each.name}: {RESULT_FILE}",
             "the file was changed while it was merged.",
-            f"Leave {each.root} alone, and give the command again; what was made of it is gone.",
+            f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
         )
         for each in holdings(sources)
         if isinstance(each, Prepared) and not _is_as_opened(each)

@@ -1,12 +1,14 @@
 """Carries out one stage: units on the workers, a conclusion on the driver, a checked result in its place.
 
-What is done lies in a staging directory beside the result, under the directory of the steps. A result that
-is there, and that nobody wrote to since, is used again.
+What is done lies in a staging directory beside the result, under the directory of the steps. It is named by
+all that the bytes depend on: a worker that was given up writes the same bytes there, or elsewhere. A result
+that is there, and that nobody wrote to since, is used again.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +16,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from raymerge.errors import IncompleteError, NonFiniteError, Problem, VerificationError
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.stages import RESULT_FILE, Stage
+from raymerge.runtime.beginning import remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.budget import fit_units, num_workers
 from raymerge.runtime.conditions import agree, check_agreement
 from raymerge.runtime.events import OnEvent, StageKept, StageReport, StageStarted, UnitDone, UnitProgress
-from raymerge.runtime.interruptions import resumable, stopping
+from raymerge.runtime.interruptions import check_overdue, resumable, stopping
+from raymerge.runtime.lease import Lease, leased
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.locking import locked
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.stage_results import (
@@ -34,10 +39,10 @@ from raymerge.runtime.stage_results import (
     write_stage_record,
 )
 from raymerge.runtime.stage_work import StageWork, UnitWork, sources_of_stage
-from raymerge.runtime.staging import RECORD, check_room, is_untouched, sync_directory
+from raymerge.runtime.staging import RECORD, check_room, is_untouched
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.unit_progress import told
-from raymerge.runtime.versions import check_unchanged, file_versions
+from raymerge.runtime.versions import check_unchanged, file_versions, source_files
 from raymerge.storage.local import LocalStore
 
 _READERS = 8
@@ -68,7 +73,8 @@ class StageRun:
         self.work = work
         self._stage = stage
         self._place = root / stage.name
-        self._staging = root / f"{_prefix(stage)}{stage.digest[:16]}"
+        self._begins = f"{_prefix(stage)}{stage.digest[:16]}"
+        self._staging = root / self._begins
         self._options = options
         self._on_event = on_event
         self._position = position
@@ -77,7 +83,8 @@ class StageRun:
     @property
     def ledger_paths(self) -> tuple[Path, ...]:
         """Where the ledgers of the result, and of what was begun of it, would be."""
-        return tuple(place / RECORD / NAME for place in (self._place, self._staging))
+        begun = sorted(self._place.parent.glob(f"{glob.escape(self._begins)}*"))
+        return tuple(place / RECORD / NAME for place in (self._place, *begun))
 
     def check(self) -> None:
         """Find what stands in the way before any worker is started.
@@ -123,7 +130,7 @@ class StageRun:
             IncompleteError: stopped by a signal or worn out; the same command goes on from here.
             VerificationError: the result is not what was planned.
         """
-        with resumable(self._place), locked(self._place):
+        with resumable(self._place), leased(self._place, self._stage.digest) as lease:
             if is_stage_made(self._place, self._stage, pool.stage_numerics):
                 # A crash may have come before it was cleared.
                 clear(self._place, (RESULT_FILE, RECORD))
@@ -131,22 +138,32 @@ class StageRun:
                 self._on_event(StageKept(self._stage.title, *self._position))
             else:
                 self.check_conditions(pool)
-                self._carry_out(pool)
+                self._carry_out(pool, lease)
         report: dict[str, Any] = stage_record(self._place)["report"]
         self._on_event(StageReport(self._stage.title, report))
         return report
 
-    def _carry_out(self, pool: Pool) -> None:
+    def _carry_out(self, pool: Pool, lease: Lease) -> None:
+        pool.survey(self._unit_work())
         conditions = _conditions(self._stage, pool.stage_numerics)
+        self._staging = self._staging_of(conditions)
+        lease.confirm()
         ledger = self._prepare(conditions)
         try:
             self._have_units(pool, ledger, self._proved(ledger))
             report = dict(self._concluded())
         except NonFiniteError:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            lease.confirm()
+            throw_away(self._staging, self._place)
             raise
         check_unchanged(sources_of_stage(self._stage))
+        lease.confirm()
         self._publish(conditions["numerics"], report)
+
+    def _unit_work(self) -> UnitWork:
+        """What workers need to know."""
+        files = source_files(sources_of_stage(self._stage))
+        return UnitWork(self.work, self._staging, self._budget(), files)
 
     def _budget(self) -> int:
         work, title = self.work, self._stage.title
@@ -157,7 +174,8 @@ class StageRun:
         path = self._staging / RECORD / NAME
         for other in self._place.parent.glob(glob.escape(_prefix(self._stage)) + "*"):
             if other != self._staging or not agree(Ledger.conditions(path), conditions):
-                shutil.rmtree(other)
+                throw_away(other, self._place)
+        remove_thrown_away(self._place)
         if not path.exists():
             check_room(self._staging, self.disk_nbytes(), what=self._stage.title)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,6 +183,11 @@ class StageRun:
         for directory in (self._staging, self._staging.parent):
             sync_directory(directory)
         return Ledger(path, conditions)
+
+    def _staging_of(self, conditions: Mapping[str, Any]) -> Path:
+        """Where units are done under these conditions, and under no others."""
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(conditions, sort_keys=True).encode())
+        return self._place.with_name(f"{self._begins}-{digest[:16]}")
 
     def _unit_files(self) -> set[str]:
         """Names of all that units leave; anything else is of workers that did not end theirs."""
@@ -213,15 +236,19 @@ class StageRun:
         """Have units done and add their receipts; whether a stop was asked for."""
         if not todo:
             return False
-        work, costs = UnitWork(self.work, self._staging, self._budget()), self.work.costs()
+        work, costs = self._unit_work(), self.work.costs()
         with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
             for batch in made:
+                if batch:
+                    # Of what was read while a source was written to, there must be no receipt.
+                    check_unchanged(sources_of_stage(self._stage))
                 ledger.record(*batch)
                 done.update((receipt.segment, receipt) for receipt in batch)
                 for receipt in batch:
                     self._tell(receipt, costs[receipt.segment])
                 if not batch:
                     self._tell_progress(costs, done)
+                check_overdue(stop)
             return stop.requested
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:

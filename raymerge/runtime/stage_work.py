@@ -16,6 +16,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import GateSpec, Stage
+from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import UNIT, Runner
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.unit_progress import telling
@@ -116,6 +117,8 @@ class UnitWork:
     """Where units leave their files, reachable from every worker."""
     budget: int
     """Bytes of memory that a worker may use."""
+    files: tuple[SourceFile, ...] = ()
+    """The files of the stage's sources."""
 
     @property
     def slots(self) -> int:
@@ -126,6 +129,21 @@ class UnitWork:
     def part(self) -> str:
         """A unit."""
         return UNIT
+
+    @property
+    def place(self) -> Path:
+        """Where units leave their files."""
+        return self.staging
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """Which files a unit reads is not known beforehand, so it may be all of them."""
+        return (frozenset(range(len(self.files))),) * self.work.num_units
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        """Half of what the unit had; all units need the same."""
+        del number
+        had, least = self.budget if budget is None else budget, self.work.least_budget()
+        return max(least, had // 2) if had > least else None
 
     def open(self, device: torch.device, name: str) -> Runner:
         """A runner on the device."""
@@ -141,19 +159,20 @@ class UnitRunner:
         self._name = name
         self._aborted = threading.Event()
 
-    def run(self, number: int) -> Receipt:
-        """Do one unit.
+    def run(self, number: int, budget: int | None = None) -> Receipt:
+        """Do one unit, with the work's budget or a smaller one.
 
         Raises:
             IncompleteError: ``abort`` was called, or the GPU has too little memory and may do with less.
             OptionError: the GPU has less memory than the unit needs.
         """
         began, wanted = time.monotonic(), self._work
+        budget = wanted.budget if budget is None else budget
         try:
             # The bytes of a result are those of one thread, wherever it is made.
             with one_thread(), telling(wanted.staging, number, self._aborted) as tell:
                 read, written = wanted.work.unit(
-                    number, staging=wanted.staging, device=self._device, budget=wanted.budget, tell=tell
+                    number, staging=wanted.staging, device=self._device, budget=budget, tell=tell
                 )
         except torch.OutOfMemoryError as error:
             raise self._without_room(str(error).splitlines()[0]) from error

@@ -1,15 +1,16 @@
 """The staging directory: where a checkpoint grows beside its place, until it is verified and renamed into it.
 
-It is named by the plan's digest. Whoever writes a segment of that plan writes the same bytes to the same
-place, so a worker that was given up and goes on writing does no harm.
+It is named by the plan's digest, and marked anew each time it is begun. Whoever has its mark writes the same
+bytes to the same places, so a worker that was given up and goes on writing does no harm; whoever has another
+writes nothing.
 """
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.errors import OptionError, PlanError, Problem, TargetError
+from raymerge.execute.output import UNFINISHED
 from raymerge.planner.tables import Plan, load_plan, save_plan
+from raymerge.runtime.beginning import begin, mark_of, remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.conditions import agree, check_agreement, difference
+from raymerge.runtime.lease import Lease, leased
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.locking import locked
 from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
 
 RECORD = "raymerge"
 """Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
 _PLAN = "plan"
-_RECIPE = "recipe.yml"
-_NUMERICS = "numerics.json"
+RECIPE = "recipe.yml"
+NUMERICS = "numerics.json"
 _DEVICE = "device.json"
 _ELSEWHERE = "Choose another -o."
 
@@ -51,6 +54,11 @@ class Staging:
         """Where the ledger is."""
         return self.root / RECORD / NAME
 
+    @property
+    def mark(self) -> str:
+        """What tells this beginning of the directory from others; "" before it is begun."""
+        return mark_of(self.root / RECORD)
+
     def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
         """Make or take up the directory, under ``lock``.
 
@@ -59,23 +67,23 @@ class Staging:
             OptionError: there is not enough room.
         """
         self.check(replace=replace)
+        self._remove_links()
         self._discard_leftovers()
         self._discard_others(conditions, replace=replace)
-        if not self.ledger_path.exists():
-            check_room(self.output.parent, sum(self._plan["shards"].column("nbytes").to_pylist()))
+        check_room(self.output.parent, self.missing_bytes())
         self._write_record(conditions)
         return Ledger(self.ledger_path, conditions)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the output place against a second driver on this machine.
+    def lock(self) -> Iterator[Lease]:
+        """Hold the output place against other runs, on this machine or on others.
 
         Raises:
             TargetError: another process holds it, or nothing can be written there.
         """
         self._check_parent()
-        with locked(self.output):
-            yield
+        with leased(self.output, self._plan.digest) as lease:
+            yield lease
 
     def check(self, *, replace: bool) -> None:
         """Find what is wrong with the output place, changing nothing.
@@ -95,6 +103,18 @@ class Staging:
                 )
             )
 
+    def missing_bytes(self) -> int:
+        """Bytes of disk that no shard has reserved by now."""
+        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
+        return sum(max(0, each["nbytes"] - self._reserved_bytes(each["name"])) for each in shards)
+
+    def _reserved_bytes(self, shard: str) -> int:
+        """What a shard has by now, under either of its names: files are made in their full length."""
+        for name in (shard, shard + UNFINISHED):
+            with suppress(OSError):
+                return (self.root / name).stat().st_size
+        return 0
+
     def record_device(self, choice: Mapping[str, Any]) -> None:
         """Keep why the device was chosen and what was measured for it, unless that was kept before."""
         with LocalStore(self.root / RECORD) as store:
@@ -112,7 +132,7 @@ class Staging:
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete what an earlier attempt left: every file but the run record and ``files``."""
-        record = {NAME, _RECIPE, _NUMERICS, _DEVICE, f"{_PLAN}/manifest.json"}
+        record = {NAME, RECIPE, NUMERICS, _DEVICE, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
         wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.
@@ -126,7 +146,8 @@ class Staging:
     def publish(self, *, replace: bool) -> None:
         """Rename the directory into the output place, durably; what was there goes only after that.
 
-        After a crash between two steps the old output or the new one is whole; the same command ends it.
+        After a crash between two steps the old output or the new one is whole; the same command
+        ends it, or finds it in place; what is left of the old one goes with the next run there.
         """
         self._check_output(replace=replace)
         Ledger(self.ledger_path, {}).record_files(file_marks(self.root))
@@ -134,8 +155,10 @@ class Staging:
             self.output.rename(self._free_place())
         self.root.rename(self.output)
         sync_directory(self.output.parent)
-        for old in self._replaced():
-            shutil.rmtree(old, ignore_errors=True)
+        # It is in its place: a signal ends no more than the clearing up.
+        with suppress(KeyboardInterrupt):
+            for old in self._replaced():
+                shutil.rmtree(old, ignore_errors=True)
 
     def take_back(self) -> None:
         """Make what this plan published an unfinished run again, under ``lock``.
@@ -149,8 +172,12 @@ class Staging:
                 self.output.rename(self.root)
 
     def discard(self) -> None:
-        """Remove the directory with all that is in it."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Remove the directory with all that is in it; after a crash no receipt of it is believed.
+
+        Raises:
+            OSError: it stays as it was.
+        """
+        throw_away(self.root, self.output)
 
     def _write_record(self, conditions: Mapping[str, Any]) -> None:
         """Have everything but the ledger durable, before there is one."""
@@ -158,10 +185,11 @@ class Staging:
         record.mkdir(parents=True, exist_ok=True)
         if not self._holds_plan():
             save_plan(self._plan, record / _PLAN)
-        numerics = json.dumps(conditions["numerics"], indent=2, sort_keys=True) + "\n"
         with LocalStore(record) as store:
-            store.write_atomic(_RECIPE, str(self._plan.manifest["recipe_text"]).encode())
-            store.write_atomic(_NUMERICS, numerics.encode())
+            store.write_atomic(RECIPE, str(self._plan.manifest["recipe_text"]).encode())
+            store.write_atomic(NUMERICS, numerics_bytes(conditions["numerics"]))
+        if not self.ledger_path.exists() or not self.mark:
+            begin(record)
         for directory in (self.root, self.root.parent):
             sync_directory(directory)
 
@@ -171,9 +199,15 @@ class Staging:
         except PlanError:
             return False
 
+    def _remove_links(self) -> None:
+        """Take links out of an unfinished run, which makes none: writing would go where they lead."""
+        for path in [each for each in self.root.rglob("*") if each.is_symlink()]:
+            path.unlink(missing_ok=True)
+
     def _replaced(self) -> list[Path]:
         """Old outputs that waited until the new one was in their place."""
-        return sorted(self.output.parent.glob(glob.escape(f".{self.output.name}.replaced") + "*"))
+        ours = re.compile(re.escape(f".{self.output.name}.replaced") + "[0-9]*")
+        return sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
 
     def _free_place(self) -> Path:
         """Where an old output waits; what an earlier one could not be cleared of is not in its way."""
@@ -208,20 +242,25 @@ class Staging:
             what = f"{place} is a file, so no directory can be made below it."
         elif not os.access(place, os.W_OK | os.X_OK):
             what = f"you may not write in {place}."
+        elif linked := [path for path in (self.output, self.root) if os.path.islink(path)]:
+            what = f"{linked[0]} is a link, and what is written there would go where it leads."
         else:
             return
         raise TargetError(Problem(str(self.output), what, _ELSEWHERE))
 
     def _others(self) -> list[Path]:
-        """Staging directories of other plans for the same place."""
-        found = sorted(self.output.parent.glob(glob.escape(_prefix(self.output)) + "*"))
-        return [other for other in found if other != self.root]
+        """Staging directories of other plans for the same place; what else has such a name is not ours."""
+        ours = re.compile(re.escape(_prefix(self.output)) + "[0-9a-f]+")
+        found = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
+        return [other for other in found if other != self.root and other.is_dir() and not other.is_symlink()]
 
     def _discard_leftovers(self) -> None:
         """Remove unfinished runs of other plans, and an old output whose successor is in place."""
-        replaced = self._replaced() if self._is_filled() else []
-        for leftover in (*self._others(), *replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for other in self._others():
+            throw_away(other, self.output)
+        for replaced in self._replaced() if self._is_filled() else []:
+            shutil.rmtree(replaced, ignore_errors=True)
+        remove_thrown_away(self.output)
 
     def _discard_others(self, conditions: Mapping[str, Any], *, replace: bool) -> None:
         """Remove what was begun under other conditions, if that was asked for, or that says of none."""
@@ -263,6 +302,11 @@ def is_untouched(output: Path) -> bool:
     return all(marks.get(key) == mark for key, mark in published.items())
 
 
+def numerics_bytes(numerics: Mapping[str, str]) -> bytes:
+    """The file of the record that tells what bytes depend on beside the plan."""
+    return (json.dumps(dict(numerics), indent=2, sort_keys=True) + "\n").encode()
+
+
 def file_marks(root: Path) -> dict[str, list[int]]:
     """Size, time of the last change and number of every file beside the run record, by its key."""
     found: dict[str, list[int]] = {}
@@ -281,7 +325,7 @@ def _prefix(output: Path) -> str:
 def _manifest(root: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((root / RECORD / _PLAN / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -291,12 +335,3 @@ def _nearest(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def sync_directory(path: Path) -> None:
-    """Return once the names in a directory would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

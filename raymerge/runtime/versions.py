@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from raymerge.errors import CheckpointError, Problem
+from raymerge.checkpoints.source import WeightFile
+from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared
+from raymerge.runtime.placement import SourceFile
 from raymerge.storage.open import open_store
+from raymerge.storage.store import FileInfo
 
 
 def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
@@ -22,6 +26,65 @@ def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
     ]
 
 
+def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
+    """The files that workers read, as they were when the plan was made.
+
+    What stages prepared may be written again: the bytes are the same then.
+    """
+    return tuple(
+        SourceFile(
+            number, each.root, file.key, file.nbytes, "" if isinstance(each, Prepared) else file.version
+        )
+        for number, each in enumerate(holdings(sources))
+        for file in each.files
+    )
+
+
+def companion_versions(donor: Source) -> list[list[str]] | None:
+    """Key and version of all files that are copied beside the weights; None while nobody has made them."""
+    if donor.checkpoint.unwritten is not None:
+        return None
+    with open_store(donor.checkpoint.root) as store:
+        found = [(key, store.info(key)) for key in donor.checkpoint.companions]
+    return [[key, info.version] for key, info in found if info is not None]
+
+
+def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
+    """Find companions that are not those which were there when the run began.
+
+    Raises:
+        CheckpointError: with every such file.
+    """
+    now = dict(companion_versions(donor) or ())
+    changed = [key for key, version in before or () if now.get(key) != version]
+    if changed:
+        raise CheckpointError(
+            Problem(
+                f"{donor.name}: {key}",
+                f"the file was {'changed' if key in now else 'removed'} while the model was merged.",
+                "Leave the sources alone, and start again with --replace.",
+            )
+            for key in changed
+        )
+
+
+@contextmanager
+def blaming(sources: Sequence[Source]) -> Iterator[None]:
+    """Finds out whether what went wrong is the fault of a source that is no longer as it was.
+
+    Raises:
+        CheckpointError: files were changed; whatever was found in them says nothing of the sources.
+        IncompleteError: files are gone, or may not be read now.
+    """
+    try:
+        yield
+    except UserError as error:
+        check_unchanged(sources)
+        if isinstance(error, UnreadableError):
+            raise IncompleteError(f"{error} What is done is kept.") from error
+        raise
+
+
 def check_unchanged(sources: Sequence[Source]) -> None:
     """Find files that were written again since the plan was made: their bytes may be of two kinds.
 
@@ -29,21 +92,42 @@ def check_unchanged(sources: Sequence[Source]) -> None:
 
     Raises:
         CheckpointError: with every such file.
+        IncompleteError: none was, but some are gone, as all files are whose storage is away.
     """
-    problems = []
+    problems: list[Problem] = []
+    gone: list[str] = []
     for each in holdings(sources):
         if isinstance(each, Prepared):
             continue
         with open_store(each.root) as store:
             now = {file.key: store.info(file.key) for file in each.files}
+        gone += [f"{each.name}: {file.key}" for file in each.files if now[file.key] is None]
+        pairs = ((_planned(file), now[file.key]) for file in each.files)
         problems += [
             Problem(
-                f"{each.name}: {file.key}",
-                "the file was changed while it was merged.",
+                f"{each.name}: {was.key}",
+                f"the file was changed while it was merged: {_change(was, found)}.",
                 "Leave the sources alone, and start again with --replace.",
             )
-            for file in each.files
-            if (found := now[file.key]) is None or found.version != file.version
+            for was, found in pairs
+            if found is not None and found != was
         ]
     if problems:
         raise CheckpointError(problems)
+    if gone:
+        more = f" and {len(gone) - 1} more files are" if gone[1:] else " is"
+        raise IncompleteError(
+            f"{gone[0]}{more} gone since the merge was planned. What is done is kept: the same command goes "
+            "on when what is gone is back as it was."
+        )
+
+
+def _planned(file: WeightFile) -> FileInfo:
+    return FileInfo(file.key, file.nbytes, file.version)
+
+
+def _change(was: FileInfo, found: FileInfo) -> str:
+    """What differs, as a phrase."""
+    if found.nbytes != was.nbytes:
+        return f"it had {was.nbytes} bytes and has {found.nbytes}"
+    return f"it has {was.nbytes} bytes as before, but was written to"

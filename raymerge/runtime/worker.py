@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raymerge.runtime.importing import heavy_imports
 from raymerge.runtime.options import Device
+from raymerge.runtime.pulse import Pulse
 
 if TYPE_CHECKING:
     from raymerge.runtime.device_probe import Sample
@@ -28,13 +29,23 @@ class MergeWorker:
         self._name = name
         self._wanted = device
         self._runner: Runner | None = None
+        self._pulse = Pulse()
 
     def ready(self) -> dict[str, Any]:
-        """Its process and what it computes on, once it can work."""
+        """Its process, where that is, and what it computes on, once it can work."""
+        import ray
+
         from raymerge.runtime.devices import choose_device, kernels_of, numerics_of
+        from raymerge.runtime.memory_errors import oom_kills
 
         device = choose_device(self._wanted)
-        return {"pid": os.getpid(), "numerics": numerics_of(device), "kernels": kernels_of(device)}
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
+            "oom_kills": oom_kills(),
+            "numerics": numerics_of(device),
+            "kernels": kernels_of(device),
+        }
 
     def probe(self, sample: Sample, threads: int) -> dict[str, Any]:
         """What speaks for the GPU of this worker, and what against it, as JSON values."""
@@ -52,8 +63,14 @@ class MergeWorker:
         self._runner = work.open(choose_device(self._wanted), self._name)
         return self.ready()
 
-    def run(self, number: int) -> dict[str, Any]:
-        """Do one part; the receipt as JSON values."""
+    def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
+        """Do one part, with no more than so many bytes of memory if they are given; the receipt as JSON
+        values."""
         if self._runner is None:
             raise RuntimeError("the worker was given no work")
-        return self._runner.run(number).to_json()
+        with self._pulse.beating():
+            return self._runner.run(number, budget).to_json()
+
+    def pulse(self) -> float:
+        """A number that grows for as long as any part in hand gets on."""
+        return self._pulse.seconds

@@ -10,6 +10,8 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_SNAPSHOT = re.compile(r"models--[^/]+/snapshots/([0-9a-f]{40})/?$")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
 _LOOKUP_TIMEOUT_SECONDS = 5.0
 _NOT_WANTED = (
@@ -61,6 +63,21 @@ def resolve_model(
         return found
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
         raise CheckpointError(_no_repository(path, revision, error)) from error
+
+
+def snapshot_revision(root: str) -> str | None:
+    """The commit of a directory in the Hub's cache; None for any other directory."""
+    found = _SNAPSHOT.search(Path(root).as_posix())
+    return None if found is None else found.group(1)
+
+
+def blob_digest(root: str, key: str) -> str | None:
+    """SHA-256 of a file in the Hub's cache, which names large files by it; None where it does not say."""
+    try:
+        name = Path(os.readlink(Path(root) / key)).name
+    except OSError:
+        return None
+    return name if _SHA256.fullmatch(name) else None
 
 
 def _is_hub_name(path: str) -> bool:

@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import posixpath
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+from typing import TypeVar
 
-from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.errors import CheckpointError, TransientError
 from raymerge.storage.copying import RangeCopier, inner_blocks
+from raymerge.storage.descriptors import resize, sync_data
 from raymerge.storage.extents import share_extents
 from raymerge.storage.open_files import OpenFiles
+from raymerge.storage.patience import KEPT, TRANSIENT, Patience, said
 from raymerge.storage.ranges import Range
 from raymerge.storage.reading import ExtentReader
-from raymerge.storage.store import Buffer, FileInfo, ReadStore
-from raymerge.storage.transfers import read_fully, write_fully
+from raymerge.storage.refusals import changed, ends_early, reading, room_error, unlistable, writing
+from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, is_key
+from raymerge.storage.transfers import as_bytes, read_fully, write_fully
 from raymerge.storage.writing import ExtentWriter
-from raymerge.units import format_size
 
 _MAX_OPEN_FILES = 64
-_OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+_Result = TypeVar("_Result")
 
 
 class LocalStore:
-    """Files below ``root``. Thread-safe; pickles as its root alone, without open files."""
+    """Files below ``root``. Thread-safe; pickles as its root alone, without open files.
 
-    def __init__(self, root: Path) -> None:
+    Reads and writes that are refused for a moment are tried again, on files that are opened anew.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        patience: Patience | None = None,
+        expected: Mapping[str, FileInfo] = NO_FILES,
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            root: the directory.
+            patience: how often to try again; None for the usual.
+            expected: files as they must be when they are opened to be read; others may be as they like.
+            guard: called after a file was opened to be written to; may raise.
+        """
         self.root = root
         self._top = str(root)
-        self._open_files = OpenFiles(_MAX_OPEN_FILES)
+        self._patience = patience or Patience()
+        self._expected = {self.location(key): info for key, info in expected.items()}
+        self._met: set[str] = set()
+        self._lost: set[str] = set()
+        self._open_files = OpenFiles(_MAX_OPEN_FILES, self._look_at if expected else None, guard)
         self._reader = ExtentReader(self._open_files)
         self._writer = ExtentWriter(self._open_files)
         self._copier = RangeCopier()
@@ -66,7 +88,7 @@ class LocalStore:
             ValueError: the key is empty, absolute or leads out of the root.
         """
         # As text: pathlib takes longer than the system takes to read a page.
-        if not key or "\0" in key or key[0] == "/" or ".." in key.split("/"):
+        if not is_key(key):
             raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
         path = posixpath.normpath(key)
         # Never the root: what ".." leads to there, behind a link, is the system's to say.
@@ -83,16 +105,16 @@ class LocalStore:
         Raises:
             CheckpointError: a directory cannot be listed.
         """
-        return tuple(sorted(_walk(self.root, ""), key=lambda info: info.key))
+        return tuple(sorted(self._walk(self.root, ""), key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
         """One file as it is now, without a look at the others; None where there is none."""
+        path = self.location(key)
         try:
-            status = os.stat(self.location(key))
+            status = self._tried(lambda: os.stat(path), path, "looking")
         except OSError:
             return None
-        regular = stat.S_ISREG(status.st_mode)
-        return FileInfo(key, status.st_size, str(status.st_mtime_ns)) if regular else None
+        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
@@ -104,13 +126,20 @@ class LocalStore:
         """Fill the whole ``buffer`` from ``offset``.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before the buffer is full.
+            UnreadableError: the file cannot be read.
+            CheckpointError: it ends before the buffer is full, or is not the one expected.
+            TransientError: the storage failed for longer than is waited.
         """
-        path = self.location(key)
-        with _reading(path, offset), self._open_files.borrow(path, writable=False) as descriptor:
-            done = read_fully(descriptor, offset, _as_bytes(buffer))
+        path, view = self.location(key), as_bytes(buffer)
+
+        def read() -> int:
+            with self._open_files.borrow(path, writable=False) as descriptor:
+                return read_fully(descriptor, offset, view)
+
+        with reading(path, offset):
+            done = self._tried(read, path, "reading", offset)
         if done < buffer.nbytes:
-            raise CheckpointError(_ends_early(path, offset, wanted=buffer.nbytes))
+            raise CheckpointError(ends_early(path, offset, wanted=buffer.nbytes))
 
     def read_extent(
         self,
@@ -131,16 +160,31 @@ class LocalStore:
             and it was given, else ``offset % ALIGNMENT``.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before.
+            CheckpointError: as ``read_into`` does.
+            TransientError: as ``read_into`` does.
             ValueError: the buffer is too small.
         """
-        path = self.location(key)
-        with _reading(path, offset):
-            wanted, view = Range(offset, nbytes), _as_bytes(buffer)
-            begin, done = self._reader.read(path, wanted, view, again=again, like=like)
+        path, wanted, view = self.location(key), Range(offset, nbytes), as_bytes(buffer)
+
+        def read() -> tuple[int, int]:
+            return self._reader.read(path, wanted, view, again=again, like=like)
+
+        with reading(path, offset):
+            begin, done = self._tried(read, path, "reading", offset)
         if done < nbytes:
-            raise CheckpointError(_ends_early(path, offset, wanted=nbytes))
+            raise CheckpointError(ends_early(path, offset, wanted=nbytes))
         return begin
+
+    def check_expected(self) -> None:
+        """See that the files which were read are still those that were expected.
+
+        Raises:
+            CheckpointError: one was written to meanwhile, or another took its place.
+        """
+        for path in tuple(self._met):
+            # What is gone was read whole all the same; whoever wants more of it will say so.
+            with suppress(OSError):
+                self._compare(path, os.stat(path))
 
     # Writing
 
@@ -148,28 +192,29 @@ class LocalStore:
         """Make a file of exactly ``nbytes`` bytes with its space reserved; bytes already there stay.
 
         Raises:
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
         """
         path = self.location(key)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
         with self._open_files.borrow(path, writable=True) as descriptor:
             size = os.fstat(descriptor).st_size
             try:
-                _resize(descriptor, size, nbytes)
+                resize(descriptor, size, nbytes)
             except OSError as error:
                 os.ftruncate(descriptor, size)
-                raise _room_error(path, nbytes - size, error) from error
+                raise room_error(path, nbytes - size, error) from error
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
         """Write all of ``buffer`` at ``offset`` of a created file.
 
         Raises:
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
+            TransientError: the storage failed for longer than is waited.
         """
-        path, view = self.location(key), _as_bytes(buffer)
-        with _writing(path, len(view)):
-            self._writer.write_in_place(path, offset, view)
+        path, view = self.location(key), as_bytes(buffer)
+        with writing(path, len(view)):
+            self._tried(lambda: self._writer.write_in_place(path, offset, view), path, "writing", offset)
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         """Write all of a large ``buffer`` at ``offset`` of a created file, past the page cache where it can.
@@ -178,11 +223,12 @@ class LocalStore:
         blocks go to the disk from where they lie; otherwise they are copied first, through BOUNCE_BYTES.
 
         Raises:
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
+            TransientError: the storage failed for longer than is waited.
         """
-        path, view = self.location(key), _as_bytes(buffer)
-        with _writing(path, len(view)):
-            self._writer.write(path, offset, view)
+        path, view = self.location(key), as_bytes(buffer)
+        with writing(path, len(view)):
+            self._tried(lambda: self._writer.write(path, offset, view), path, "writing", offset)
 
     def copy_range(
         self, key: str, offset: int, *, source: ReadStore, source_key: str, source_offset: int, nbytes: int
@@ -199,7 +245,7 @@ class LocalStore:
 
         Raises:
             CheckpointError: the source cannot be read.
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
         """
         lead, inner = inner_blocks(source_offset, offset, nbytes)
         if not inner or not isinstance(source, LocalStore):
@@ -207,7 +253,7 @@ class LocalStore:
         origin_path = source.location(source_key)
         with (
             self._open_files.borrow(self.location(key), writable=True) as target,
-            _reading(origin_path, source_offset),
+            reading(origin_path, source_offset),
             source._open_files.borrow(origin_path, writable=False) as origin,
         ):
             if not self._copier.copy_blocks(origin, source_offset + lead, target, offset + lead, inner):
@@ -231,23 +277,44 @@ class LocalStore:
     def sync(self, key: str) -> None:
         """Return once the file's bytes would survive a power cut.
 
+        It is not tried again: a system that failed at it forgets which bytes it has not written, and says
+        that all is well when asked once more. So what was written to the file through this store counts as
+        lost from then on.
+
         Raises:
-            OptionError: the file system has no room for what was written.
+            RoomError: the file system has no room for what was written.
+            TransientError: the storage failed, now or before.
         """
         path = self.location(key)
-        with _writing(path, 0), self._open_files.borrow(path, writable=True) as descriptor:
-            _sync_data(descriptor)
+        if path in self._lost:
+            raise TransientError(f"{path}: bytes of it were lost while they were made durable. {KEPT}")
+        try:
+            with writing(path, 0), self._open_files.borrow(path, writable=True) as descriptor:
+                sync_data(descriptor)
+        except Exception as error:
+            self._lost.add(path)
+            if isinstance(error, OSError) and error.errno in TRANSIENT:
+                raise TransientError(f"{path}: not made durable: {said(error)}. {KEPT}") from error
+            raise
 
     def append(self, key: str, data: bytes) -> None:
         """Add to the end of a file and return when that is durable.
 
         Raises:
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
+            TransientError: the storage failed for longer than is waited.
         """
-        path = self.location(key)
-        with _writing(path, len(data)), self._open_files.borrow(path, writable=True) as descriptor:
-            write_fully(descriptor, os.fstat(descriptor).st_size, memoryview(data))
-            _sync_data(descriptor)
+        path, view = self.location(key), memoryview(data)
+        with self._open_files.borrow(path, writable=True) as descriptor:
+            end = os.fstat(descriptor).st_size
+
+        def write() -> None:
+            with self._open_files.borrow(path, writable=True) as descriptor:
+                write_fully(descriptor, end, view)
+
+        with writing(path, len(data)):
+            self._tried(write, path, "writing", end)
+        self.sync(key)
 
     def sync_directory(self, key: str = ".") -> None:
         """Return once the names in the directory ``key`` would survive a power cut."""
@@ -275,7 +342,8 @@ class LocalStore:
         """Write a small file durably: readers see the old bytes or the new, never a part.
 
         Raises:
-            OptionError: the file system has no room for it.
+            RoomError: the file system has no room for it.
+            TransientError: the storage failed for longer than is waited.
         """
         parent, name = os.path.split(PurePosixPath(key))
         part = str(PurePosixPath(parent) / f".{name}.{uuid.uuid4().hex[:12]}.part")
@@ -288,19 +356,35 @@ class LocalStore:
             self.remove(part)
         self.sync_directory(parent or ".")
 
+    # What both need
 
-def _walk(directory: Path, prefix: str) -> Iterator[FileInfo]:
-    try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except OSError as error:
-        raise CheckpointError(_unlistable(directory, error)) from error
-    for entry in entries:
-        key = prefix + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            if not entry.name.startswith("."):
-                yield from _walk(directory / entry.name, key + "/")
-        elif (status := _regular_file(entry)) is not None:
-            yield FileInfo(key, status.st_size, str(status.st_mtime_ns))
+    def _tried(self, attempt: Callable[[], _Result], path: str, doing: str, offset: int = 0) -> _Result:
+        """The result of an attempt, or of a later one where the storage fails for a moment."""
+        forget = self._open_files.forget
+        return self._patience.have(attempt, path=path, doing=doing, offset=offset, again=forget)
+
+    def _walk(self, directory: Path, prefix: str) -> Iterator[FileInfo]:
+        try:
+            entries = self._tried(lambda: list(os.scandir(directory)), str(directory), "listing")
+        except OSError as error:
+            raise CheckpointError(unlistable(directory, error)) from error
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            key = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith("."):
+                    yield from self._walk(directory / entry.name, key + "/")
+            elif (status := _regular_file(entry)) is not None:
+                yield _info(key, status)
+
+    def _look_at(self, path: str, descriptor: int) -> None:
+        """See that a file which was opened is the one expected."""
+        self._compare(path, os.fstat(descriptor))
+        self._met.add(path)
+
+    def _compare(self, path: str, status: os.stat_result) -> None:
+        wanted = self._expected.get(path)
+        if wanted is not None and _info(wanted.key, status) != wanted:
+            raise CheckpointError(changed(path))
 
 
 def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
@@ -311,86 +395,5 @@ def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def _as_bytes(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
-    # A view with a zero in its shape cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _resize(descriptor: int, size: int, nbytes: int) -> None:
-    if nbytes > size and _reserve(descriptor, size, nbytes - size):
-        return
-    if nbytes != size:
-        os.ftruncate(descriptor, nbytes)
-
-
-def _reserve(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Reserve space, so that a full disk shows now; False where the file system cannot."""
-    if not hasattr(os, "posix_fallocate"):
-        return False
-    try:
-        os.posix_fallocate(descriptor, offset, nbytes)
-    except OSError as error:
-        if error.errno in _CANNOT_RESERVE:
-            return False
-        raise
-    return True
-
-
-def _sync_data(descriptor: int) -> None:
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:
-        # macOS: fsync leaves bytes in the memory of the disk, which a power cut empties.
-        with suppress(OSError):  # a file server, most likely, that has only fsync
-            fcntl.fcntl(descriptor, full)
-            return
-    if hasattr(os, "fdatasync"):
-        os.fdatasync(descriptor)
-    else:
-        os.fsync(descriptor)
-
-
-def _room_error(path: str, wanted: int, error: OSError) -> OSError | OptionError:
-    if error.errno not in _OUT_OF_ROOM:
-        return error
-    status = os.statvfs(os.path.dirname(path))
-    free = status.f_bavail * status.f_frsize
-    missing = max(0, wanted - free)
-    lack = f"{missing} bytes ({format_size(missing)}) are missing" if missing else os.strerror(error.errno)
-    what = f"cannot take {wanted} more bytes: the file system has {free} free, {lack}."
-    return OptionError(Problem(path, what, "Free space there, or choose another output directory."))
-
-
-@contextmanager
-def _reading(path: str, offset: int) -> Iterator[None]:
-    """Says of a failure which file could not be read."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(_unreadable(path, offset, error)) from error
-
-
-@contextmanager
-def _writing(path: str, nbytes: int) -> Iterator[None]:
-    """Says of a full file system how much it lacks."""
-    try:
-        yield
-    except OSError as error:
-        raise _room_error(path, nbytes, error) from error
-
-
-def _unreadable(path: str, offset: int, error: OSError) -> Problem:
-    what = f"cannot be read at byte {offset}: {error.strerror}."
-    return Problem(path, what, "Check that the file is there, whole and readable, then run again.")
-
-
-def _ends_early(path: str, offset: int, *, wanted: int) -> Problem:
-    what = f"ends at byte {os.stat(path).st_size}, but bytes {offset} to {offset + wanted} were wanted."
-    return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
-
-
-def _unlistable(directory: Path, error: OSError) -> Problem:
-    if isinstance(error, FileNotFoundError):
-        return Problem(str(directory), "there is no such directory.", "Check the path.")
-    what = f"cannot be listed: {error.strerror}."
-    return Problem(str(directory), what, "Give the directory of a model that may be read.")
+def _info(key: str, status: os.stat_result) -> FileInfo:
+    return FileInfo(key, status.st_size, str(status.st_mtime_ns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -25,8 +25,21 @@ class OpenFiles:
     reading on network file systems, and keeping all open meets the limit of the process.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(
+        self,
+        limit: int,
+        opened: Callable[[str, int], None] | None = None,
+        opened_to_write: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            limit: descriptors kept open while idle.
+            opened: given the path and the descriptor of a file that was opened to be read; may raise.
+            opened_to_write: called after a file was opened to be written to; may raise.
+        """
         self._limit = limit
+        self._opened = opened
+        self._opened_to_write = opened_to_write
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, bool, bool], _Handle] = OrderedDict()
         self._drops = 0
@@ -67,9 +80,17 @@ class OpenFiles:
             handle, drops = self._taken(key), self._drops
         if handle is not None:
             return handle
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
+        flags = (os.O_RDWR | os.O_NOFOLLOW if writable else os.O_RDONLY) | (os.O_DIRECT if direct else 0)
         # Without the lock: a file server may take its time, for which nobody else is to wait.
         descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            if writable and self._opened_to_write is not None:
+                self._opened_to_write()
+            elif not writable and self._opened is not None:
+                self._opened(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
         with self._lock:
             handle = self._taken(key)
             if handle is None:

@@ -67,7 +67,7 @@ def measure_write(
         seconds: no write begins later than this.
 
     Raises:
-        OptionError: the file system has no room for it.
+        RoomError: the file system has no room for it.
     """
     # Not zeros, which some storage does not keep; the same for all threads, since nobody changes it.
     data = aligned_buffer(_WRITE_NBYTES)

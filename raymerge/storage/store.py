@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
@@ -19,6 +21,17 @@ class FileInfo:
     """Size in bytes."""
     version: str
     """Changes whenever the file is written again; two readings with equal versions saw one file."""
+
+
+NO_FILES: Mapping[str, FileInfo] = MappingProxyType({})
+"""Nothing that is expected of any file."""
+
+
+def is_key(found: object) -> bool:
+    """Whether something is a relative path that stays below the root."""
+    if not isinstance(found, str) or not found or "\0" in found:
+        return False
+    return found[0] != "/" and ".." not in found.split("/")
 
 
 class ReadStore(Protocol):
@@ -85,7 +98,7 @@ class WriteStore(ReadStore, Protocol):
         """Make a file of ``nbytes`` bytes with its space reserved; bytes that are already there stay.
 
         Raises:
-            OptionError: there is not enough room.
+            RoomError: there is not enough room.
         """
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:

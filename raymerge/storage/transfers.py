@@ -6,6 +6,7 @@ import errno
 import os
 
 from raymerge.storage.buffers import ALIGNMENT
+from raymerge.storage.store import Buffer
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """How a file system says that it has no direct I/O: when the file is opened, or only when it is used."""
@@ -54,3 +55,10 @@ def write_direct(descriptor: int, offset: int, view: memoryview) -> int:
     while done < len(view) and not done % ALIGNMENT:
         done += os.pwrite(descriptor, view[done : done + _DIRECT_MOST], offset + done)
     return done - done % ALIGNMENT
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The buffer as a flat view of its bytes."""
+    view = memoryview(buffer)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")

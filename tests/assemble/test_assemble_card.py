@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.assemble.card import Parent, model_card, shown_name
+from raymerge.assemble.card import Parent, model_card, shown_name, without_places
 
 RECIPE = "merge_method: ties\nmodels:\n  - model: org/code\n  - model: org/french\nbase_model: org/base\n"
 PARENTS = (Parent("org/base"), Parent("org/code", "abc123", "mit"), Parent("org/french"))
@@ -134,3 +134,38 @@ def test_names_cannot_break_out(name: str) -> None:
     assert matter["license"] == name
     listed = text.split("## Parents\n\n")[1].split("\n\n## Recipe")[0]
     assert "\n" not in listed
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("model: /data/alice/models/base", "model: models/base"),
+        ('model: "/data/alice/models/base"', 'model: "models/base"'),
+        ("{model: /data/alice/a/b+/data/alice/c/lora@main}", "{model: a/b+c/lora@main}"),
+        ("- ~/models/base", "- models/base"),
+        ("- file:///data/alice/models/base", "- models/base"),
+        ("prompts: C:\\\\data\\\\prompts.txt".replace("\\\\", "\\"), "prompts: data/prompts.txt"),
+        ("# see /data/alice/notes.txt, and more", "# see alice/notes.txt, and more"),
+        # What is no place of a machine stays.
+        ("model: org/name", "model: org/name"),
+        ("model: ../models/base", "model: ../models/base"),
+        ("see https://example.org/a/b", "see https://example.org/a/b"),
+        ("chat_template: <s>{{ x }}</s>", "chat_template: <s>{{ x }}</s>"),
+        ("filter: mlp/attn", "filter: mlp/attn"),
+    ],
+)
+def test_a_recipes_text_is_shown_without_places(text: str, shown: str) -> None:
+    assert without_places(text) == shown
+
+
+def test_parents_are_found_whatever_their_paths_hold() -> None:
+    """Also where one is the beginning of another."""
+    names = ("/data/my models/x, y", "/data/my models/x, y z")
+    text = f"- '{names[0]}'\n- '{names[1]}'"
+    assert without_places(text, names) == "- 'my models/x, y'\n- 'my models/x, y z'"
+
+
+def test_a_local_directory_is_no_model_of_the_hub() -> None:
+    text = card(parents=(Parent("models/base", is_local=True), Parent("org/base")))
+    assert front_matter(text)["base_model"] == ["org/base"]
+    assert "- `models/base`\n" in text

@@ -184,7 +184,7 @@ class TestScales:
         ],
     )
     def test_a_pattern_speaks_of_the_end_of_a_path_from_a_dot(self, pattern: str, matches: bool) -> None:
-        assert (pattern_of(pattern).match(Q) is not None) == matches
+        assert pattern_of(pattern).matches(Q) == matches
 
     def test_the_first_pattern_that_matches_holds(self) -> None:
         assert self.scale(rank_pattern={"q_proj": 1, Q: 2}) == 8.0

@@ -15,11 +15,14 @@ from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
     DeviceFailed,
     Event,
+    MemoryShort,
     Planned,
     Published,
     SegmentDone,
     ShardDone,
     Started,
+    Stopping,
+    StorageFailed,
     Verified,
     WorkerLost,
 )
@@ -188,6 +191,37 @@ def test_a_lost_worker_is_a_warning(segments: tuple[int, ...], said: str) -> Non
     progress(WorkerLost("worker-0", "out of memory", segments))
     assert stream.getvalue().startswith("warning: worker-0 was lost (out of memory); ")
     assert said in stream.getvalue()
+
+
+def test_a_segment_that_runs_out_of_memory_is_a_warning() -> None:
+    progress, stream = _plain(Clock())
+    progress(MemoryShort("worker-0", 7, 4_000_000, "no room"))
+    said = "warning: segment 7 ran out of memory on worker-0 (no room); it is made again alone, with 4.00 MB"
+    assert stream.getvalue() == said + "\n"
+
+
+def test_storage_that_fails_is_told_once_for_each_fault() -> None:
+    progress, stream = _plain(Clock())
+    for segment in range(3):
+        progress(StorageFailed("worker-0", segment, {"a.safetensors: Stale file handle (ESTALE)": 2}))
+    progress(StorageFailed("worker-1", 3, {"b.safetensors: Input/output error (EIO)": 1}))
+    assert stream.getvalue().splitlines() == [
+        "storage failed for a moment, and was asked again: a.safetensors: Stale file handle (ESTALE)",
+        "storage failed for a moment, and was asked again: b.safetensors: Input/output error (EIO)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "stopping: the segments in hand are finished first; Ctrl-C again stops at once\n"),
+        (1.0, "stopping: the segments in hand have 1 s to finish\n"),
+    ],
+)
+def test_a_stop_says_what_is_waited_for(seconds: float | None, said: str) -> None:
+    progress, stream = _plain(Clock())
+    progress(Stopping(seconds))
+    assert stream.getvalue() == said
 
 
 def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:

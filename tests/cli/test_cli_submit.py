@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from kits.merges import MEAN, make_models, write_recipe
 
 import raymerge.api
 from raymerge.errors import IncompleteError
-from raymerge.runtime.events import Event, SegmentDone
+from raymerge.runtime.events import Event, Published, SegmentDone, Stopping
+from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
 
 
@@ -245,3 +249,63 @@ def test_a_schedulers_signal_ends_the_command_as_ctrl_c_does(
     assert outcome.code == 3
     assert "the same command goes on" in outcome.text
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_published_is_a_success_whatever_signal_comes_then(
+    number: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was not heeded")
+
+    monkeypatch.setattr(InlinePool, "close", interrupted)
+    outcome = _submit(folder, "-o", "out")
+    assert outcome.code == 0, outcome.text
+    assert "done: out" in outcome.text
+    assert "goes on" not in outcome.text
+
+
+def test_a_signal_while_what_was_there_is_removed_leaves_a_success(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _submit(folder, "-o", "out").code == 0
+    before = (folder / "out").stat().st_ino
+    remove = shutil.rmtree
+
+    def interrupted(path: Path, **options: Any) -> None:
+        if path.name.endswith(".replaced"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("the signal was not heeded")
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    outcome = _submit(folder, "-o", "out", "--replace")
+    assert outcome.code == 0, outcome.text
+    assert "done: out" in outcome.text
+    assert (folder / "out").stat().st_ino != before
+
+
+@pytest.mark.parametrize(("published", "code"), [("out", 0), (".out.raymerge.steps/a", 3)])
+def test_who_is_slow_to_clear_up_after_a_signal_is_ended_with_what_came_of_the_run(
+    published: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    is_ended = threading.Event()
+
+    def end(number: int) -> None:
+        codes.append(number)
+        is_ended.set()
+
+    def slow(*_: object, on_event: Callable[[Event], None]) -> None:
+        on_event(Stopping(1.0))
+        on_event(Published(os.path.realpath(folder / published), 1.0))
+        assert is_ended.wait(10)
+
+    monkeypatch.setattr("raymerge.api.submit", slow)
+    monkeypatch.setattr("raymerge.cli.running._LAST_SECONDS", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr("os._exit", end)
+        # As JSON: to show the end of a merge it would have to have begun.
+        _submit(folder, "-o", "out", "--json")
+    assert codes == [code]

@@ -21,7 +21,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 from raymerge.api import plan
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, OptionError
+from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, RoomError
 from raymerge.execute import lane as lane_module
 from raymerge.execute.jobs import Jobs
 from raymerge.execute.output import UNFINISHED
@@ -260,7 +260,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OptionError, match="Free space there"):
+    with pytest.raises(RoomError, match="Free space there"):
         _run_all(bench)
 
 

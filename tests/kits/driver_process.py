@@ -48,6 +48,13 @@ else:
     SegmentRunner.run = lambda self, segment: (time.sleep(PAUSE), run(self, segment))[1]
     options = RunOptions(inline=True)
 
+if isinstance(job["recipe"], str):
+    from raymerge.cli.main import main
+
+    how = ["--workers", str(job["workers"])] if job["workers"] else ["--inline"]
+    sys.argv = ["raymerge", "submit", job["recipe"], "-o", job["output"], "--json", *how]
+    main()
+
 
 def report(event):
     print(json.dumps(event.to_json()), flush=True)
@@ -59,7 +66,7 @@ submit(job["recipe"], job["output"], options, on_event=report)
 
 @contextmanager
 def driver(
-    recipe: Mapping[str, Any],
+    recipe: Mapping[str, Any] | str,
     output: Path,
     *,
     workers: int = 0,
@@ -71,7 +78,7 @@ def driver(
     On leaving, its processes are ended, those of its embedded Ray too, and only those.
 
     Args:
-        recipe: what to merge.
+        recipe: what to merge. The file of one is given to the command line, instead of to the library.
         output: where to.
         workers: Ray workers; 0 runs inline.
         pause: seconds that every segment waits before it begins.

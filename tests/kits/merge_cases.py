@@ -17,7 +17,7 @@ from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import RunResult
 
-NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl", "raymerge/device.json"})
+NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl", "raymerge/device.json", "raymerge/run.json"})
 """The files of an output that name workers and tell times, file versions and what was measured."""
 
 INLINE = RunOptions(inline=True)
@@ -177,7 +177,7 @@ class Merged:
         return [event for event in self.events if type(event) is kind]
 
 
-def merge(recipe: Mapping[str, Any], output: Path, options: RunOptions = INLINE) -> Merged:
+def merge(recipe: Mapping[str, Any] | str, output: Path, options: RunOptions = INLINE) -> Merged:
     """Submit a recipe and collect its events."""
     events: list[Event] = []
     result = submit(recipe, output, options, on_event=events.append)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.runtime.control_groups import core_quotas, memory_rooms
+from raymerge.runtime.memory_errors import oom_kills
 from raymerge.runtime.sizing import cores_here
 
 GIB = 1 << 30
@@ -100,3 +101,25 @@ def test_cores_are_those_of_the_affinity_and_the_narrowest_quota(
 def test_this_machine_answers() -> None:
     assert all(quota > 0 for quota in core_quotas(Path("/")))
     assert all(isinstance(room, int) for room in memory_rooms(Path("/")))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job\n", {f"{V2}/job/memory.events": "low 0\noom 4\noom_kill 3\n"}, 3),
+        ("4:memory:/job\n", {f"{V2}/memory/job/memory.oom_control": "under_oom 0\noom_kill 2\n"}, 2),
+        # A group that counts comes before the machine, whose other groups are no business of ours.
+        (
+            "0::/job\n",
+            {f"{V2}/job/memory.events": "oom_kill 0\n", "proc/vmstat": "nr_free_pages 7\noom_kill 9\n"},
+            0,
+        ),
+        ("0::/job\n", {"proc/vmstat": "nr_free_pages 7\noom_kill 9\n"}, 9),
+        ("0::/job\n", {"proc/vmstat": "nr_free_pages 7\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_processes_that_were_ended_for_want_of_memory_are_counted(
+    groups: str, files: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    assert oom_kills(_machine(tmp_path, groups, files)) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -93,3 +94,20 @@ def test_with_torch_there_already_nothing_changes() -> None:
     with heavy_imports():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+def test_ctrl_c_waits_for_the_end_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are cut short fail in ways of their own."""
+    monkeypatch.setattr(importing, "_HEAVY", "no such module")
+    before, steps = signal.getsignal(signal.SIGINT), []
+
+    def load() -> None:
+        with heavy_imports():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert steps == ["ended"]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert gc.isenabled()

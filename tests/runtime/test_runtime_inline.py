@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from raymerge.errors import IncompleteError
 from raymerge.execute.receipts import Receipt
+from raymerge.runtime.events import Event, MemoryShort
 from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import Runner, Stop
 
 SLOTS = 2
@@ -34,15 +37,28 @@ class _Parts:
     aborted: threading.Event = field(default_factory=threading.Event)
     bad: int = -1
     """A part that fails."""
+    large: int = 0
+    """Bytes of memory that part 1 needs; usually it has 800."""
+    files: tuple[SourceFile, ...] = ()
+    place: Path = Path("place")
 
     def open(self, device: torch.device, name: str) -> Runner:
         return self
 
-    def run(self, number: int) -> Receipt:
+    def run(self, number: int, budget: int | None = None) -> Receipt:
         self.begun.append(number)
         if number == self.bad:
             raise IncompleteError("it failed.")
+        if number == 1 and (budget or 800) > self.large > 0:
+            raise MemoryError("no room")
         return _receipt(number)
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        return ()
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        had = budget or 800
+        return had // 2 if had > 100 else None
 
     def abort(self) -> None:
         self.aborted.set()
@@ -100,3 +116,23 @@ def test_a_run_that_is_given_up_begins_nothing_more() -> None:
     made.close()
     assert work.aborted.is_set()
     assert len(work.begun) == MOST
+
+
+def test_a_part_that_runs_out_of_memory_is_made_in_the_end_with_less() -> None:
+    work, events = _Parts(large=200), list[Event]()
+    made = InlinePool("cpu", on_event=events.append).run(work, range(6), Stop())
+    assert sorted(each.segment for batch in made for each in batch) == list(range(6))
+    assert work.begun[-2:] == [1, 1]
+    assert events == [
+        MemoryShort("inline", 1, 400, "no room"),
+        MemoryShort("inline", 1, 200, "no room"),
+    ]
+
+
+def test_a_part_that_no_memory_suffices_for_is_named_after_the_others_are_made() -> None:
+    work = _Parts(large=1)
+    made = InlinePool("cpu").run(work, range(6), Stop())
+    found: list[Receipt] = []
+    with pytest.raises(IncompleteError, match=r"part 1 ran out of memory, alone .* of 100 B .*\(no room\)"):
+        found.extend(each for batch in made for each in batch)
+    assert sorted(each.segment for each in found) == [0, 2, 3, 4, 5]

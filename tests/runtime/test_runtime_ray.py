@@ -47,8 +47,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[RayPool]:
     return made
 
 
-def _use_worker(monkeypatch: pytest.MonkeyPatch, worker: type[Any]) -> None:
-    monkeypatch.setattr(ray_pool, "RayPool", functools.partial(RayPool, worker=worker))
+def _use_worker(monkeypatch: pytest.MonkeyPatch, worker: type[Any], **more: Any) -> None:
+    monkeypatch.setattr(ray_pool, "RayPool", functools.partial(RayPool, worker=worker, **more))
 
 
 def _slow() -> type[Any]:
@@ -90,7 +90,7 @@ def test_a_killed_worker_costs_nothing_but_time(
     def on_event(event: Event) -> None:
         events.append(event)
         if isinstance(event, SegmentDone) and not lost_pid:
-            victim = pools[0]._actors[0]
+            victim = pools[0].team.actors[0]
             lost_pid.append(ray_cluster.get(victim.handle.ready.remote())["pid"])
             os.kill(lost_pid[0], signal.SIGKILL)
 
@@ -256,12 +256,10 @@ def test_workers_that_take_for_ever_are_given_up(
             return {}
 
     recipe, one = recipes(small)["linear"], RunOptions(workers=1)
-    monkeypatch.setattr(ray_pool, "_READY_SECONDS", 6.0)
-    _use_worker(monkeypatch, SleepyOpen)
+    _use_worker(monkeypatch, SleepyOpen, ready_seconds=6.0)
     with pytest.raises(IncompleteError, match="no worker has been up for 6 s"):
         submit(recipe, tmp_path / "out", one)
-    monkeypatch.setattr(ray_pool, "_READY_SECONDS", 1.0)
-    _use_worker(monkeypatch, SleepyReady)
+    _use_worker(monkeypatch, SleepyReady, ready_seconds=1.0)
     with pytest.raises(OptionError, match="workers: they did not start within 1 s"):
         submit(recipe, tmp_path / "out", one)
 

@@ -43,7 +43,8 @@ class PaperActor:
             self.ray.probed_threads.append(args[1])
             return PROBE.to_json()
         kind = "cuda" if self.options["num_gpus"] and not self.ray.blind else "cpu"
-        return {"pid": 1, "numerics": {"device": kind, "torch": "2"}, "kernels": {"processor": kind}}
+        numerics, kernels = {"device": kind, "torch": "2"}, {"processor": kind}
+        return {"pid": 1, "node": "0", "oom_kills": 0, "numerics": numerics, "kernels": kernels}
 
 
 @dataclass
@@ -76,6 +77,9 @@ class PaperRay:
         class RayActorError(RayError):
             """A worker died."""
 
+        class ActorUnavailableError(RayActorError):
+            """An answer of a worker got lost."""
+
     def __init__(self, *machines: tuple[int, int]) -> None:
         self.machines = machines
         self.actors: list[PaperActor] = []
@@ -88,8 +92,11 @@ class PaperRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         """CPU slots and GPUs of each machine, and one that is gone."""
-        alive = [{"Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}} for c, g in self.machines]
-        return [*alive, {"Alive": False, "Resources": {"CPU": 1000.0, "GPU": 1000.0}}]
+        alive = [
+            {"NodeID": str(number), "Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}}
+            for number, (c, g) in enumerate(self.machines)
+        ]
+        return [*alive, {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1000.0, "GPU": 1000.0}}]
 
     def remote(self, worker: type[Any]) -> PaperRay:
         """The class as actors."""
@@ -153,6 +160,38 @@ def _started(options: RunOptions, *, parts: int | None = 1000) -> RayPool:
 
 def _asked(ray: PaperRay) -> list[tuple[int, int, str]]:
     return [(each.options["num_cpus"], each.options["num_gpus"], each.device) for each in ray.actors]
+
+
+def _lose(ray: PaperRay, monkeypatch: pytest.MonkeyPatch, *, answers: int) -> None:
+    """Have the first answers of workers get lost."""
+    get, left = ray.get, iter(range(answers))
+
+    def lossy(answer: Any, timeout: float | None = None) -> Any:
+        if next(left, None) is not None:
+            raise ray.exceptions.ActorUnavailableError
+        return get(answer, timeout)
+
+    monkeypatch.setattr(ray, "get", lossy)
+
+
+def test_workers_whose_answers_get_lost_are_replaced(
+    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = cluster((4, 0))
+    _lose(ray, monkeypatch, answers=3)
+    pool = _started(RunOptions(workers=2, threads=1))
+    assert pool.workers == ("worker-3", "worker-4")
+    assert len(ray.actors) == 2
+    assert pool.numerics["device"] == "cpu"
+
+
+def test_workers_whose_answers_always_get_lost_do_not_start(
+    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = cluster((4, 0))
+    _lose(ray, monkeypatch, answers=100)
+    with pytest.raises(OptionError, match=r"workers: they did not start .*\(their answers got lost\)"):
+        _started(RunOptions(workers=2, threads=1))
 
 
 def test_workers_reserve_their_threads(cluster: Callable[..., PaperRay]) -> None:

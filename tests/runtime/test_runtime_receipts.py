@@ -22,9 +22,9 @@ def _marking(monkeypatch: pytest.MonkeyPatch, **marks: dict[int, object]) -> Non
     """Have receipts of segments say more: a field's values by the segment."""
     run = SegmentsRunner.run
 
-    def marked(self: SegmentsRunner, number: int) -> Receipt:
+    def marked(self: SegmentsRunner, number: int, budget: int | None = None) -> Receipt:
         given = {name: values[number] for name, values in marks.items() if number in values}
-        return replace(run(self, number), **given)  # type: ignore[arg-type]
+        return replace(run(self, number, budget), **given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SegmentsRunner, "run", marked)
 

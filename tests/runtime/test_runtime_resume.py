@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
-from kits.driver_process import driver, finish, kin_of, wait_for_receipts
+from kits.driver_process import driver, kin_of, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.runtime.events import Planned, SegmentDone, Started
@@ -51,7 +51,7 @@ def test_a_driver_killed_again_and_again_ends(
 
 
 @pytest.mark.ray
-def test_a_killed_driver_with_its_own_ray_is_resumed(
+def test_a_run_on_its_own_ray_is_resumed_when_the_driver_or_everything_was_killed(
     medium: Family, tmp_path: Path, expected: dict[str, str]
 ) -> None:
     recipe, output = recipes(medium)["dare_ties"], tmp_path / "out"
@@ -65,14 +65,15 @@ def test_a_killed_driver_with_its_own_ray_is_resumed(
     done = wait_for_receipts(output, 4)
     assert left == []
     assert not output.exists()
-    with driver(recipe, output, workers=2) as process:
-        events = finish(process)
-    assert _one(events, "started")["done_segments"] == done
-    made = [event for event in events if event["event"] == "segment_done"]
-    assert len(made) == _one(events, "planned")["segments"] - done
+    with driver(recipe, output, workers=2, pause=0.3) as process:
+        wait_for_receipts(output, done + 2)
+        kin = kin_of(process)
+        for each in (psutil.Process(process.pid), *kin.processes):
+            each.kill()
+        kin.end()
+    done = wait_for_receipts(output, done + 2)
+    assert not output.exists()
+    merged = merge(recipe, output)
+    assert merged.of(Started)[0].done_segments == done
+    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - done
     assert digests(output) == expected
-
-
-def _one(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    (found,) = (event for event in events if event["event"] == kind)
-    return found

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from raymerge.runtime.segment_work import SegmentsRunner
+from raymerge.storage.local import LocalStore
+from raymerge.storage.patience import Patience
 
 
 class _Segments:
@@ -23,12 +26,14 @@ class _Segments:
         return number
 
 
-def test_every_thread_is_told_to_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_is_told_to_compute_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What decompositions round by is a setting of each thread, which new threads do not inherit."""
     told: dict[int, int] = {}
     monkeypatch.setattr(torch, "set_num_threads", lambda count: told.update({threading.get_ident(): count}))
     segments = _Segments()
-    runner = SegmentsRunner(segments, ())  # type: ignore[arg-type]
+    made_by: Any = lambda _: segments  # noqa: E731
+    projection: Any = None
+    runner = SegmentsRunner(made_by, projection, (), LocalStore(tmp_path), Patience())
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(runner.run, range(8)))
     assert segments.threads

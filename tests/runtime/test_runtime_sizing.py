@@ -177,5 +177,7 @@ def test_no_threads_and_too_many_are_refused() -> None:
         RunOptions(threads=0)
     with pytest.raises(OptionError, match=r"--threads: 257 threads .* at most 256, and more --workers\."):
         RunOptions(threads=257)
+    with pytest.raises(OptionError, match=r"--patience: in 0 seconds nobody gets on\. Give more than 0\."):
+        RunOptions(patience=0)
     with pytest.raises(OptionError, match=r"(?s)--workers.*--threads"):
         RunOptions(threads=-1, workers=0)

@@ -133,8 +133,13 @@ def test_units_of_another_version_are_not_gone_on_with(
         _run(recipe, output)
     assert caught.value.exit_code == 2
     assert len(list(_staging(output).glob("piece-*.bin"))) == 2
+    before = _staging(output).name
+    with pytest.raises(IncompleteError):
+        _run(recipe, output, AGAIN, fails_with=OSError(5, "once"))
+    # Workers that are left from before write by that name.
+    assert _staging(output).name != before
     (started,) = _of(_run(recipe, output, AGAIN), StageStarted)
-    assert started.done_units == 0
+    assert started.done_units == 2
 
 
 def test_units_are_gone_on_with_under_the_same(recipe: dict[str, Any], output: Path) -> None:

@@ -38,7 +38,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
-    for place in ("inline", "ray_pool"):
+    for place in ("inline", "shift"):
         monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
     monkeypatch.setattr("raymerge.runtime.unit_progress._EVERY_SECONDS", 0.0)
 
@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_gives_up_the_unit_in_hand(recipe: dict[str, Any], tmp_p
         run_chain(staged(recipe, output), output, on_event=stop_twice, pause=60, steps=1200)
     assert time.monotonic() - began < 30
     assert caught.value.exit_code == 3
-    assert len(_of(events, Stopping)) == 1
+    assert _of(events, Stopping) == [Stopping(None), Stopping(0.0)]
     assert _of(events, UnitDone) == []
     events.clear()
     run_chain(staged(recipe, output), output, on_event=events.append)
@@ -191,7 +191,7 @@ def test_a_merge_passes_over_the_time_without_receipts(
 def test_workers_on_ray_tell_how_far_they_are(
     recipe: dict[str, Any], tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raymerge.runtime.ray_pool.TICK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.runtime.shift.TICK_SECONDS", 0.1)
     ray_cluster.cloudpickle.register_pickle_by_value(stage_maker)
     try:
         events: list[Event] = []

@@ -1,0 +1,131 @@
+"""``raymerge diff``: what two checkpoints differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from raymerge.cli.messages import guarded
+from raymerge.cli.screen import (
+    MODEL_HELP,
+    counted,
+    heading,
+    make_console,
+    make_table,
+    own_stdout,
+    printable,
+    put_json,
+)
+from raymerge.runtime.importing import heavy_imports
+
+if TYPE_CHECKING:
+    from raymerge.verifier.compare import ComparedTensor, Comparison
+
+_SHOWN = 10
+_STATUSES = ("equal", "same_numbers", "different", "only_a", "only_b")
+_TITLES = (
+    "role",
+    "equal",
+    "same numbers",
+    "different",
+    "only A",
+    "only B",
+    "rel. error",
+    "max abs",
+    "cosine",
+)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=MODEL_HELP)],
+    b: Annotated[str, typer.Argument(metavar="B", help=MODEL_HELP)],
+    *,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tensors compared at once; by default the cores, at most 8."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
+) -> None:
+    """Compare two checkpoints, whatever files and layouts they lie in; the exit code is 0 if they are equal,
+    else 2."""
+    raise typer.Exit(guarded(lambda: _diff(a, b, threads, as_json=as_json), as_json=as_json))
+
+
+def _diff(a: str, b: str, threads: int | None, *, as_json: bool) -> int:
+    with heavy_imports():
+        from raymerge.api import diff
+
+    with own_stdout() as stdout:
+        found = diff(a, b, threads=threads)
+    if as_json:
+        put_json(stdout, found.to_json())
+    else:
+        _show(make_console(stdout), found)
+    return 0 if found.is_equal else 2
+
+
+def _show(console: Console, found: Comparison) -> None:
+    said = ("are equal, byte by byte.", "bold green") if found.is_equal else ("differ.", "bold red")
+    names = f"A = {printable(found.a)} and B = {printable(found.b)} "
+    console.print(Text.assemble(names, said))
+    rows = [
+        (
+            role.role,
+            *(str(role.counts.get(status, "")) for status in _STATUSES),
+            *map(_figure, (role.relative_error, role.max_abs_error, role.cosine)),
+        )
+        for role in found.roles
+    ]
+    console.print()
+    # What no role has would leave a terminal of 80 columns no room for their names.
+    wanted = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
+    told = [[row[index] for index in wanted] for row in rows]
+    titles = [_TITLES[index] for index in wanted]
+    console.print(make_table(titles, told, numbers=range(1, len(titles))))
+    for title, lines in (
+        ("tensors", list(_tensors(found))),
+        ("config.json", [(field.path, field.a, field.b) for field in found.config]),
+        ("companions", [(key, status.replace("_", " "), "") for key, status in _files(found)]),
+    ):
+        if lines:
+            console.print()
+            console.print(heading(title, note="A, B" if title == "config.json" else ""))
+            console.print(make_table(("", "", ""), lines))
+
+
+def _tensors(found: Comparison) -> Iterator[tuple[str, str, str]]:
+    """The tensors that differ most, and how many more do."""
+    ranked = sorted(found.tensors, key=_rank)
+    yield from ((tensor.name, tensor.status.replace("_", " "), _told(tensor)) for tensor in ranked[:_SHOWN])
+    if len(ranked) > _SHOWN:
+        yield f"and {counted(len(ranked) - _SHOWN, 'tensor')} more; --json lists all", "", ""
+
+
+def _rank(tensor: ComparedTensor) -> float:
+    """What cannot be compared by numbers first, then the largest errors."""
+    return float("-inf") if tensor.relative_error is None else -tensor.relative_error
+
+
+def _told(tensor: ComparedTensor) -> str:
+    if not tensor.stored_a or not tensor.stored_b:
+        return tensor.stored_a or tensor.stored_b
+    stored = (
+        tensor.stored_a if tensor.stored_a == tensor.stored_b else f"{tensor.stored_a} / {tensor.stored_b}"
+    )
+    error = "" if tensor.relative_error is None else f", relative error {_figure(tensor.relative_error)}"
+    lost = f", {tensor.num_not_finite} not finite" if tensor.num_not_finite else ""
+    return f"{stored}{error}{lost}"
+
+
+def _files(found: Comparison) -> Iterator[tuple[str, str]]:
+    return ((key, status) for key, status in found.companions.items() if status != "equal")
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6f}" if 0.001 < abs(value) <= 1 else f"{value:.3g}"

@@ -1,0 +1,39 @@
+"""What tells that memory ran out from other failures."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from raymerge.runtime.control_groups import groups_oom_kills
+
+_SAYINGS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+"""What torch says of the memory of a processor: it has no error of its own for that."""
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether something was raised because there was no memory to be had."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has ended so far, here, because memory ran out; None where it does not tell.
+
+    Those of this process's control group if it counts them, otherwise those of the machine.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    found = groups_oom_kills(root)
+    if found is not None:
+        return found
+    try:
+        lines = (root / "proc/vmstat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    counts = dict(line.split(" ", 1) for line in lines)
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None

@@ -1,0 +1,128 @@
+"""What a run leaves of itself in the checkpoint beside its plan: the provenance, and the story of the run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raymerge.assemble.provenance import Made, provenance
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.stages import Prepared
+from raymerge.planner.tables import Plan
+from raymerge.runtime.staging import RECORD
+from raymerge.storage.store import ReadStore, WriteStore
+
+PROVENANCE = f"{RECORD}/provenance.json"
+"""What the checkpoint was made of and what came out: the same for two equal merges."""
+STORY = f"{RECORD}/run.json"
+"""When and where it was made, and where the sources lay: another for each run."""
+_PACKAGES = ("raymerge", "torch", "numpy", "ray", "transformers")
+_CHUNK = 8 << 20
+
+
+def write_provenance(
+    store: WriteStore,
+    plan: Plan,
+    sources: Sequence[Source],
+    *,
+    recipes: Sequence[str],
+    numerics: Mapping[str, str],
+    digests: Mapping[int, str],
+    files: Collection[str],
+    seconds: float,
+) -> tuple[str, ...]:
+    """Write the provenance of a checkpoint whose shards and companions are written, and the story of its run.
+
+    Args:
+        store: where the checkpoint grows.
+        plan: what was made.
+        sources: what of.
+        recipes: texts of all recipes that it takes, its own last.
+        numerics: what bytes depend on beside the plan.
+        digests: xxh3-128 of the bytes of each row that was made, by its number.
+        files: keys of the companions and the model card.
+        seconds: how long the run has taken so far.
+
+    Returns:
+        The keys that were written.
+    """
+    kept = {key: file_digest(store, key) for key in sorted(files)}
+    made = Made(recipes, versions(), numerics, kept, digests)
+    _write(store, PROVENANCE, provenance(plan, sources, made).to_json())
+    _write(store, STORY, _story(sources, seconds))
+    return PROVENANCE, STORY
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, by name."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def file_digest(store: ReadStore, key: str) -> str:
+    """xxh3-128 of a file's bytes, in hex; "" where there is none."""
+    info = store.info(key)
+    if info is None:
+        return ""
+    digest = xxhash.xxh3_128()
+    for offset in range(0, info.nbytes, _CHUNK):
+        digest.update(store.read(key, offset, min(_CHUNK, info.nbytes - offset)))
+    return digest.hexdigest()
+
+
+def read_record(store: ReadStore, key: str) -> dict[str, Any]:
+    """A file of the record that holds a JSON object.
+
+    Raises:
+        CheckpointError: it is absent, or no such file.
+    """
+    info = store.info(key)
+    where = store.location(key)
+    if info is None:
+        what = "is missing: this checkpoint does not tell what it was made of."
+        raise CheckpointError(Problem(where, what, "Only what raymerge has merged does; merge again."))
+    try:
+        found = json.loads(store.read(key, 0, info.nbytes))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(Problem(where, f"is not JSON ({error}).", "Merge again.")) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(Problem(where, "is no JSON object.", "Merge again."))
+    return found
+
+
+def _story(sources: Sequence[Source], seconds: float) -> dict[str, Any]:
+    return {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "host": {"system": platform.system(), "machine": platform.machine()},
+        "places": {
+            each.name: _place(each)
+            for each in holdings(sources)
+            if not isinstance(each, Prepared) and (not isinstance(each, Checkpoint) or each.unwritten is None)
+        },
+    }
+
+
+def _place(holding: Holding) -> str:
+    """Where a source lies, as an absolute path: of a single file, that file."""
+    root = Path(holding.root).absolute()
+    is_file = isinstance(holding, Checkpoint) and holding.is_single_file
+    return str(root / holding.files[0].key) if is_file else str(root)
+
+
+def _write(store: WriteStore, key: str, content: Mapping[str, Any]) -> None:
+    store.write_atomic(key, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())

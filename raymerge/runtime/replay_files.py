@@ -1,0 +1,122 @@
+"""The files of a checkpoint against its record, and against what its plan and its sources make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from raymerge.assemble.finish import (
+    check_shards,
+    config_files,
+    finished_files,
+    kept_companions,
+    written_files,
+)
+from raymerge.assemble.provenance import Provenance
+from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.errors import Problem, UserError
+from raymerge.planner.planned import PlannedMerge
+from raymerge.planner.tables import Plan
+from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.record import PROVENANCE, file_digest
+from raymerge.runtime.staging import NUMERICS, RECIPE, RECORD, numerics_bytes
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
+from raymerge.verifier.structure import verify_structure
+
+_AGAIN = "Merge again, or take the checkpoint from where it is whole."
+
+
+def changed_files(root: Path, store: ReadStore, plan: Plan, told: Provenance) -> Iterator[Problem]:
+    """Files that are not as the record in the checkpoint has them, the bytes of tensors aside.
+
+    Args:
+        root: the checkpoint.
+        store: its files.
+        plan: the plan in its record.
+        told: its provenance.
+    """
+    yield from verify_structure(root).problems
+    yield from _shards_changed(root, store, plan)
+    yield from _files_changed(root, store, told)
+    yield from _record_changed(root, store, plan, told)
+
+
+def files_apart(root: Path, store: ReadStore, merge: PlannedMerge, told: Provenance) -> Iterator[Problem]:
+    """Files beside the weights that are others than a merge that is planned anew makes."""
+    donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
+    wanted = finished_files(merge.plan, donor.companions)
+    for file in store.files():
+        if file.key not in wanted and file.key.partition("/")[0] != RECORD:
+            what = "the merge writes no such file."
+            yield Problem(f"{root}/{file.key}", what, "Take it away, or merge again.")
+    digests = {
+        name: xxhash.xxh3_128_hexdigest(content) for name, content in written_files(merge.plan).items()
+    }
+    settled: dict[str, bytes] = {}
+    # What another merge makes on the way is on no disk.
+    if donor.unwritten is None:
+        with open_store(donor.root) as files:
+            kept = kept_companions(merge.plan, donor.companions)
+            digests |= {key: file_digest(files, key) for key in kept}
+            settled |= config_files(merge.plan, files, donor.config)
+    for key, content in settled.items():
+        if not _holds(store, key, content):
+            yield Problem(f"{root}/{key}", "it is not what the plan makes.", _AGAIN)
+    shards = merge.plan["shards"].column("name").to_pylist()
+    for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
+        if key not in told.files:
+            yield Problem(
+                f"{root}/{PROVENANCE}", f"it has no digest of {key}, which such a merge writes.", _AGAIN
+            )
+        elif told.files[key] != digests.get(key, told.files[key]):
+            whose = f"what {donor.name} has" if key in donor.companions else "what the plan makes"
+            yield Problem(f"{root}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN)
+
+
+def _files_changed(root: Path, store: ReadStore, told: Provenance) -> Iterator[Problem]:
+    """Files beside the weights whose bytes are not those that were published."""
+    for key, digest in told.files.items():
+        found = file_digest(store, key)
+        if found != digest:
+            what = "is missing." if not found else "its bytes are not those that were published."
+            yield Problem(f"{root}/{key}", what, _AGAIN)
+
+
+def _shards_changed(root: Path, store: ReadStore, plan: Plan) -> Iterator[Problem]:
+    """Shards whose length or header is another than planned."""
+    try:
+        check_shards(plan, store)
+    except UserError as error:
+        for each in error.problems:
+            yield replace(each, where=f"{root}/{each.where}")
+
+
+def _record_changed(root: Path, store: ReadStore, plan: Plan, told: Provenance) -> Iterator[Problem]:
+    """Files of the record that do not say what the provenance says."""
+    if plan.digest != told.plan:
+        what = f"it is of the plan {told.plan}, and {plan.digest} stands beside it."
+        yield Problem(f"{root}/{PROVENANCE}", what, _AGAIN)
+    recipe = told.recipes[-1] if told.recipes else ""
+    if not _holds(store, f"{RECORD}/{RECIPE}", recipe.encode()):
+        yield Problem(f"{root}/{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.", _AGAIN)
+    conditions = Ledger.conditions(root / RECORD / NAME)
+    if conditions is None:
+        what = "is missing, or what it was begun under cannot be read."
+        yield Problem(f"{root}/{RECORD}/{NAME}", what, _AGAIN)
+    elif conditions.get("numerics") != dict(told.numerics):
+        what = "it does not say the device and the torch that the provenance says."
+        yield Problem(f"{root}/{RECORD}/{NAME}", what, _AGAIN)
+    if not _holds(store, f"{RECORD}/{NUMERICS}", numerics_bytes(told.numerics)):
+        what = "it does not say the device and the torch that the provenance says."
+        yield Problem(f"{root}/{RECORD}/{NUMERICS}", what, _AGAIN)
+
+
+def _holds(store: ReadStore, key: str, content: bytes) -> bool:
+    """Whether a file has these bytes."""
+    info = store.info(key)
+    return info is not None and info.nbytes == len(content) and store.read(key, 0, info.nbytes) == content

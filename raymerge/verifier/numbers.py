@@ -1,0 +1,190 @@
+"""Stored numbers in float64, and how near to a number the formats can come.
+
+Written from the definitions of the formats, with numpy: nothing here is shared with what merges, so that a
+mistake there cannot hide here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raymerge.checkpoints.packing import Encoding, Format
+from raymerge.dtypes import DType
+
+Floats: TypeAlias = NDArray[np.float64]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+_PLAIN: Mapping[DType, Any] = {DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
+# Bits of the mantissa after its first, and the least exponent of a normal number.
+_PRECISION: Mapping[DType, tuple[int, int]] = {
+    DType.BF16: (7, -126),
+    DType.F16: (10, -14),
+    DType.F32: (23, -126),
+    # Results are float32 numbers, whatever they are stored in.
+    DType.F64: (23, -126),
+}
+
+
+def plain_numbers(dtype: DType, stored: Bytes) -> Floats:
+    """Elements of a plain dtype as float32 numbers, which arithmetic begins with, in float64.
+
+    Raises:
+        ValueError: the dtype holds no plain numbers.
+    """
+    if dtype is DType.BF16:
+        words = stored.view("<u2").astype(np.uint32) << np.uint32(16)
+        return words.view(np.float32).astype(np.float64)
+    if dtype not in _PLAIN:
+        raise ValueError(f"{dtype.value} holds no plain numbers")
+    with np.errstate(over="ignore"):
+        return np.asarray(stored.view(_PLAIN[dtype]).astype(np.float32), dtype=np.float64)
+
+
+def nearest_distance(dtype: DType, values: Floats) -> Floats:
+    """How far the nearest number of a plain dtype is from each value."""
+    bits, least = _PRECISION[dtype]
+    _, exponents = np.frexp(values)
+    steps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.abs(np.rint(values / steps) * steps - values))
+
+
+def _e4m3() -> Floats:
+    """All 256 numbers of float8 e4m3 without infinities: 1 sign, 4 exponent and 3 mantissa bits."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.ldexp(1.0, exponent - 10))
+    size[(code & 127) == 127] = np.nan
+    return np.where(code < 128, size, -size)
+
+
+def _e2m1() -> Floats:
+    """All 16 numbers of float4 e2m1: 1 sign, 2 exponent and 1 mantissa bit."""
+    size = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return np.concatenate([size, -size])
+
+
+_E4M3, _E2M1 = _e4m3(), _e2m1()
+_ELEMENTS: Mapping[Format, Floats] = {
+    Format.FP8_BLOCK: _E4M3,
+    Format.FP8_CHANNEL: _E4M3,
+    Format.FP8_TENSOR: _E4M3,
+    Format.MXFP4: _E2M1,
+    Format.MXFP4_ROWS: _E2M1,
+    Format.INT4: np.arange(16.0) - 8,
+    Format.NVFP4: _E2M1,
+}
+_SORTED: Mapping[Format, Floats] = {
+    form: np.unique(elements[np.isfinite(elements)]) for form, elements in _ELEMENTS.items()
+}
+# How far beyond the largest element a block may reach, as its scale is itself rounded: FP8 and INT4 have
+# scales of 8 bits at least; MXFP4's is a power of two that what is nearer to 6 than to 8 may exceed; NVFP4's
+# scales have 4 bits.
+_REACH: Mapping[Format, float] = {
+    Format.MXFP4: 7 / 6,
+    Format.MXFP4_ROWS: 7 / 6,
+    Format.NVFP4: 1 + 2.0**-3,
+    # From -8 to 7 around a scale of the largest over 7.5.
+    Format.INT4: 7.5 / 7 * (1 + 2.0**-7),
+}
+_LEAST_REACH = 1 + 2.0**-7
+# What the largest number of a block over its scale is, before the scale is rounded.
+_TOP: Mapping[Format, float] = {
+    **dict.fromkeys((Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.FP8_TENSOR), 448.0),
+    Format.INT4: 7.5,
+    Format.NVFP4: 6.0,
+}
+_SMALLEST_SCALE: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.F8_E4M3: 2.0**-9}
+_SCALE_PRECISION: Mapping[DType, tuple[int, int]] = {DType.F8_E4M3: (3, -6)}
+
+
+def scale_numbers(dtype: DType, stored: Bytes) -> Floats:
+    """Stored scales as numbers; F8_E8M0 and U8 are exponents b, for 2 ** (b - 127)."""
+    if dtype in (DType.U8, DType.F8_E8M0):
+        return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int64) - 127))
+    return _E4M3[stored] if dtype is DType.F8_E4M3 else plain_numbers(dtype, stored)
+
+
+def code_steps(
+    encoding: Encoding, scales: Bytes, tensor_scale: Bytes, *, rows: tuple[int, int], columns: int
+) -> Floats:
+    """What the element of each code is multiplied by: float64 ``[rows, columns]``.
+
+    Args:
+        encoding: what codes and scales mean.
+        scales: of whole bands.
+        tensor_scale: the one scale of the matrix; nothing where there is none.
+        rows: first row within these bands, and stop.
+        columns: of the matrix.
+    """
+    first, stop = rows
+    if encoding.format is Format.FP8_TENSOR:
+        assert encoding.tensor_scale_dtype is not None
+        whole = scale_numbers(encoding.tensor_scale_dtype, tensor_scale)[0]
+        return np.full((stop - first, columns), whole)
+    width = encoding.block[1] or columns
+    grid = scale_numbers(encoding.scale_dtype, scales).reshape(-1, -(-columns // width))
+    if encoding.format is Format.NVFP4:
+        divisor = scale_numbers(DType.F32, tensor_scale)[0]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            grid = (grid / divisor).astype(np.float32).astype(np.float64)
+    bands = np.arange(first, stop) // encoding.band
+    return grid[bands].repeat(width, axis=1)[:, :columns]
+
+
+def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats) -> Floats:
+    """Codes times their steps ``[rows, columns]``: the exact product, rounded once to float32."""
+    elements = _ELEMENTS[encoding.format][_one_by_one(encoding.format, codes).reshape(steps.shape)]
+    with np.errstate(over="ignore"):
+        return (elements * steps).astype(np.float32).astype(np.float64)
+
+
+def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
+    """The magnitude of the element of each code."""
+    return np.abs(_ELEMENTS[form]).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
+
+
+def least_peaks(encoding: Encoding, scales: Floats) -> Floats:
+    """The magnitude that the largest element of a block has at least, if its scale was made for the block: a
+    scale is what makes the largest number the largest element, but for its own rounding.
+
+    0 where a scale is the smallest that can be stored, which stands for all smaller ones.
+    """
+    form, dtype = encoding.format, encoding.scale_dtype
+    smallest = _SMALLEST_SCALE.get(dtype, 2.0**-126)
+    if form in (Format.MXFP4, Format.MXFP4_ROWS):
+        # From 3.5 on, which rounds to 4, up to 7.
+        return np.where(scales <= smallest, 0.0, 4.0)
+    if encoding.power_of_two:
+        reach = np.full(scales.shape, _TOP[form] / 2)
+    else:
+        bits, least = _SCALE_PRECISION.get(dtype) or _PRECISION[dtype]
+        _, exponents = np.frexp(scales)
+        ulps = np.ldexp(1.0, np.maximum(exponents - 1, least) - bits)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            reach = _TOP[form] * (1 - ulps / (2 * scales))
+    elements = _SORTED[form][_SORTED[form] >= 0]
+    between = (elements[1:] + elements[:-1]) / 2
+    found = elements[np.searchsorted(between, reach * (1 - 2.0**-20))]
+    return np.where(scales <= smallest, 0.0, found)
+
+
+def _one_by_one(form: Format, codes: Bytes) -> Bytes:
+    return codes if form.is_fp8 else np.stack([codes & 15, codes >> 4], axis=1)
+
+
+def nearest_coded_distance(form: Format, values: Floats, steps: Floats) -> Floats:
+    """How far the nearest code times its step is from each value; -1 where the step is too small for it."""
+    elements = _SORTED[form]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotients = values / steps
+    place = np.clip(np.searchsorted(elements, quotients), 1, len(elements) - 1)
+    below, above = elements[place - 1], elements[place]
+    distance = np.minimum(np.abs(quotients - below), np.abs(quotients - above)) * np.abs(steps)
+    end = np.where(quotients < 0, elements[0], elements[-1])
+    beyond = np.abs(quotients) > np.abs(end) * _REACH.get(form, _LEAST_REACH)
+    return np.where(beyond, -1.0, distance)

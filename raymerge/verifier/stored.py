@@ -1,0 +1,232 @@
+"""The elements of logical tensors as they are stored, read a run at a time as float64.
+
+A run is read from wherever it lies: a plain range, a view into a fused tensor, codes with their scales, or
+rows of several matrices with the products that adapters add.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from raymerge.checkpoints.views import View
+from raymerge.planner.expressions import Assembly, Product, Read, Scales, Term
+from raymerge.verifier.coded import Blocks, Coded, Filled, Steps
+from raymerge.verifier.numbers import Floats, plain_numbers
+from raymerge.verifier.reader import Reader
+
+DOUBT = 2.0**-20
+"""Share of a magnitude that some float32 operations may lose: sixteen roundings."""
+
+
+class Elements(Protocol):
+    """The elements of one logical tensor, in its row-major order."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that it takes beside the run in hand."""
+
+    def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
+        """A run of elements ``[n]``, and by how much each may differ from what float32 arithmetic has there.
+
+        None where they are float32 numbers, exactly.
+        """
+
+
+def elements_of(read: Read, reader: Reader, *, first: int = 0) -> Elements:
+    """The elements of an input.
+
+    Args:
+        read: where they are.
+        reader: of all stores.
+        first: index within the logical tensor of the first element that is there.
+    """
+    if read.assembly is not None:
+        return _Assembled(read.assembly, reader)
+    stored = _Stored(read, reader) if read.scales is None else Coded(read, read.scales, reader)
+    return _Shifted(stored, first) if read.view is None else _Viewed(stored, read.view, read)
+
+
+class CodeFacts:
+    """What the codes of an output are multiplied by, and whether their blocks need so much."""
+
+    def __init__(self, read: Read, scales: Scales, reader: Reader, *, first: int, total: int) -> None:
+        """
+        Args:
+            read: the codes.
+            scales: of their blocks.
+            reader: of the output.
+            first: index within the logical tensor of the first element that is there.
+            total: elements of the matrix.
+        """
+        codes, view = Coded(read, scales, reader), read.view
+        self._blocks = Blocks(codes, first=first, total=total if view is None else codes.total)
+        self.steps = self._logical(Steps(codes), read, first)
+        """What each element is multiplied by."""
+        self.is_filled = self._logical(Filled(self._blocks), read, first)
+        """1 where the codes of an element's block reach as far as those do that its scale was made for."""
+        self._shift: int | None = -first if view is None else view.offset if view.is_flat else None
+        self.width = scales.encoding.block[1] or scales.columns
+        """Columns of a block."""
+
+    def peaks(self, start: int, stop: int) -> list[int]:
+        """Indices of a largest element of every block that a run touches, as far as they are of the row.
+
+        None where elements do not lie in logical order.
+        """
+        if self._shift is None:
+            return []
+        return [place - self._shift for place in self._blocks.peaks(start + self._shift, stop + self._shift)]
+
+    @staticmethod
+    def _logical(run: _Run, read: Read, first: int) -> Elements:
+        return _Shifted(run, first) if read.view is None else _Viewed(run, read.view, read)
+
+
+class _Run(Protocol):
+    """Elements in the order in which they are stored."""
+
+    def read(self, start: int, stop: int) -> Floats:
+        """A run of them."""
+
+
+class _Stored:
+    """Plain numbers."""
+
+    def __init__(self, read: Read, reader: Reader) -> None:
+        self._read, self._reader = read, reader
+
+    def read(self, start: int, stop: int) -> Floats:
+        read, width = self._read, self._read.dtype.nbytes(1)
+        raw = self._reader.read(read.source, read.key, read.offset + start * width, (stop - start) * width)
+        return plain_numbers(read.dtype, raw)
+
+
+class _Shifted:
+    """Elements that lie in logical order."""
+
+    held = 0
+
+    def __init__(self, stored: _Run, first: int) -> None:
+        self._stored, self._first = stored, first
+
+    def read(self, start: int, stop: int) -> tuple[Floats, None]:
+        return self._stored.read(start - self._first, stop - self._first), None
+
+
+class _Viewed:
+    """Elements among those of others: read whole where they are no run of their own."""
+
+    def __init__(self, stored: _Run, view: View, read: Read) -> None:
+        self._stored, self._view = stored, view
+        self._total = read.nbytes * 8 // read.dtype.bits
+        self._all: Floats | None = None
+        self.held = 0 if view.is_flat else 8 * (self._total + view.num_elements)
+
+    def read(self, start: int, stop: int) -> tuple[Floats, None]:
+        if self._view.is_flat:
+            return self._stored.read(self._view.offset + start, self._view.offset + stop), None
+        if self._all is None:
+            self._all = strided(self._stored.read(0, self._total), self._view).reshape(-1)
+        return self._all[start:stop], None
+
+
+def strided(flat: Floats, view: View) -> Floats:
+    """The elements of a view in a flat array, in logical shape."""
+    strides = [8 * stride for stride in view.strides]
+    return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, strides, writeable=False)
+
+
+class _Assembled:
+    """Rows of several matrices: the mean of those that give a row, zeros where none does, and padding."""
+
+    def __init__(self, assembly: Assembly, reader: Reader) -> None:
+        self._assembly = assembly
+        self._terms = [_TermRows(term, assembly.num_columns, reader) for term in assembly.terms]
+        self._padding: tuple[Floats, Floats] | None = None
+        self.held = sum(term.held for term in self._terms)
+
+    def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
+        columns = self._assembly.num_columns
+        first, last = start // columns, -(-stop // columns)
+        values, doubts = self._rows(first, last)
+        run = slice(start - first * columns, stop - first * columns)
+        return values.reshape(-1)[run], doubts.reshape(-1)[run] if doubts.any() else None
+
+    def _rows(self, first: int, last: int) -> tuple[Floats, Floats]:
+        """Rows and their doubts, float64 ``[rows, columns]`` each."""
+        real = min(last, self._assembly.real_rows)
+        values, doubts = np.zeros((2, last - first, self._assembly.num_columns))
+        counts = np.zeros(last - first, dtype=np.int64)
+        for to_row, from_row, count, number in self._assembly.runs:
+            begin, end = max(to_row, first), min(to_row + count, real)
+            if begin < end:
+                own = slice(begin - first, end - first)
+                found, doubt = self._terms[number].rows(begin - to_row + from_row, end - to_row + from_row)
+                values[own] += found
+                doubts[own] += doubt
+                counts[own] += 1
+        several = counts > 1
+        doubts[several] += DOUBT * np.abs(values[several])
+        values /= np.maximum(counts, 1)[:, None]
+        if real < last:
+            values[max(0, real - first) :], doubts[max(0, real - first) :] = self._mean()
+        return values, doubts
+
+    def _mean(self) -> tuple[Floats, Floats]:
+        """The mean of all rows that are no padding, and its doubt."""
+        if self._padding is None:
+            real, total, doubt = self._assembly.real_rows, np.zeros(self._assembly.num_columns), 0.0
+            for first in range(0, real, 1024):
+                values, doubts = self._rows(first, min(first + 1024, real))
+                total += values.sum(0)
+                doubt = max(doubt, float(doubts.max(initial=0.0)), DOUBT * float(np.abs(values).max()))
+            self._padding = total / max(1, real), np.full(total.shape, doubt)
+        return self._padding
+
+
+class _TermRows:
+    """The rows of one stored matrix, with what an adapter adds to them."""
+
+    def __init__(self, term: Term, columns: int, reader: Reader) -> None:
+        self._elements = elements_of(term.read, reader)
+        self._columns = columns
+        self._product = None if term.product is None else _LowRank(term.product, reader)
+        self.held = self._elements.held + (0 if self._product is None else self._product.held)
+
+    def rows(self, first: int, stop: int) -> tuple[Floats, Floats | float]:
+        """Rows ``[rows, columns]``, and by how much each element may differ."""
+        found, _ = self._elements.read(first * self._columns, stop * self._columns)
+        rows = found.reshape(stop - first, self._columns)
+        return (rows, 0.0) if self._product is None else self._product.added(rows, first)
+
+
+class _LowRank:
+    """A low-rank addition ``scale * up @ down``, and DoRA's magnitudes."""
+
+    def __init__(self, product: Product, reader: Reader) -> None:
+        up, down, *magnitude = (_whole(each, reader) for each in product.factors)
+        left, right = up.reshape(-1, product.rank), down.reshape(product.rank, -1)
+        self._left, self._right = (right.T, left.T) if product.transposed else (left, right)
+        self._scale = product.scale
+        self._magnitude = magnitude[0] if magnitude else None
+        self.held = up.nbytes + down.nbytes
+
+    def added(self, rows: Floats, first: int) -> tuple[Floats, Floats]:
+        left = self._left[first : first + len(rows)]
+        values = rows + self._scale * (left @ self._right)
+        # A product adds up as many terms as its rank.
+        terms = DOUBT * max(1, left.shape[1] // 16)
+        doubts = terms * (np.abs(rows) + abs(self._scale) * (np.abs(left) @ np.abs(self._right)))
+        if self._magnitude is None:
+            return values, doubts
+        lengths = np.sqrt((values**2).sum(1))
+        wanted = self._magnitude[first : first + len(rows)]
+        factors = np.divide(wanted, lengths, out=np.zeros_like(lengths), where=lengths > 0)[:, None]
+        return values * factors, (doubts + DOUBT * np.abs(values)) * np.abs(factors)
+
+
+def _whole(read: Read, reader: Reader) -> Floats:
+    """All elements of a factor."""
+    return plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))

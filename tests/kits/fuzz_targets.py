@@ -1,0 +1,256 @@
+"""What raymerge reads of others, each as a function of bytes that take the place of one sound file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kits.adapter_maker import lora_config, tiny_lora
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_json
+from kits.pickle_maker import PICKLE, pickled_twin
+from kits.plan_maker import good
+from kits.quantised_models import kimi_k2_thinking
+from kits.tokenizer_maker import CHATML_CONFIG, bpe
+
+from raymerge.api import plan_for
+from raymerge.checkpoints.header import read_header
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.execute.receipts import Receipt
+from raymerge.planner.build import build_plan
+from raymerge.planner.explain import tensor_lines
+from raymerge.planner.plan import digest
+from raymerge.planner.projection import project
+from raymerge.planner.sources import open_sources
+from raymerge.planner.tables import load_plan, save_plan
+from raymerge.recipes import Recipe, recipe_from_mapping
+from raymerge.runtime.ledger import Ledger
+from raymerge.storage.local import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of file."""
+
+    name: str
+    """What tests call it."""
+    sample: bytes
+    """A sound file."""
+    read: Callable[[bytes], object]
+    """Takes a file of these bytes as far as a plan, or raises what refuses it."""
+
+    @property
+    def value(self) -> Any:
+        """The sample as JSON values."""
+        return json.loads(self.sample)
+
+
+def make_targets(root: Path, names: Sequence[str] = ()) -> dict[str, Target]:
+    """The targets of these names, or all; their files are in directories below ``root``."""
+    return {name: _MAKERS[name](root / name.replace(" ", "-")) for name in names or _MAKERS}
+
+
+def plan_of(data: Mapping[str, Any]) -> None:
+    """Plan a recipe of plain values.
+
+    Raises:
+        UserError: it has problems.
+    """
+    recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
+    assert isinstance(recipe, Recipe)
+    build_plan(recipe, open_sources(recipe), version="0").require()
+
+
+def _linear(*models: Path | str, **more: Any) -> dict[str, Any]:
+    entries = [{"model": str(model), "parameters": {"weight": 0.5}} for model in models]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def _header(root: Path) -> Target:
+    """A file of tensors, some of them empty."""
+    place = tiny_llama(root, 0, layers=1, hidden=8, vocab=8) / "model.safetensors"
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        with LocalStore(root) as store:
+            return read_header(store, place.name, len(data), "1")
+
+    return Target("header", place.read_bytes(), read)
+
+
+def _index(root: Path) -> Target:
+    place = tiny_llama(root, 0, layers=1, hidden=8, vocab=8, files=2) / "model.safetensors.index.json"
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        return open_checkpoint(root, "fuzzed")
+
+    return Target("index", place.read_bytes(), read)
+
+
+def _config(root: Path) -> Target:
+    a, b = (tiny_llama(root / name, seed, layers=2, hidden=8, vocab=8) for seed, name in enumerate("ab"))
+    return _planned("config", a / "config.json", _linear(a, b))
+
+
+def _quantisation(root: Path) -> Target:
+    """The config of a model of which some is stored as codes with scales."""
+    model = kimi_k2_thinking(root / "a", 0).root
+    return _planned("quantisation", model / "config.json", _linear(model, model))
+
+
+def _adapter(root: Path) -> Target:
+    base = tiny_llama(root / "base", 0, layers=2, hidden=8, vocab=8)
+    lora = tiny_lora(root / "lora", read_tensors(base), 1)
+    patterns = {"rank_pattern": {"down_proj": 4}, "alpha_pattern": {r"layers\.[01]\.self_attn.q_proj": 8}}
+    write_json(lora / "adapter_config.json", lora_config(**patterns))
+    return _planned("adapter", lora / "adapter_config.json", _linear(f"{base}+{lora}", base))
+
+
+def _tokenizers(root: Path) -> dict[str, Any]:
+    for seed, name in enumerate("ab"):
+        tiny_llama(root / name, seed, layers=1, hidden=8, vocab=8)
+        words = ["<s>", "a", "b", "c", "ab", "ac"]
+        write_json(
+            root / name / "tokenizer.json", bpe(words[: 6 - seed], merges=["a b"], added=["<s>", f"<{name}>"])
+        )
+        write_json(root / name / "tokenizer_config.json", {**CHATML_CONFIG, "chat_template": "{{ x }}"})
+    return _linear(root / "a", root / "b", tokenizer_source="union")
+
+
+def _tokenizer(root: Path) -> Target:
+    recipe = _tokenizers(root)
+    return _planned("tokenizer", root / "a" / "tokenizer.json", recipe)
+
+
+def _tokenizer_config(root: Path) -> Target:
+    recipe, place = _tokenizers(root), root / "a" / "tokenizer_config.json"
+    decoder = {"0": {"content": "<s>", "special": True}, "6": {"content": "<more>", "special": True}}
+    more = {"added_tokens_decoder": decoder, "additional_special_tokens": ["<more>"]}
+    write_json(place, {**json.loads(place.read_bytes()), **more})
+    return _planned("tokenizer config", place, recipe)
+
+
+def _planned(name: str, place: Path, recipe: Mapping[str, Any]) -> Target:
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        return plan_of(recipe)
+
+    return Target(name, place.read_bytes(), read)
+
+
+def _recipe(root: Path) -> Target:
+    """Two documents, of which the second merges what the first makes."""
+    a, b = (tiny_llama(root / name, seed, layers=2, hidden=8, vocab=8) for seed, name in enumerate("ab"))
+    text = f"""\
+name: first
+merge_method: ties
+base_model: &base "{a}"
+models:
+  - model: {b}
+    parameters: &all {{weight: [0.2, 1.0], density: 0.5}}
+parameters: {{normalize: true, int8_mask: true}}
+dtype: bfloat16
+---
+merge_method: slerp
+base_model: first
+models: [{{model: first}}, {{model: "{a}"}}]
+parameters:
+  t: [{{filter: self_attn, value: [0, 0.5, 1]}}, {{value: 0.5}}]
+"""
+    place = root / "recipe.yml"
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        return [merge.plan.require() for merge in plan_for(place, root / "merged")]
+
+    return Target("recipe", text.encode(), read)
+
+
+def _saved_plan(root: Path) -> Path:
+    a, b = (tiny_llama(root / name, seed, layers=1, hidden=8, vocab=8) for seed, name in enumerate("ab"))
+    save_plan(good(_linear(a, b)).plan, root / "plan")
+    return root / "plan"
+
+
+def _manifest(root: Path) -> Target:
+    return _loaded("manifest", _saved_plan(root) / "manifest.json")
+
+
+def _table(root: Path) -> Target:
+    return _loaded("table", _saved_plan(root) / "inputs.arrow")
+
+
+def _signed(root: Path) -> Target:
+    """A manifest with a digest that fits whatever it says."""
+    place = _saved_plan(root) / "manifest.json"
+    tables = load_plan(place.parent).tables
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        with suppress(ValueError, RecursionError, AttributeError):
+            said = {key: value for key, value in json.loads(data).items() if key != "digest"}
+            place.write_text(json.dumps({**said, "digest": digest(said, tables)}))
+        plan = load_plan(place.parent)
+        return plan.expressions, plan.encodings, project(plan, 1 << 30), list(tensor_lines(plan))
+
+    return Target("signed manifest", place.read_bytes(), read)
+
+
+def _loaded(name: str, place: Path) -> Target:
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        return load_plan(place.parent)
+
+    return Target(name, place.read_bytes(), read)
+
+
+def _ledger(root: Path) -> Target:
+    root.mkdir(parents=True)
+    place = root / "ledger.jsonl"
+    ledger = Ledger(place, {"numerics": {"device": "cpu"}, "versions": []})
+    for number in range(2):
+        digests = {str(number): "0" * 32}
+        errors = {str(number): (0.5, 1.0)}
+        ledger.record(Receipt(number, 10, 10, 0.5, "w", digests, encoding_errors=errors))
+    ledger.record_files({"model.safetensors": [1, 2, 3]})
+
+    def read(data: bytes) -> object:
+        place.write_bytes(data)
+        found = Ledger(place, {})
+        receipts = found.receipts()
+        for number, receipt in receipts.items():
+            assert type(number) is int
+            assert Receipt.from_json(json.loads(json.dumps(receipt.to_json()))) == receipt
+        return Ledger.conditions(place), Ledger.files(place), receipts
+
+    return Target("ledger", place.read_bytes(), read)
+
+
+def _pickle(root: Path) -> Target:
+    model = tiny_llama(root / "plain", 0, layers=1, hidden=8, vocab=8)
+    twin = pickled_twin(model, root / "pickled")
+    recipe = {"merge_method": "passthrough", "models": [{"model": twin}], "pickled_weights": "read"}
+    return _planned("pickle", twin / PICKLE, recipe)
+
+
+_MAKERS: Mapping[str, Callable[[Path], Target]] = {
+    "header": _header,
+    "index": _index,
+    "config": _config,
+    "quantisation": _quantisation,
+    "adapter": _adapter,
+    "tokenizer": _tokenizer,
+    "tokenizer config": _tokenizer_config,
+    "recipe": _recipe,
+    "manifest": _manifest,
+    "signed manifest": _signed,
+    "table": _table,
+    "ledger": _ledger,
+    "pickle": _pickle,
+}
+TARGETS = tuple(_MAKERS)
+"""Names of all targets."""

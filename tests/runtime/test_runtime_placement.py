@@ -1,0 +1,98 @@
+"""Which nodes can do what, by what each of them sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from raymerge.runtime.placement import (
+    Placement,
+    Seen,
+    Sight,
+    SourceFile,
+    placement_of,
+    stations,
+    survey_problems,
+)
+
+FILES = (
+    SourceFile(0, "/models/base", "one.safetensors", 10, "1"),
+    SourceFile(0, "/models/base", "two.safetensors", 10, "1"),
+    SourceFile(1, "/models/tune", "model.safetensors", 10, "1"),
+)
+READS = (frozenset({0, 2}), frozenset({1, 2}), frozenset({0}))
+SAME, ABSENT, ANOTHER = Seen.SAME, Seen.ABSENT, Seen.ANOTHER
+
+
+def _sight(name: str, *files: Seen, lack: str = "") -> Sight:
+    return Sight(name, files, lack)
+
+
+def _said(sights: dict[str, Sight]) -> list[str]:
+    return [str(problem) for problem in survey_problems(sights, FILES, READS, "/out")]
+
+
+def test_where_all_see_all_anybody_does_anything() -> None:
+    sights = {"a": _sight("a", SAME, SAME, SAME), "b": _sight("b", SAME, SAME, SAME)}
+    assert placement_of(sights, READS) == Placement()
+    assert Placement().is_served({"a"})
+    assert Placement().allows("of a later node", 2)
+    assert not _said(sights)
+
+
+def test_a_part_goes_to_nodes_that_see_all_its_files() -> None:
+    sights = {"a": _sight("a", SAME, ABSENT, SAME), "b": _sight("b", SAME, SAME, ANOTHER)}
+    sights["c"] = _sight("c", ABSENT, SAME, SAME)
+    found = placement_of(sights, READS)
+    assert found.able == ({"a"}, {"c"}, {"a", "b"})
+    assert found.allows("b", 2)
+    assert not found.allows("b", 0)
+    assert found.ordered([2, 0, 1]) == [0, 1, 2]
+    assert found.short_of([0, 1, 2], {"a"}) == {"c"}
+    assert found.short_of([0, 2], {"a"}) == {"a", "b", "c"}
+    assert found.is_served({"a", "c"})
+    # Nobody does the second part; one has nothing to do.
+    assert not found.is_served({"a", "b"})
+    assert not found.is_served({"a", "c", "elsewhere"})
+    assert not _said(sights)
+
+
+@pytest.mark.parametrize(
+    ("workers", "rooms", "expected"),
+    [
+        (2, {"a": 4, "b": 4, "c": 4}, ["a", "c"]),
+        (5, {"a": 1, "b": 3, "c": 2}, ["a", "c", "b", "b", "b"]),
+        (9, {"a": 1, "b": 1, "c": 1, "useless": 8}, ["a", "c", "b"]),
+        (1, {"a": 4, "b": 4, "c": 4}, ["a", "c"]),
+    ],
+)
+def test_workers_are_where_every_part_can_be_done(
+    workers: int, rooms: dict[str, int], expected: list[str]
+) -> None:
+    placement = Placement((frozenset("a"), frozenset("c"), frozenset("ab"), frozenset("b") | {"a"}))
+    assert sorted(stations(placement, rooms, workers)) == sorted(expected)
+
+
+def test_what_no_node_sees_is_told_by_node() -> None:
+    sights = {"a": _sight("10.0.0.1", SAME, SAME, ABSENT), "b": _sight("10.0.0.2", SAME, SAME, ANOTHER)}
+    (said,) = _said(sights)
+    assert said == (
+        "/models/tune: no node with CPUs sees the files that were planned with (10.0.0.1: model.safetensors "
+        "is absent; 10.0.0.2: model.safetensors is another file). Put the source on a shared file system, or "
+        "copy it to the nodes under the same path, with its times (rsync -a)."
+    )
+
+
+def test_a_node_that_cannot_write_the_output_is_told() -> None:
+    sights = {"a": _sight("10.0.0.1", SAME, SAME, SAME, lack="is not to be found")}
+    (said,) = _said(sights)
+    assert said.startswith("node 10.0.0.1: the output place /out is not to be found there. Mount it there")
+
+
+def test_parts_whose_files_are_on_no_node_together_are_told() -> None:
+    sights = {"a": _sight("10.0.0.1", SAME, SAME, ABSENT), "b": _sight("10.0.0.2", ABSENT, ABSENT, SAME)}
+    (said,) = _said(sights)
+    assert said == (
+        "sources: no node sees all the files that a part of the work reads, for 2 of 3 parts. Of part 0: "
+        "10.0.0.1 lacks /models/tune/model.safetensors; 10.0.0.2 lacks /models/base/one.safetensors. Put the "
+        "sources on a shared file system, or copy to one node what is read together."
+    )

@@ -1,0 +1,70 @@
+"""Whether threads get on, as their processor time tells."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from raymerge.runtime.pulse import Pulse
+
+
+def _during(pulse: Pulse, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
+    """A thread that works while its pulse is felt."""
+    begun = threading.Event()
+
+    def run() -> None:
+        with pulse.beating():
+            begun.set()
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(30)
+    return thread, begun
+
+
+def test_a_thread_that_waits_for_ever_has_no_pulse() -> None:
+    pulse, never = Pulse(), threading.Event()
+    thread, _ = _during(pulse, never.wait)
+    deadline = time.monotonic() + 30
+    while (before := pulse.seconds) != (time.sleep(0.05), pulse.seconds)[1]:
+        assert time.monotonic() < deadline
+    assert pulse.seconds == before
+    never.set()
+    thread.join()
+    # What it took stays when it ends.
+    assert pulse.seconds > before
+
+
+def test_a_thread_that_waits_again_and_again_has_a_pulse() -> None:
+    """As one does that reads from slow storage: each time that it comes back takes some processor time."""
+    pulse, end = Pulse(), threading.Event()
+
+    def read_slowly() -> None:
+        while not end.is_set():
+            time.sleep(0.01)
+
+    thread, _ = _during(pulse, read_slowly)
+    seen = pulse.seconds
+    for _ in range(3):
+        deadline = time.monotonic() + 30
+        while pulse.seconds == seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        seen = pulse.seconds
+    end.set()
+    thread.join()
+
+
+def test_where_the_system_has_no_such_clock_whoever_answers_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(time, "pthread_getcpuclockid")
+    pulse, never = Pulse(), threading.Event()
+    thread, _ = _during(pulse, never.wait)
+    before = pulse.seconds
+    time.sleep(0.01)
+    assert pulse.seconds > before
+    never.set()
+    thread.join()

@@ -1,0 +1,206 @@
+"""Faults of workers on a real Ray: those that hang, and those that run out of memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from kits.driver_process import driver, finish
+from kits.memory_group import memory_group
+from kits.merge_cases import Family, digests, merge, recipes
+
+from raymerge.api import submit
+from raymerge.runtime import ray_pool
+from raymerge.runtime.events import Event, MemoryShort, SegmentDone, WorkerLost
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.ray_pool import RayPool
+from raymerge.runtime.worker import MergeWorker
+
+pytestmark = pytest.mark.ray
+
+VICTIM = 7
+"""A segment that is made while others are."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the merge that all tests here make."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    merge(recipes(medium)["dare_ties"], output)
+    return digests(output)
+
+
+def _submit(
+    family: Family,
+    output: Path,
+    worker: type[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    patience: float = 600.0,
+    workers: int = 2,
+) -> list[Event]:
+    """Merge with workers of a class; the events."""
+    monkeypatch.setattr(ray_pool, "RayPool", functools.partial(RayPool, worker=worker))
+    events: list[Event] = []
+    options = RunOptions(workers=workers, memory=64 << 20, patience=patience)
+    submit(recipes(family)["dare_ties"], output, options, on_event=events.append)
+    return events
+
+
+def _of(kind: type[Any], events: list[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_worker_that_hangs_is_replaced(
+    medium: Family,
+    tmp_path: Path,
+    ray_cluster: Any,
+    undisturbed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One waits for ever in the midst of a segment; another is stopped as a whole, and answers nothing."""
+    flag, pids = str(tmp_path / "hung"), tmp_path / "pids"
+    pids.mkdir()
+
+    class Hanging(MergeWorker):
+        def run(self, segment: int, budget: int | None = None) -> dict[str, Any]:
+            (pids / str(os.getpid())).touch()
+            if segment == VICTIM and not os.path.exists(flag):
+                open(flag, "x").close()
+                threading.Event().wait()
+            if segment == 2 * VICTIM and not os.path.exists(f"{flag} too"):
+                open(f"{flag} too", "x").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super().run(segment, budget)
+
+    events = _submit(medium, tmp_path / "out", Hanging, monkeypatch, patience=4.0)
+    losses = _of(WorkerLost, events)
+    assert {VICTIM, 2 * VICTIM} <= {number for lost in losses for number in lost.segments}
+    assert all("nothing that it had in hand got on" in lost.reason for lost in losses)
+    assert len({event.segment for event in _of(SegmentDone, events)}) == len(_of(SegmentDone, events))
+    assert digests(tmp_path / "out") == undisturbed
+    left = [psutil.Process(int(each.name)) for each in pids.iterdir() if psutil.pid_exists(int(each.name))]
+    assert not psutil.wait_procs(left, timeout=30)[1]
+
+
+def _hungry(content: int) -> type[Any]:
+    """Asks for memory that the system does not give it, for one segment with more than so many bytes.
+
+    Defined in here, so that Ray sends the class itself to workers that cannot import this file.
+    """
+
+    class Hungry(MergeWorker):
+        def run(self, segment: int, budget: int | None = None) -> dict[str, Any]:
+            if segment == VICTIM and (budget is None or budget > content):
+                before = resource.getrlimit(resource.RLIMIT_AS)
+                most = psutil.Process().memory_info().vms + (64 << 20)
+                resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+                try:
+                    torch.empty(256 << 20, dtype=torch.uint8)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_AS, before)
+            return super().run(segment, budget)
+
+    return Hungry
+
+
+def test_a_segment_that_runs_out_of_memory_is_made_with_less_and_has_the_same_bytes(
+    medium: Family,
+    tmp_path: Path,
+    ray_cluster: Any,
+    undisturbed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = _submit(medium, tmp_path / "out", _hungry(5 << 20), monkeypatch)
+    shorts = _of(MemoryShort, events)
+    assert {short.segment for short in shorts} == {VICTIM}
+    budgets = [short.budget for short in shorts]
+    assert len(budgets) >= 2
+    assert all(after == max(after, before // 2) for before, after in pairwise(budgets))
+    assert "can't allocate memory" in shorts[0].reason
+    assert not _of(WorkerLost, events)
+    assert digests(tmp_path / "out") == undisturbed
+
+
+def test_calls_that_get_lost_cost_nothing_but_time(
+    medium: Family, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    """Ray's own switch loses requests and replies; what a worker was told, or answered, nobody knows then."""
+    faults = {"num_failures": 2, "req_failure_prob": 30, "resp_failure_prob": 30}
+    environment = {
+        "RAY_testing_rpc_failure": json.dumps({"CoreWorkerService.grpc_client.PushTask": faults}),
+        "RAY_testing_rpc_failure_avoid_intra_node_failures": "0",
+    }
+    recipe, output = recipes(medium)["dare_ties"], tmp_path / "out"
+    with driver(recipe, output, workers=2, pause=0.02, environment=environment) as process:
+        events = finish(process)
+    # The first calls that get lost may be those that ask whether workers are ready.
+    (started,) = (event for event in events if event["event"] == "started")
+    lost = [event["worker"] for event in events if event["event"] == "worker_lost"]
+    assert lost or started["workers"] != ["worker-0", "worker-1"]
+    assert digests(output) == undisturbed
+
+
+_HUNGRY = """
+import functools, json, sys
+
+from raymerge.api import submit
+from raymerge.runtime import ray_pool
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.worker import MergeWorker
+
+job = json.load(sys.stdin)
+VICTIM = job["victim"]
+
+
+class Hungry(MergeWorker):
+    def run(self, segment, budget=None):
+        taken = []
+        while budget is None and segment == VICTIM:
+            taken.append(bytearray(b"x") * (32 << 20))
+        return super().run(segment, budget)
+
+
+ray_pool.RayPool = functools.partial(ray_pool.RayPool, worker=Hungry)
+options = RunOptions(workers=1, memory=64 << 20)
+submit(job["recipe"], job["output"], options, on_event=lambda event: print(json.dumps(event.to_json())))
+"""
+
+
+def test_a_worker_that_the_kernel_ends_for_want_of_memory_is_told_from_one_that_crashes(
+    medium: Family, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    """In a group with a limit, as a container is."""
+    job = {"recipe": recipes(medium)["dare_ties"], "output": str(tmp_path / "out"), "victim": VICTIM}
+    with memory_group(2 << 30) as join:
+        if join is None:
+            pytest.skip("this user can make no control group")
+        done = subprocess.run(
+            ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(join), sys.executable, "-c", _HUNGRY],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    (lost,) = (event for event in events if event["event"] == "worker_lost")
+    assert lost["reason"] == "the system ended it, because memory ran out"
+    shorts = [event["segment"] for event in events if event["event"] == "memory_short"]
+    assert VICTIM in shorts
+    assert sorted(shorts) == sorted(lost["segments"])
+    assert digests(tmp_path / "out") == undisturbed

@@ -1,0 +1,105 @@
+"""Signals to a whole command: Ctrl-C once and twice, and SIGTERM with three seconds to live."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from kits.driver_process import PATIENCE_SECONDS, driver, wait_for_receipts
+from kits.merge_cases import Family, digests, merge, recipes
+
+from raymerge.runtime.events import Started
+
+LONG = 60.0
+"""Seconds that a segment takes which nobody waits for."""
+
+
+@pytest.fixture(scope="module")
+def recipe(medium: Family, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file, as the command line reads it."""
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yml"
+    path.write_text(json.dumps(recipes(medium)["linear"]))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the output of a run that nothing disturbs."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    merge(recipe, output)
+    return digests(output)
+
+
+def _wait_for(process: subprocess.Popen[str], event: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == event:
+            return
+    raise AssertionError(f"it ended without {event}")
+
+
+def _ended(process: subprocess.Popen[str], *, within: float) -> float:
+    """Seconds that a process takes to end."""
+    began = time.monotonic()
+    process.wait(timeout=within)
+    return time.monotonic() - began
+
+
+def _goes_on(recipe: str, output: Path, expected: dict[str, str]) -> int:
+    """Give the command again; how many segments were kept."""
+    assert not output.exists()
+    merged = merge(recipe, output)
+    assert digests(output) == expected
+    (started,) = merged.of(Started)
+    return int(started.done_segments)
+
+
+def test_sigterm_ends_a_run_within_three_seconds_whatever_is_in_hand(
+    recipe: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with driver(recipe, output, pause=LONG) as process:
+        _wait_for(process, "started")
+        process.send_signal(signal.SIGTERM)
+        assert _ended(process, within=3.0) <= 3.0
+        assert process.returncode == 3
+    _goes_on(recipe, output, expected)
+
+
+@pytest.mark.ray
+def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
+    recipe: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with driver(recipe, output, workers=1, pause=LONG) as process:
+        _wait_for(process, "started")
+        process.send_signal(signal.SIGTERM)
+        assert _ended(process, within=3.0) <= 3.0
+        assert process.returncode == 3
+    _goes_on(recipe, output, expected)
+
+
+def test_ctrl_c_waits_for_what_is_in_hand_and_the_second_does_not(
+    recipe: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with driver(recipe, output, pause=0.4) as process:
+        before = wait_for_receipts(output, 1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 3
+    assert "They are kept: the same command goes on" in json.loads(out.splitlines()[-1])["message"]
+    kept = wait_for_receipts(output, before + 1)
+    with driver(recipe, output, pause=0.4) as process:
+        wait_for_receipts(output, kept + 1)
+        process.send_signal(signal.SIGINT)
+        _wait_for(process, "stopping")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 3
+    assert json.loads(out.splitlines()[-1])["message"].startswith("stopped at once.")
+    assert _goes_on(recipe, output, expected) > kept

@@ -1,0 +1,325 @@
+"""What merges make is what the sources give in float64: every method, every format; and what is not looked at
+is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from kits.adapter_maker import tiny_lora
+from kits.chains import documents
+from kits.checkpoint_maker import TOKENIZER_FILES, llama_config, read_tensors, tiny_llama, write_checkpoint
+from kits.merge_cases import Family, make_family, merge, recipes
+from kits.merges import make_models
+from kits.quantised_models import deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.tensor_scaled_models import fp8_llama, nvfp4_llama
+from safetensors.torch import load_file
+
+from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, submit
+from raymerge.errors import OptionError
+from raymerge.methods import methods
+from raymerge.runtime import audit_run
+from raymerge.verifier.audit import Sampling
+from raymerge.verifier.recompute import recomputed
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yml"))
+INLINE = RunOptions(inline=True, threads=1)
+NUDGED = "model.layers.{}.mlp.down_proj.weight"
+
+
+def audited(output: Path, sample: float = 1.0, **more: Any) -> AuditVerdict:
+    options = more.pop("options", INLINE)
+    return audit(output, AuditOptions(sample, seed=3, **more), options)
+
+
+def assert_proved(verdict: AuditVerdict) -> None:
+    """Nothing wrong, nothing left out."""
+    assert not verdict.num_problems, "\n".join(map(str, verdict.problems))
+    assert verdict.skipped == ()
+    assert verdict.recomputed + verdict.copied + verdict.scales == verdict.tensors
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A folder in which the models that a shipped recipe names are tiny ones, as deep as it takes."""
+    made: dict[int, Path] = {}
+
+    def folder(recipe: Path) -> Path:
+        layers = 6 if "layer_range" in recipe.read_text() else 1
+        if layers not in made:
+            made[layers] = root = tmp_path_factory.mktemp("quickstart")
+            models = root / "configs" / "quickstart" / "models"
+            make_models(models, ("base", "code", "english", "french"), layers=layers)
+            for name, content in TOKENIZER_FILES.items():
+                for each in models.iterdir():
+                    (each / name).write_text(content)
+        return made[layers]
+
+    return folder
+
+
+# Every method
+
+
+def test_every_method_is_recomputed() -> None:
+    assert recomputed() == set(methods())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_what_a_shipped_recipe_makes_is_proved(
+    recipe: Path, quickstart: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    with contextlib.chdir(quickstart(recipe)):
+        merge(str(recipe), tmp_path / "out")
+        verdict = audited(tmp_path / "out")
+    assert_proved(verdict)
+    elements = sum(t.numel() for t in read_tensors(tmp_path / "out").values())
+    if verdict.recomputed == verdict.tensors:
+        # Of small tensors of which sce selects a few, it may hang on rounding which.
+        assert verdict.judged + verdict.open == elements
+        assert verdict.open < elements / 20
+    name = NUDGED.format(4 if recipe.stem == "passthrough" else 0)
+    _nudge(tmp_path / "out", name)
+    with contextlib.chdir(quickstart(recipe)):
+        said = str(audited(tmp_path / "out").problems)
+    assert f"{name}[5, 7]" in said
+    assert "recomputed from the sources" in said
+
+
+def _fill(root: Path, name: str) -> None:
+    """Make every element the same large number."""
+    _put(root, name, torch.full_like(load_file(root / "model.safetensors")[name], 12345.0))
+
+
+def _nudge(root: Path, name: str) -> None:
+    """Move one element by two steps of its dtype."""
+    tensor = load_file(root / "model.safetensors")[name]
+    tensor.view(torch.int16)[5, 7] += 2
+    _put(root, name, tensor)
+
+
+def _put(root: Path, name: str, tensor: torch.Tensor) -> None:
+    raw = bytearray((root / "model.safetensors").read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    first, stop = json.loads(raw[8 : 8 + length])[name]["data_offsets"]
+    raw[8 + length + first : 8 + length + stop] = tensor.view(torch.uint8).numpy().tobytes()
+    (root / "model.safetensors").write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "method", ["linear", "passthrough", "nuslerp", "model_stock", "multislerp", "upcycle", "breadcrumbs"]
+)
+def test_other_settings_and_dtypes_are_proved(method: str, family: Family, tmp_path: Path) -> None:
+    """float32 output, rows and columns, a base, noise, a scale."""
+    asked = recipes(family)[method]
+    if method == "breadcrumbs":
+        asked = {**asked, "parameters": {"rescale": True, "normalize": True}}
+    merge(asked, tmp_path / "out")
+    assert_proved(audited(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("method", ["ties", "della", "sce", "karcher"])
+def test_inputs_with_adapters_are_proved(method: str, family: Family, tmp_path: Path) -> None:
+    """What a product adds is rounded in float32, so that the order of elements is open in places."""
+    tiny_lora(tmp_path / "lora", read_tensors(family.tunes[0]), 5)
+    asked = recipes(family)[method]
+    entry = asked["models"][0]
+    first = {**entry, "model": f"{entry['model']}+{tmp_path / 'lora'}"}
+    merge({**asked, "models": [first, *asked["models"][1:]]}, tmp_path / "out")
+    verdict = audited(tmp_path / "out")
+    assert not verdict.num_problems, "\n".join(map(str, verdict.problems))
+    assert verdict.open < verdict.judged / 10
+
+
+# Every format
+
+
+@pytest.mark.parametrize(
+    "make", [deepseek_v3, kimi_k2_thinking, gpt_oss, fp8_llama, nvfp4_llama], ids=lambda make: make.__name__
+)
+def test_codes_are_proved(make: Any, tmp_path: Path) -> None:
+    roots = [make(tmp_path / name, seed).root for seed, name in enumerate(("base", "one"))]
+    entries = [
+        {"model": str(root), "parameters": {"weight": weight}}
+        for root, weight in zip(roots, (0.3, 0.7), strict=True)
+    ]
+    merge({"merge_method": "linear", "models": entries}, tmp_path / "out")
+    assert_proved(audited(tmp_path / "out", 0.05))
+
+
+# What is not looked at
+
+
+def test_router_rows_are_told_unless_they_were_kept(
+    quickstart: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = RECIPES[0].parent / "moe" / "moe-fine-grained.yml"
+    recipe = yaml.safe_load(path.read_text())
+    with contextlib.chdir(quickstart(path)):
+        merge(recipe, tmp_path / "out")
+        without = audited(tmp_path / "out", 0.1)
+        merge(recipe, tmp_path / "out", RunOptions(inline=True, replace=True, keep_intermediates=True))
+        kept = audited(tmp_path / "out", 0.1)
+    assert not without.num_problems
+    (skipped,) = without.skipped
+    assert skipped.tensors == 1
+    assert "--keep-intermediates" in skipped.reason
+    assert "gate" in skipped.example
+    assert_proved(kept)
+
+
+def test_results_of_other_merges_are_told_unless_they_were_kept(tmp_path: Path) -> None:
+    make_models(tmp_path, layers=1)
+    asked = documents(root=str(tmp_path))
+    submit(asked, tmp_path / "out", INLINE)
+    without = audited(tmp_path / "out")
+    assert not without.num_problems
+    assert sum(each.tensors for each in without.skipped) == without.tensors
+    again = replace(INLINE, replace=True, keep_intermediates=True)
+    submit(asked, tmp_path / "out", again)
+    assert_proved(audited(tmp_path / "out"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """The mean of the models ``one`` and ``two``, and of ``one`` its attention as it is."""
+    make_models(tmp_path, layers=1)
+    entries = [{"model": name, "parameters": {"weight": 0.5}} for name in ("one", "two")]
+    rule = {"role": "attention", "merge_method": "passthrough", "sources": ["one"]}
+    with contextlib.chdir(tmp_path):
+        merge({"merge_method": "linear", "models": entries, "methods": [rule]}, tmp_path / "out")
+        yield tmp_path
+
+
+def test_a_source_that_is_gone_is_told_and_the_rest_is_audited(small: Path) -> None:
+    (small / "two").rename(small / "elsewhere")
+    verdict = audited(small / "out")
+    assert verdict.num_problems == 1
+    assert "two is not there" in str(verdict.problems[0])
+    assert "--source 'two=DIRECTORY'" in verdict.problems[0].remedy
+    assert verdict.recomputed == 0
+    assert verdict.copied > 0
+    assert sum(each.tensors for each in verdict.skipped) + verdict.copied == verdict.tensors
+    assert verdict.digested == sum(t.nbytes for t in read_tensors(small / "out").values())
+    assert_proved(audited(small / "out", sources={"two": str(small / "elsewhere")}))
+    strange = audited(small / "out", sources={"twoo": str(small / "elsewhere")})
+    assert "no source of this name" in str(strange.problems[0])
+
+
+def test_what_is_left_open_is_no_proof_and_garbage_there_is_found(tmp_path: Path) -> None:
+    """Sources that cancel out: float32 arithmetic says nothing of the digits of what is left."""
+    make_models(tmp_path, layers=1)
+    shutil.copytree(tmp_path / "one", tmp_path / "same")
+    entries = [
+        {"model": str(tmp_path / name), "parameters": {"weight": weight}}
+        for name, weight in (("one", 1.0), ("same", -1.0))
+    ]
+    options = {"parameters": {"normalize": False}, "dtype": "bfloat16"}
+    merge({"merge_method": "linear", "models": entries, **options}, tmp_path / "out")
+    verdict = audited(tmp_path / "out")
+    assert (verdict.num_problems, verdict.judged, verdict.recomputed) == (0, 0, 0)
+    assert verdict.is_by_bytes_alone
+    (skipped,) = verdict.skipped
+    assert skipped.tensors == verdict.tensors
+    assert "leaves open" in skipped.reason
+    name = NUDGED.format(0)
+    _fill(tmp_path / "out", name)
+    found = audited(tmp_path / "out").problems
+    assert any(name in each.where and "recomputed from the sources 0" in each.what for each in found)
+
+
+def test_a_source_that_was_written_to_is_told(small: Path) -> None:
+    path = small / "two" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    verdict = audited(small / "out")
+    assert "written to since it was merged" in str(verdict.problems[0])
+    assert verdict.recomputed == 0
+    # Who says that it is the source all the same is believed, and what it gives is compared.
+    assert "recomputed from the sources" in str(audited(small / "out", sources={"two": "two"}).problems[0])
+
+
+def test_another_file_in_the_place_of_a_source_is_told(small: Path) -> None:
+    shutil.rmtree(small / "two")
+    tiny_llama(small / "two", 1, layers=2)
+    verdict = audited(small / "out", sources={"two": "two"})
+    assert "another file than was merged" in str(verdict.problems[0])
+
+
+@pytest.fixture
+def in_little_memory(monkeypatch: pytest.MonkeyPatch) -> RunOptions:
+    """Less than an audit takes at least, so that small tensors are large."""
+    monkeypatch.setattr(audit_run, "LEAST_ROOM", 1)
+    monkeypatch.setattr(audit_run, "_FIXED", 0)
+    return RunOptions(inline=True, threads=1, memory=50_000)
+
+
+def test_what_does_not_fit_the_memory_is_told(
+    family: Family, tmp_path: Path, in_little_memory: RunOptions
+) -> None:
+    merge(recipes(family)["iso_c"], tmp_path / "out")
+    verdict = audited(tmp_path / "out", options=in_little_memory)
+    assert not verdict.num_problems
+    assert any("give more --memory" in each.reason for each in verdict.skipped)
+    assert verdict.recomputed > 0
+
+
+@pytest.mark.parametrize("method", ["ties", "slerp", "arcee_fusion"])
+def test_statistics_of_a_tensor_are_taken_in_little_memory(
+    method: str, family: Family, tmp_path: Path, in_little_memory: RunOptions
+) -> None:
+    merge(recipes(family)[method], tmp_path / method)
+    assert_proved(audited(tmp_path / method, options=in_little_memory))
+
+
+def test_a_checkpoint_of_others_cannot_be_audited(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", read_tensors(tiny_llama(tmp_path / "x", 0)), llama_config())
+    verdict = audited(model)
+    assert verdict.num_problems == 1
+    assert "keeps no plan" in verdict.problems[0].what
+
+
+@pytest.mark.parametrize("wrong", [{"sample": 0}, {"sample": 1.5}, {"seed": -1}, {"most": 0}])
+def test_what_cannot_be_asked_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        AuditOptions(**wrong)
+
+
+# Samples
+
+
+@pytest.mark.parametrize("span", [(0, 1), (0, 100_000), (4096, 9000), (7, 70_007)])
+@pytest.mark.parametrize(("share", "unit", "most"), [(1.0, 1, 50_000), (0.1, 1, 5000), (0.001, 33, 66)])
+def test_samples_are_runs_of_the_span(span: tuple[int, int], share: float, unit: int, most: int) -> None:
+    runs = list(Sampling(share, 1).runs("name", span, unit=unit, most=most))
+    taken = np.concatenate([np.arange(*run) for run in runs])
+    assert len(np.unique(taken)) == len(taken)
+    assert span[0] <= taken.min() <= taken.max() < span[1]
+    assert all((start - span[0]) % unit == 0 and 0 < stop - start <= max(unit, most) for start, stop in runs)
+    if share == 1.0:
+        assert len(taken) == span[1] - span[0]
+    else:
+        assert len(taken) <= max(share * 2 * (span[1] - span[0]), 4096, unit)
+    assert runs == list(Sampling(share, 1).runs("name", span, unit=unit, most=most))
+
+
+def test_another_seed_or_tensor_is_sampled_elsewhere() -> None:
+    def runs(seed: int, name: str) -> list[tuple[int, int]]:
+        return list(Sampling(0.01, seed).runs(name, (0, 10**8), unit=1, most=4096))
+
+    assert len({str(runs(1, "a")), str(runs(2, "a")), str(runs(1, "b"))}) == 3
