@@ -22,7 +22,7 @@ from raymerge.assemble.finish import (
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, NonFiniteError, Problem, TargetError
-from raymerge.execute.receipts import Receipt
+from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
 from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
 from raymerge.planner.sources import Source, holdings
@@ -200,7 +200,9 @@ class Run:
             errors = self._encoding_errors(receipts)
             reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
             with blaming(self._sources):
-                wanted = self._finish(store, reports, numerics=pool.numerics, digests=_row_digests(receipts))
+                wanted = self._finish(
+                    store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
+                )
             check_companions(self._donor, self._companions)
             lease.confirm()
             self._staging.sweep(wanted)
@@ -252,7 +254,7 @@ class Run:
 
     def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
         """What equals other output, told if there is anything."""
-        found = found_duplicates(self._plan, _row_digests(receipts), shared_bytes=shared_bytes)
+        found = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
         if found:
             known = found.planned
             self._on_event(
@@ -362,11 +364,6 @@ class Run:
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
         return {*finished, *reports, *written}
-
-
-def _row_digests(receipts: Mapping[int, Receipt]) -> dict[int, str]:
-    """Digest of the bytes of each row that was made, by its number."""
-    return {int(row): digest for each in receipts.values() for row, digest in each.digests.items()}
 
 
 def _real(output: Path) -> Path:
