@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ QUICK_HEALTH = {
 """A node that does not answer is given up after seconds; by itself Ray takes a minute."""
 _GRACE_SECONDS = 3.0
 """Between SIGTERM and SIGKILL, of the schedulers that give least."""
-_RUNS_OF_RAY = 7
+_RUNS_OF_RAY = 4
 """Of the twenty whose processes are killed at random."""
 
 
@@ -144,7 +145,7 @@ def random_kills_of_workers(trial: Trial) -> Outcome:
 
 def random_kills_of_drivers(trial: Trial) -> Outcome:
     """Runs in the driver's process, killed at moments that nobody chose."""
-    return _many(trial, kill_drivers, runs=20 - _RUNS_OF_RAY, beside=2)
+    return _many(trial, partial(kill_drivers, is_forked=True), runs=20 - _RUNS_OF_RAY, beside=5)
 
 
 def calls_lost(trial: Trial) -> Outcome:
@@ -305,7 +306,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("Ctrl-C once", interrupted),
     Fault("Ctrl-C twice", interrupted_twice),
     Fault("further commands for the same place at once", two_commands, 3, sample=1),
-    Fault("random kills of workers, 7 runs", random_kills_of_workers, 91, is_random=True),
-    Fault("random kills of drivers, 13 runs", random_kills_of_drivers, 112, is_random=True),
+    Fault("random kills of workers, 4 runs", random_kills_of_workers, 52, is_random=True),
+    Fault("random kills of drivers, 16 runs", random_kills_of_drivers, 152, is_random=True),
 )
 """The list, in the order of the table."""

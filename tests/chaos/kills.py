@@ -34,13 +34,20 @@ def kill_workers(place: Place, random: Random, times: int, *, flags: tuple[str, 
     return killed
 
 
-def kill_drivers(place: Place, random: Random, times: int, *, flags: tuple[str, ...] = ("--inline",)) -> int:
+def kill_drivers(
+    place: Place,
+    random: Random,
+    times: int,
+    *,
+    flags: tuple[str, ...] = ("--inline",),
+    is_forked: bool = False,
+) -> int:
     """Kill the driver alone, again and again, and then let it end; how often it was killed."""
     killed = 0
     while not place.output.exists():
         _check_attempts(place)
         place.pause(0.01 if killed < times else 0)
-        with place.submit(*flags, environment=place.disk()) as attempt:
+        with place.submit(*flags, environment=place.disk(), is_forked=is_forked) as attempt:
             if killed == times:
                 attempt.ends(0)
             elif place.wait_for(_moment(place, random, times - killed), attempt):

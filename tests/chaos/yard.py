@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 
 import psutil
+from chaos.forked import ForkedDriver
 from kits.driver_process import Kin, kin_of
 from kits.merge_cases import Family, digests, make_family, recipes
 
@@ -28,6 +29,7 @@ PATIENCE_SECONDS = 90.0
 """How long anything that must happen may take."""
 SUBMIT = (sys.executable, "-c", "from raymerge.cli.main import main; main()", "submit")
 """The command as its entry point runs it."""
+Driver: TypeAlias = "subprocess.Popen[bytes] | ForkedDriver"
 _WORKER = f"ray::{MergeWorker.__name__}"
 _DISK = Path(__file__).parent / "disk"
 
@@ -71,7 +73,7 @@ def make_yard(root: Path) -> Yard:
 class Attempt:
     """The command, given once."""
 
-    process: subprocess.Popen[bytes]
+    process: Driver
     """The driver."""
     said: Path
     """Its standard output."""
@@ -200,6 +202,7 @@ class Place:
         *flags: str,
         inside: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        is_forked: bool = False,
     ) -> Iterator[Attempt]:
         """Give the command; when the block is left its processes are ended and what it did is counted.
 
@@ -207,18 +210,18 @@ class Place:
             flags: further arguments.
             inside: a command that runs the command elsewhere.
             environment: variables, the disk's as a rule, on top of this process's own.
+            is_forked: whether the driver is forked behind its imports; see ``chaos.forked``.
         """
         self.attempts += 1
         durable, begun = set(self.receipts()), self._begun()
         said, complained = (self.output.parent / f"{self.attempts}.{kind}" for kind in ("out", "err"))
         with said.open("wb") as out, complained.open("wb") as err:
-            process = subprocess.Popen(
-                [*inside, *SUBMIT, str(self.recipe), "-o", str(self.output), "--json", *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={**os.environ, **(environment or self.disk())},
-                start_new_session=True,
+            variables = {**os.environ, **(environment or self.disk())}
+            arguments = [str(self.recipe), "-o", str(self.output), "--json", *flags]
+            process: Driver = (
+                ForkedDriver(["submit", *arguments], out, err, variables)
+                if is_forked
+                else _started([*inside, *SUBMIT, *arguments], out, err, variables)
             )
         attempt = Attempt(process, said, complained)
         self._running.append(attempt)
@@ -297,6 +300,19 @@ class Place:
         self.redone += sum(len(event["segments"]) for event in attempt.events("worker_lost"))
         if not receipts.keys() >= set(made) and receipts:
             raise BrokenPromiseError(f"told of and not durable: segments {set(made) - receipts.keys()}")
+
+
+def _started(
+    command: list[str], said: BinaryIO, complained: BinaryIO, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=complained,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def waited(happened: Callable[[], bool], attempt: Attempt, *, every: float = 0.02) -> bool:

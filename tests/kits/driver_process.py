@@ -139,7 +139,7 @@ class Kin:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def kin_of(process: subprocess.Popen[str]) -> Kin:
+def kin_of(process: Any) -> Kin:
     """The process's descendants that are alive."""
     try:
         found = tuple(psutil.Process(process.pid).children(recursive=True))

@@ -17,7 +17,7 @@ from kits.merge_cases import Family, merge, recipes
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit
 from raymerge.errors import IncompleteError
 from raymerge.runtime import interruptions
-from raymerge.runtime.events import Event, Planned, SegmentDone
+from raymerge.runtime.events import Event, Planned, SegmentDone, Started
 from raymerge.runtime.ledger import Ledger
 from raymerge.verifier.audit import Auditor
 from raymerge.verifier.findings import Findings
@@ -54,7 +54,10 @@ def test_workers_find_what_one_process_finds(damaged: Path) -> None:
     made = [event for event in events if isinstance(event, SegmentDone)]
     (planned,) = (event for event in events if isinstance(event, Planned))
     assert len(made) == planned.segments > 12
-    assert {event.worker for event in made} == {"worker-0", "worker-1"}
+    (started,) = (event for event in events if isinstance(event, Started))
+    # Which of the two makes how many of so short segments is chance.
+    assert started.workers == ("worker-0", "worker-1")
+    assert {event.worker for event in made} <= {*started.workers}
 
 
 def test_problems_beyond_those_that_are_shown_are_counted(damaged: Path) -> None:

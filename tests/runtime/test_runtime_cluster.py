@@ -51,8 +51,10 @@ def test_workers_of_a_running_cluster_change_no_byte(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["code"] == 0, found
     events = [json.loads(line) for line in found["said"].splitlines()]
-    workers = {event["worker"] for event in events if event["event"] == "segment_done"}
-    assert workers == {"worker-0", "worker-1"}
+    (started,) = (event for event in events if event["event"] == "started")
+    # Which of the two makes how many of so few segments is chance.
+    assert started["workers"] == ["worker-0", "worker-1"]
+    assert {event["worker"] for event in events if event["event"] == "segment_done"} <= {*started["workers"]}
     assert digests(tmp_path / "cluster") == digests(tmp_path / "inline")
 
 
