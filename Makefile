@@ -14,6 +14,8 @@ BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
+# One more than there are cores, because many tests wait for processes that they start.
+TEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
@@ -38,7 +40,7 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
 
 test: check
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -40,11 +40,15 @@ from raymerge.recipes import (
 )
 from raymerge.runtime.audit_run import Audit, AuditOptions
 from raymerge.runtime.chain import Chain, steps_directory
+from raymerge.runtime.commits import commits_begun
 from raymerge.runtime.events import Event, OnEvent
+from raymerge.runtime.journal import Journal
 from raymerge.runtime.options import RunOptions
+from raymerge.runtime.output_place import place_of
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.replay import ReplayVerdict
 from raymerge.runtime.run import RunResult
+from raymerge.storage.resolve import NO_COMMITS, Lookup
 from raymerge.verifier.compare import Comparison
 from raymerge.verifier.findings import AuditVerdict
 from raymerge.verifier.load import LoadVerdict
@@ -143,17 +147,26 @@ def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
     return tuple(merge.plan for merge in plan_for(recipes, "merged"))
 
 
-def plan_for(recipes: RecipesLike, output: str | Path) -> tuple[PlannedMerge, ...]:
+def plan_for(
+    recipes: RecipesLike, output: str | Path, options: RunOptions | None = None
+) -> tuple[PlannedMerge, ...]:
     """The merges of ``plan_all`` with their sources; raises what that raises.
 
     Args:
         recipes: what to merge.
-        output: where it would be submitted to; results that others use would lie beside it.
+        output: where it would be submitted to; results that others use would lie beside it, and an
+            unfinished run there has the commits of the Hub that it began with.
+        options: how it would be run; None for the usual.
     """
     found = read_recipes(recipes)
     if (adapters := _of_adapters(found)) is not None:
         raise PlanError(_no_plan(adapters))
-    return plan_merges(found, steps_directory(Path(output)), version=version("raymerge"))
+    chosen = options or RunOptions()
+    place = place_of(output, chosen)
+    steps = steps_directory(place)
+    commits = NO_COMMITS if chosen.replace else commits_begun(found, place, steps)
+    lookup = Lookup(options=chosen.storage, commits=commits)
+    return plan_merges(found, steps, version=version("raymerge"), lookup=lookup)
 
 
 def submit(
@@ -167,7 +180,7 @@ def submit(
 
     Args:
         recipe: what to merge; of several, all are carried out in the order in which they need each other.
-        output: directory of the new checkpoint.
+        output: directory of the new checkpoint, or a place in an object store.
         options: how to run; changes no byte.
         on_event: receives progress.
 
@@ -177,17 +190,17 @@ def submit(
     """
     began = time.monotonic()
     chosen = options or RunOptions()
-    emit = on_event or _ignore
-    place = Path(output)
+    place = place_of(output, chosen)
     recipes = read_recipes(recipe)
-    with ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(plan_for, recipes, place)
+    with Journal(on_event or _ignore) as emit, ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(plan_for, recipes, place, chosen)
         # Most errors of a recipe show at once; only a long planning is overlapped with starting the workers.
         wait([planning], timeout=_EARLY_ERRORS_SECONDS)
         pool, chain = _prepared(planning, chosen, place, emit, began)
         try:
             pool.start()
-            chain = chain or Chain(planning.result(), place, chosen, on_event=emit, began=began)
+            if chain is None:
+                chain = Chain(planning.result(), place, chosen, on_event=emit, began=began, journal=emit)
             return chain.carry_out(pool)
         finally:
             pool.close()
@@ -244,8 +257,8 @@ def merges_adapters(recipes: RecipesLike) -> bool:
 
 
 def verify(path: str | Path) -> Verdict:
-    """Verify the structure of a checkpoint on disk; the verdict lists what is wrong."""
-    return verify_structure(Path(path))
+    """Verify the structure of a checkpoint, in a directory or elsewhere; the verdict lists what is wrong."""
+    return verify_structure(place_of(path, RunOptions()))
 
 
 def audit(
@@ -268,7 +281,7 @@ def audit(
         RaymergeError: it could not be carried out. What is wrong with the checkpoint is in the verdict.
     """
     chosen, emit = replace(options or RunOptions(), device="cpu"), on_event or _ignore
-    prepared = Audit(Path(path), wanted or AuditOptions(), chosen, on_event=emit)
+    prepared = Audit(place_of(path, chosen), wanted or AuditOptions(), chosen, on_event=emit)
     pool = _pool(chosen, emit, parts=max(1, prepared.num_parts))
     if not prepared.num_parts:
         return prepared.carry_out(pool)
@@ -330,8 +343,8 @@ def _no_plan(recipe: Recipe) -> Problem:
 def _prepared(
     planning: Future[tuple[PlannedMerge, ...]],
     options: RunOptions,
-    output: Path,
-    emit: OnEvent,
+    output: Path | str,
+    emit: Journal,
     began: float,
 ) -> tuple[Pool, Chain | None]:
     """A pool to start, and the chain if planning is over; errors found by now are raised first.
@@ -340,7 +353,7 @@ def _prepared(
     """
     chain: Chain | None = None
     if planning.done():
-        chain = Chain(planning.result(), output, options, on_event=emit, began=began)
+        chain = Chain(planning.result(), output, options, on_event=emit, began=began, journal=emit)
         chain.check()
     return _pool(options, emit, parts=None if chain is None else chain.most_segments), chain
 

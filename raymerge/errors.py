@@ -48,6 +48,10 @@ class RecipeError(UserError, ValueError):
     """The recipe's text does not say a valid merge."""
 
 
+class ProfileError(UserError, ValueError):
+    """A profile's text does not say where and how to run, or says what cannot be."""
+
+
 class CheckpointError(UserError, ValueError):
     """A checkpoint's files are broken, hostile, ambiguous or of an unsupported kind."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from raymerge.checkpoints.source import Checkpoint
+from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.sources import open_reference
 from raymerge.recipes import parse_reference
-from raymerge.recipes.faults import FaultError
 from raymerge.runtime.budget import free_memory
 from raymerge.runtime.replay import ReplayVerdict, replay_checkpoint
+from raymerge.storage.addresses import shown
+from raymerge.storage.open import local_store
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, load_checkpoint
 
@@ -33,10 +36,15 @@ def verify_load(
             compared.
         trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
             know its model.
+
+    Raises:
+        OptionError: it is in no directory of this machine.
     """
     free = free_memory()
     return load_checkpoint(
-        Path(path), memory=free if memory is None else min(memory, free), trust_remote_code=trust_remote_code
+        _directory(path),
+        memory=free if memory is None else min(memory, free),
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -52,8 +60,11 @@ def replay(
         sources: where sources are now, by the names that the recipe has for them; others are looked for
             where they were.
         pickled_weights: whether pickled weights may be read, where the recipe in the record says so.
+
+    Raises:
+        OptionError: it is in no directory of this machine.
     """
-    return replay_checkpoint(Path(path), sources, pickled=pickled_weights)
+    return replay_checkpoint(_directory(path), sources, pickled=pickled_weights)
 
 
 def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Comparison:
@@ -84,6 +95,11 @@ def inspect(path: str | Path) -> Inspection:
     return inspect_checkpoint(_opened(path))
 
 
+def _directory(path: str | Path) -> Path:
+    """What must be a directory of this machine; raises OptionError."""
+    return local_store(str(path)).root
+
+
 def _opened(path: str | Path) -> Checkpoint:
     """The headers of a checkpoint that a user names."""
     text = str(path)
@@ -93,4 +109,6 @@ def _opened(path: str | Path) -> Checkpoint:
         raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error
     if reference.lora_path is not None:
         raise CheckpointError(Problem(text, "this names an adapter on a model.", "Give the model alone."))
-    return open_reference(reference)
+    checkpoint = open_reference(reference)
+    # Its options say where it is found, and not which it is.
+    return replace(checkpoint, name=shown(checkpoint.name))

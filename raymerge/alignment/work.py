@@ -36,7 +36,7 @@ from raymerge.planner.aligned import BlockPair, paired_blocks
 from raymerge.planner.aligned_blocks import AlignedBlock, Network, Piece, Scores
 from raymerge.planner.stages import RESULT_FILE, AlignSpec, Stage
 from raymerge.planner.weights import Weights
-from raymerge.storage.open import open_store
+from raymerge.storage.local import LocalStore
 from raymerge.storage.ranges import Range
 from raymerge.storage.store import WriteStore
 
@@ -143,7 +143,7 @@ class AlignWork:
         reports: list[BlockReport] = []
         mine, theirs = self._weights()
         count = _Count(tell)
-        with open_store(str(staging)) as store, mine, theirs:
+        with LocalStore(staging) as store, mine, theirs:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             for pair in self._pairs[number]:
                 matched = _Matched(pair, self._spec, mine, theirs, device=device, count=count)
@@ -175,7 +175,7 @@ class AlignWork:
             each layer.
         """
         layers: list[dict[str, Any]] = []
-        with open_store(str(staging)) as store:
+        with LocalStore(staging) as store:
             store.create(RESULT_FILE, self._stage.layout.nbytes)
             store.write_at(RESULT_FILE, 0, self._stage.layout.header)
             store.sync(RESULT_FILE)

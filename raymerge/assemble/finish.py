@@ -14,6 +14,7 @@ from raymerge.planner.config_fields import config_bytes
 from raymerge.planner.sources import Source
 from raymerge.planner.tables import Plan
 from raymerge.storage.hub import snapshot_revision
+from raymerge.storage.hub_places import hub_place, is_hub_place
 from raymerge.storage.store import ReadStore, WriteStore
 
 
@@ -110,9 +111,14 @@ def parents_of(sources: Sequence[Source]) -> tuple[Parent, ...]:
     """The recipe's models as the card lists them."""
     commits = [snapshot_revision(source.checkpoint.root) for source in sources]
     return tuple(
-        Parent(source.reference.path, commit or source.reference.revision, is_local=commit is None)
+        Parent(_called(source.reference.path), commit or source.reference.revision, is_local=commit is None)
         for source, commit in zip(sources, commits, strict=True)
     )
+
+
+def _called(path: str) -> str:
+    """What the Hub calls a model of its own; of others what the recipe does."""
+    return hub_place(path).repository if is_hub_place(path) else path
 
 
 def _donor_text(donor: ReadStore) -> bytes:

@@ -1,7 +1,7 @@
 """Provenance: what a checkpoint was made of, by what, and what came out, tensor by tensor.
 
 Two equal merges have equal provenance, byte by byte: nothing in it hangs on when or by how many workers a
-merge was made, and on where its sources lay only what the Hub's cache knows of them, a commit and SHA-256.
+merge was made, and on where its sources lay only what the Hub knows of them, a commit and SHA-256.
 What else differs is told apart from it, in the story of the run.
 """
 
@@ -36,7 +36,7 @@ class SourceFile:
     header: str
     """xxh3-128 of its header, in hex."""
     sha256: str | None
-    """Of its bytes, where it lay in the Hub's cache, which knows it; else None."""
+    """Of its bytes, where it was the Hub's, which knows it; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SourceRecord:
     name: str
     """As the recipe calls it."""
     revision: str | None
-    """Commit on the Hub, where it lay in the Hub's cache; else None."""
+    """Commit on the Hub, where it was read there or from its cache; else None."""
     config: str | None
     """xxh3-128 of a model's config, as JSON with sorted keys; None for what has none."""
     made_by: str | None
@@ -198,13 +198,18 @@ def _sources(plan: Plan, sources: Sequence[Source]) -> Iterator[SourceRecord]:
             revision=revision,
             config=None if text is None else xxhash.xxh3_128_hexdigest(text.encode()),
             made_by=planned.get("made_by"),
-            files=tuple(_file(holding, *each, is_known=revision is not None) for each in planned["files"]),
+            files=tuple(_files(holding, planned["files"], is_known=revision is not None)),
             dispositions=_told(counts, index),
         )
 
 
-def _file(holding: Holding, key: str, nbytes: int, header: str, *, is_known: bool) -> SourceFile:
-    return SourceFile(key, nbytes, header, blob_digest(holding.root, key) if is_known else None)
+def _files(
+    holding: Holding, planned: Sequence[tuple[str, int, str]], *, is_known: bool
+) -> Iterator[SourceFile]:
+    versions = {file.key: file.version for file in holding.files}
+    for key, nbytes, header in planned:
+        digest = blob_digest(holding.root, key, versions.get(key, "")) if is_known else None
+        yield SourceFile(key, nbytes, header, digest)
 
 
 def _told(counts: Mapping[tuple[int, str, str], int], source: int) -> dict[str, int]:

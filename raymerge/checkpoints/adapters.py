@@ -16,7 +16,8 @@ from raymerge.checkpoints.bounded_json import read_bounded
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.source import WeightFile, is_companion, natural_key
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local import LocalStore
+from raymerge.storage.addresses import shown
+from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -137,10 +138,10 @@ def open_adapter(root: Path | str, name: str) -> Adapter:
     Raises:
         CheckpointError: with every problem of this adapter at once.
     """
-    with LocalStore(Path(root)) as store:
+    with open_store(str(root)) as store:
         files = store.files()
         infos = {info.key: info for info in files}
-        _check_files(infos, store.location("."), str(root))
+        _check_files(infos, store.location("."), shown(str(root)))
         header, config = _read(store, infos)
     factors, replaced, sentences = _account(header.tensors, config)
     if sentences:

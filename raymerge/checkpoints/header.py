@@ -24,6 +24,8 @@ METADATA_KEY = "__metadata__"
 """The one header key that is no tensor."""
 
 _LENGTH_NBYTES = 8
+_FIRST_NBYTES = 256 << 10
+"""What is read of a file on a server at first: most headers are in it, and a second request takes longer."""
 _MAX_INT = 2**63 - 1
 _MAX_REPORTED = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -105,7 +107,8 @@ def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
     if nbytes < _LENGTH_NBYTES:
         what = f"has {nbytes} bytes, too few for a safetensors file."
         raise CheckpointError(Problem(where, what, _DOWNLOAD))
-    start = store.read(key, 0, _LENGTH_NBYTES)
+    first = store.read(key, 0, min(nbytes, _FIRST_NBYTES if store.is_far else _LENGTH_NBYTES))
+    start, begun = first[:_LENGTH_NBYTES], first[_LENGTH_NBYTES:]
     if start == b"version ":
         what = "is a Git LFS pointer, a note of where the weights are, not the weights."
         raise CheckpointError(Problem(where, what, "Run `git lfs pull` in that directory."))
@@ -114,7 +117,9 @@ def _raw_header(store: ReadStore, key: str, nbytes: int) -> bytes:
         what = f"announces a header of {length} bytes, but the file has {nbytes} bytes in all"
         what += f" and a header may have {MAX_HEADER_NBYTES}."
         raise CheckpointError(Problem(where, what, f"It is cut off or no safetensors file. {_DOWNLOAD}"))
-    return store.read(key, _LENGTH_NBYTES, length)
+    if length <= len(begun):
+        return begun[:length]
+    return begun + store.read(key, len(first), length - len(begun))
 
 
 def _entries(raw: bytes, where: str) -> dict[str, Any]:

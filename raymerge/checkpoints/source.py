@@ -18,7 +18,8 @@ from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_w
 from raymerge.checkpoints.links import stray_links
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local import LocalStore
+from raymerge.storage.addresses import is_remote, parent_and_name, shown
+from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _T = TypeVar("_T")
 _RECORD_FILE = "raymerge/plan/manifest.json"
 # What a merge by raymerge leaves of its plan in the checkpoint that it made.
 _NUM_READERS = 8
+_NUM_FAR_READERS = 16
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
 _DIGITS = re.compile(r"([0-9]{1,18})")
@@ -83,7 +85,7 @@ class Checkpoint:
     name: str
     """What messages call it."""
     root: str
-    """Its directory."""
+    """Its directory: a path, or an address with its options."""
     config: Mapping[str, Any]
     """``config.json``."""
     tensors: Mapping[str, StoredTensor]
@@ -125,7 +127,7 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
     """Read the config, index and headers in the directory ``root``.
 
     Args:
-        root: the directory.
+        root: the directory: a path or an address.
         name: what messages call the checkpoint.
         read_pickle: reads weights that are pickled, where there are no others; None refuses them.
 
@@ -133,12 +135,16 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
         CheckpointError: with every problem of this checkpoint at once.
     """
     problems: list[Problem] = []
-    with LocalStore(Path(root)) as store:
+    with open_store(str(root)) as store:
         files = store.files()
+        if not files and store.is_far:
+            where = store.location(".")
+            raise CheckpointError(Problem(where, "there is nothing at this place.", "Check the address."))
         weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
         config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
     companions = tuple(info.key for info in files if is_companion(info.key))
-    problems += stray_links(Path(root), companions)
+    if not is_remote(str(root)):
+        problems += stray_links(Path(root), companions)
     if problems or weights is None or config is None:
         raise CheckpointError(problems)
     headers, notes = weights
@@ -164,16 +170,19 @@ def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader |
     Raises:
         CheckpointError: with every problem of this file.
     """
-    file = Path(path)
-    with LocalStore(file.parent) as store:
-        info = store.info(file.name)
+    # A local one stays relative to where it was said.
+    root, key = (
+        parent_and_name(str(path)) if is_remote(str(path)) else (str(Path(path).parent), Path(path).name)
+    )
+    with open_store(root) as store:
+        info = store.info(key)
         if info is None:
-            raise CheckpointError(Problem(str(path), "there is no such file.", "Check the path."))
+            raise CheckpointError(Problem(shown(str(path)), "there is no such file.", "Check the path."))
         read = read_pickle or _read_safetensors
         header, notes = read(store, info)
     return Checkpoint(
         name=name,
-        root=str(file.parent),
+        root=root,
         config={},
         tensors=_in_order([header]),
         files=(_weight_file(header),),
@@ -207,7 +216,9 @@ def main_dtype(checkpoint: Checkpoint) -> DType:
     if not sizes:
         found = ", ".join(sorted({tensor.dtype.value for tensor in checkpoint.tensors.values()})) or "nothing"
         what = f"no tensor is of F16, BF16, F32 or F64; there is {found}."
-        raise CheckpointError(Problem(checkpoint.root, what, "Take a checkpoint with unquantised weights."))
+        raise CheckpointError(
+            Problem(shown(checkpoint.root), what, "Take a checkpoint with unquantised weights.")
+        )
     # The name decides between equals, so that the answer hangs on nothing else.
     return max(sizes, key=lambda dtype: (sizes[dtype], dtype.value))
 
@@ -226,7 +237,7 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
         return False
     if checkpoint.unwritten is not None:
         return (a.name, b.name) in checkpoint.unwritten.twins
-    with LocalStore(Path(checkpoint.root)) as store:
+    with open_store(checkpoint.root) as store:
         for done in range(0, a.nbytes, _COMPARE_NBYTES):
             nbytes = min(_COMPARE_NBYTES, a.nbytes - done)
             if store.read(a.key, a.offset + done, nbytes) != store.read(b.key, b.offset + done, nbytes):
@@ -257,7 +268,7 @@ def _read_weights(
         # One after the other: torch keeps global state while it reads one.
         read, readers = read_pickle, 1
     else:
-        read, readers = _read_safetensors, _NUM_READERS
+        read, readers = _read_safetensors, _NUM_FAR_READERS if store.is_far else _NUM_READERS
     found = _read_headers(store, listed, read, readers, problems)
     headers = tuple(header for header, _ in found)
     notes = [note for _, own in found for note in own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -21,7 +21,9 @@ from raymerge.checkpoints.tokenizer_json import (
     read_tokenizer_model,
 )
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local import LocalStore
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.fetched import fetched
+from raymerge.storage.open import open_store
 
 TOKENIZER_JSON = "tokenizer.json"
 """The whole tokenizer in one file."""
@@ -123,14 +125,15 @@ def read_tokenizer(
     older = tuple(key for key in top if _matches(key, _OLDER_FILES))
     if TOKENIZER_JSON not in top and not any(_matches(key, _VOCABULARY_FILES) for key in older):
         return None
-    files = _read_files(Path(root), companions, written)
+    files = _read_files(str(root), companions, written)
     generation = files.pop(GENERATION_CONFIG, None)
     text = files.get(TOKENIZER_JSON)
-    raw = convert(Path(root)).encode() if text is None else text
+    raw = _converted(str(root), top, convert) if text is None else text
+    where = shown(str(root))
     problems: list[Problem] = []
-    parsed = {key: _parse(root, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
-    model = _read_model(root, raw, problems)
-    decoder = _read_decoder(root, parsed.get(TOKENIZER_CONFIG, {}), problems)
+    parsed = {key: _parse(where, key, files[key], problems) for key in _JSON_FILES[1:] if key in files}
+    model = _read_model(where, raw, problems)
+    decoder = _read_decoder(where, parsed.get(TOKENIZER_CONFIG, {}), problems)
     if problems or model is None:
         raise CheckpointError(problems)
     later = _later_tokens(decoder, parsed, known=model)
@@ -176,9 +179,20 @@ def role_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in found.items() if text is not None}
 
 
-def _read_files(root: Path, companions: Sequence[str], written: Mapping[str, bytes]) -> dict[str, bytes]:
+def _converted(root: str, keys: Sequence[str], convert: Converter) -> bytes:
+    with fetched(root, keys) as directory:
+        try:
+            return convert(directory).encode()
+        except CheckpointError as error:
+            if not is_remote(root):
+                raise
+            problems = [replace(each, where=shown(root)) for each in error.problems]
+            raise CheckpointError(problems) from error
+
+
+def _read_files(root: str, companions: Sequence[str], written: Mapping[str, bytes]) -> dict[str, bytes]:
     wanted = {key for key in companions if key in _READ or _is_more(key)}
-    with LocalStore(root) as store:
+    with open_store(root) as store:
         sizes = {file.key: file.nbytes for file in store.files()}
         copied = sorted((wanted & sizes.keys()) - written.keys())
         found = {key: read_bounded(store, key, sizes[key]) for key in copied}
@@ -194,7 +208,7 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _parse(root: Path | str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
+def _parse(root: str, key: str, raw: bytes, problems: list[Problem]) -> dict[str, Any]:
     """A JSON object; not strict, since transformers takes what Python takes."""
     remedy = "Mend the file, or copy it again from the place the model comes from."
     try:
@@ -208,7 +222,7 @@ def _parse(root: Path | str, key: str, raw: bytes, problems: list[Problem]) -> d
     return value
 
 
-def _read_model(root: Path | str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
+def _read_model(root: str, raw: bytes, problems: list[Problem]) -> TokenizerModel | None:
     known = len(problems)
     parsed = _parse(root, TOKENIZER_JSON, raw, problems)
     if len(problems) > known:
@@ -230,7 +244,7 @@ def _roles(parsed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _read_decoder(
-    root: Path | str, config: Mapping[str, Any], problems: list[Problem]
+    root: str, config: Mapping[str, Any], problems: list[Problem]
 ) -> list[tuple[int, AddedToken]] | None:
     """``added_tokens_decoder`` in the order of its ids; None where the config has none."""
     decoder = config.get("added_tokens_decoder")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.messages import guarded
+from raymerge.cli.profile_options import ProfileFile, reached
 from raymerge.cli.screen import (
     MODEL_HELP,
     counted,
@@ -48,11 +49,16 @@ def diff(
         int | None,
         typer.Option(metavar="N", help="Tensors compared at once; by default the cores, at most 8."),
     ] = None,
+    profile: ProfileFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
 ) -> None:
     """Compare two checkpoints, whatever files and layouts they lie in; the exit code is 0 if they are equal,
     else 2."""
-    raise typer.Exit(guarded(lambda: _diff(a, b, threads, as_json=as_json), as_json=as_json))
+
+    def verb() -> int:
+        return _diff(reached(a, profile), reached(b, profile), threads, as_json=as_json)
+
+    raise typer.Exit(guarded(verb, as_json=as_json))
 
 
 def _diff(a: str, b: str, threads: int | None, *, as_json: bool) -> int:

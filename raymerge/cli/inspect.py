@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymerge.cli.messages import guarded
+from raymerge.cli.profile_options import ProfileFile, reached
 from raymerge.cli.screen import MODEL_HELP, counted, heading, make_console, make_table, own_stdout, put_json
 from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
@@ -27,10 +28,11 @@ def inspect(
         typer.Argument(metavar="MODEL", help=MODEL_HELP),
     ],
     *,
+    profile: ProfileFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds: roles, dtypes, layers, experts."""
-    raise typer.Exit(guarded(lambda: _inspect(model, as_json=as_json), as_json=as_json))
+    raise typer.Exit(guarded(lambda: _inspect(reached(model, profile), as_json=as_json), as_json=as_json))
 
 
 def _inspect(model: str, *, as_json: bool) -> int:

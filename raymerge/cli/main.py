@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli.cluster import make_cluster_app
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.extract_lora import extract_lora
 from raymerge.cli.inspect import inspect
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
+from raymerge.cli.runs import logs, status, stop
 from raymerge.cli.submit import submit
 from raymerge.cli.verify import verify
 
@@ -41,8 +43,9 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_raymerge)
-    for verb in (submit, convert, plan, verify, diff, inspect, methods, extract_lora):
+    for verb in (submit, status, logs, stop, convert, plan, verify, diff, inspect, methods, extract_lora):
         app.command()(verb)
+    app.add_typer(make_cluster_app(), name="cluster")
     return app
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
+from raymerge.cli.profile_options import ProfileFile, planned_options
 from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
 from raymerge.cli.simulate import (
     check_memory,
@@ -98,6 +99,7 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
     ] = None,
+    profile: ProfileFile = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
     simulate: Annotated[
         list[str] | None,
@@ -108,12 +110,11 @@ def plan(
     """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
 
     def verb() -> int:
-        from raymerge.runtime.options import RunOptions
-
-        options = RunOptions(memory=read_memory(memory))
+        options, named = planned_options(profile, read_memory(memory))
         cluster = _cluster(recipe, simulate or (), pairs or ())
         with own_stdout() as stdout:
-            accounts = explain_all(recipe, output or default_output(recipe), options, title=recipe)
+            place = output or named or default_output(recipe)
+            accounts = explain_all(recipe, place, options, title=recipe)
             if cluster is not None:
                 accounts = _simulated(accounts, cluster)
         return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
@@ -180,9 +181,10 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     with heavy_imports():
         from raymerge.api import plan_for
         from raymerge.runtime.chain import kept_steps
+        from raymerge.runtime.output_place import place_of
 
-    merges = plan_for(recipe, output)
-    made = kept_steps(merges, Path(output))
+    merges = plan_for(recipe, output, options)
+    made = kept_steps(merges, place_of(output, options))
     several = len(merges) > 1
     return tuple(
         Account(
@@ -202,22 +204,23 @@ def _which(name: str | None, number: int, total: int) -> str:
 def _explained(merge: PlannedMerge, options: RunOptions) -> Explanation:
     """The account of a plan; a budget that is too small, or what its stages lack, are problems of it too."""
     from raymerge.planner.explain import explain
+    from raymerge.planner.sources import reads_far
     from raymerge.runtime.chain import stage_lines
 
-    memory, problems = _projection(merge.plan, options)
+    memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))
     stages, lacks = stage_lines(merge, options)
     found = dict.fromkeys((*problems, *lacks))
     return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(found))
 
 
-def _projection(plan: Plan, options: RunOptions) -> tuple[Projection, tuple[Problem, ...]]:
+def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
     from raymerge.planner.projection import SMALLEST_BUDGET, project
     from raymerge.runtime.budget import fit_budget
 
     try:
-        return fit_budget(plan, options), ()
+        return fit_budget(plan, options, is_far=is_far), ()
     except OptionError as error:
         least = project(plan, SMALLEST_BUDGET, lanes=1).least_budget
         return project(plan, least, lanes=1), error.problems

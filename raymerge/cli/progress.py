@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import IO, Protocol
 
@@ -26,6 +27,7 @@ from raymerge.runtime.events import (
     MemoryShort,
     Planned,
     Published,
+    RoomAwaited,
     SegmentDone,
     StageKept,
     StageReport,
@@ -63,20 +65,23 @@ class Progress(Protocol):
         """Show one event."""
 
 
-def make_progress(stream: IO[str], *, as_json: bool, output: str) -> Progress:
+def make_progress(
+    stream: IO[str], *, as_json: bool, output: str, clock: Callable[[], float] = time.monotonic
+) -> Progress:
     """The kind of progress that suits the stream.
 
     Args:
         stream: where to write.
         as_json: one event a line, and nothing else.
         output: the output place, as the user named it.
+        clock: tells the seconds; another than this machine's for what is told again.
     """
     if as_json:
         return JsonProgress(stream)
     console = make_console(stream)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, output)
-    return PlainProgress(console, output)
+        return LiveProgress(console, output, clock=clock)
+    return PlainProgress(console, output, clock=clock)
 
 
 class JsonProgress:
@@ -94,8 +99,9 @@ class JsonProgress:
         """Nothing to end."""
 
     def __call__(self, event: Event) -> None:
-        """Write the event."""
-        put_json(self._stream, event.to_json())
+        """Write the event, with the time, which tells of a log when it was that way."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        put_json(self._stream, {**event.to_json(), "time": now})
 
 
 class PlainProgress:
@@ -136,9 +142,9 @@ class PlainProgress:
 class LiveProgress:
     """A bar, the numbers and a line a worker, redrawn in place; gone when the run ends."""
 
-    def __init__(self, console: Console, output: str) -> None:
+    def __init__(self, console: Console, output: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._report = _Report(console, output)
-        self._tally = Tally()
+        self._tally = Tally(clock)
         self._waiting = Spinner("dots", "Planning and starting the workers")
         self._live = Live(
             console=console, get_renderable=self._view, refresh_per_second=_REFRESH_PER_SECOND, transient=True
@@ -260,6 +266,9 @@ class _Report:
             self._tell_failed(event)
         elif isinstance(event, WorkerLost):
             self._print(_lost(event, tally.part), style="yellow")
+        elif isinstance(event, RoomAwaited):
+            most = format_duration(event.seconds)
+            self._print(f"waiting for the cluster to grow, {most} at most: {event.lack}", style="yellow")
         elif isinstance(event, MemoryShort):
             self._print(_short(event, tally.part), style="yellow")
         elif isinstance(event, StorageFailed):

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -18,7 +17,8 @@ from raymerge.cli.plan import explain_all, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.routing import show_routing
 from raymerge.cli.screen import make_console, put_json
-from raymerge.runtime.options import Device, RunOptions
+from raymerge.runtime.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.storage.addresses import is_remote, shown
 
 if TYPE_CHECKING:
     from typing import IO
@@ -40,6 +40,9 @@ Memory: TypeAlias = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
 ]
 DeviceChoice: TypeAlias = Annotated[Device, typer.Option(help="Where the arithmetic runs.")]
+DeviceFlag: TypeAlias = Annotated[
+    Device | None, typer.Option(help="Where the arithmetic runs; auto where nothing says.")
+]
 Address: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
 ]
@@ -48,11 +51,29 @@ Patience: TypeAlias = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="A worker of Ray that does not get on for so long is replaced."),
 ]
+PatienceFlag: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help=f"A worker of Ray that does not get on for so long is replaced; {USUAL_PATIENCE:g} by default.",
+    ),
+]
+Scratch: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Directory for a shard until it is uploaded.")
+]
 Replace: TypeAlias = Annotated[
-    bool, typer.Option("--replace", help="Replace what is at OUT, once the result is verified.")
+    bool,
+    typer.Option(
+        "--replace",
+        help="Replace what is at OUT, once the result is verified; in an object store before it begins.",
+    ),
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
+]
+RunName: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", hidden=True, help="The run that this is an attempt at."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
 
@@ -140,7 +161,8 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
     from raymerge.api import submit
     from raymerge.runtime.events import Event, Published, StageReport, Stopping
 
-    place, reports = os.path.realpath(request.output), list[StageReport]()
+    remote, reports = is_remote(request.output), list[StageReport]()
+    place = shown(request.output) if remote else os.path.realpath(request.output)
     with make_progress(stdout, as_json=request.as_json, output=request.output) as progress:
 
         def show(event: Event) -> None:
@@ -153,20 +175,38 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
                 ending.is_done = True
             progress(event)
 
+        if (seconds := _seconds_taken(request)) is not None:
+            show(Published(place, seconds))
+            return
         submit(request.recipe, request.output, request.options, on_event=show)
     if reports and not request.as_json:
         show_routing(make_console(stdout), reports)
 
 
+def _seconds_taken(request: Request) -> float | None:
+    """How long an earlier attempt at this run took that has published, and whose end was not heard of.
+
+    None where there is none: the merge is to be made.
+    """
+    from raymerge.runtime.output_place import place_of
+    from raymerge.runtime.run_records import records_of, seconds_taken
+
+    if not request.options.run:
+        return None
+    return seconds_taken(records_of(str(place_of(request.output, request.options))), request.options.run)
+
+
 def rehearse(request: Request, stdout: IO[str]) -> int:
     """Show everything that a submission finds out before it writes; returns the exit code."""
     from raymerge.runtime.chain import Chain
+    from raymerge.runtime.output_place import place_of
 
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
     if not request.as_json:
         show_accounts(stdout, accounts)
     merges = [account.merge for account in accounts]
-    Chain(merges, Path(request.output), request.options, on_event=lambda _: None).check()
+    place = place_of(request.output, request.options)
+    Chain(merges, place, request.options, on_event=lambda _: None).check()
     if request.as_json:
         found = [account.to_json(tensors=False) for account in accounts]
         plans = found[0] if len(found) == 1 else {"merges": found}

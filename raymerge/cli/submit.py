@@ -21,23 +21,27 @@ from raymerge.cli.adapters import (
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
 from raymerge.cli.plan import default_output
+from raymerge.cli.profile_options import Flags, ProfileFile, options_from
 from raymerge.cli.running import (
-    Address,
     AsJson,
-    DeviceChoice,
+    DeviceFlag,
     DryRun,
     Inline,
     Memory,
-    Patience,
+    PatienceFlag,
     Replace,
     Request,
+    RunName,
+    Scratch,
     Threads,
     Workers,
     rehearse,
     run,
     terminable,
 )
+from raymerge.cli.runs import TargetChoice, where_of
 from raymerge.cli.screen import make_console, own_stdout, put_json
+from raymerge.cli.sending import send
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.importing import heavy_imports
 from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
@@ -47,8 +51,10 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import Combination
+    from raymerge.runtime.targets.choose import Where
 
-_OUT_HELP = "Directory of the new checkpoint; RECIPE-merged where none is named."
+_OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
+_ADDRESS_HELP = "A running Ray cluster: HOST:PORT from within, or its dashboard, http://HEAD:8265."
 
 
 def submit(
@@ -59,10 +65,16 @@ def submit(
     workers: Workers = None,
     threads: Threads = None,
     memory: Memory = None,
-    device: DeviceChoice = "auto",
-    address: Address = None,
+    device: DeviceFlag = None,
+    profile: ProfileFile = None,
+    target: TargetChoice = None,
+    address: Annotated[str | None, typer.Option(metavar="ADDR", help=_ADDRESS_HELP)] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave it alone once it is sent; targets job and kubernetes.")
+    ] = False,
     inline: Inline = False,
-    patience: Patience = USUAL_PATIENCE,
+    patience: PatienceFlag = None,
+    scratch: Scratch = None,
     replace: Replace = False,
     keep_intermediates: Annotated[
         bool,
@@ -73,6 +85,7 @@ def submit(
     ] = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
+    run_name: RunName = None,
 ) -> None:
     """Merge, verify and publish. A stopped run goes on by the same command.
 
@@ -81,23 +94,38 @@ def submit(
 
     def verb() -> int:
         budget = read_memory(memory)
-        options = RunOptions(
-            workers, budget, device, address, inline, replace, keep_intermediates, threads, patience
+        flags = Flags(
+            workers, threads, budget, device, patience, inline, replace, keep_intermediates, scratch, run_name
         )
-        request = Request(recipe, recipe, _place(recipe, out, output), options, as_json)
+        where = where_of(profile, target, address)
+        place = _place(out, output) or where.profile.output
         with own_stdout() as stdout:
+            if where.target in ("job", "kubernetes"):
+                return send(
+                    recipe, place, where, flags, stdout, detach=detach, dry_run=dry_run, as_json=as_json
+                )
+            _check_attached(where, detach=detach)
+            options = options_from(where.profile, flags, address=where.address)
+            request = Request(recipe, recipe, place or default_output(recipe), options, as_json)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
 
 
-def _place(recipe: str, out: str | None, output: str | None) -> str:
-    """The one output place that is meant."""
+def _check_attached(where: Where, *, detach: bool) -> None:
+    if detach:
+        what = f"a run of the target {where.target} is this very process, and ends with it."
+        remedy = "Drop --detach, and start the command with nohup, in tmux or as a batch job."
+        raise OptionError(Problem("--detach", what, remedy))
+
+
+def _place(out: str | None, output: str | None) -> str | None:
+    """The one output place that is named; None for none."""
     if out is not None and output is not None and Path(out) != Path(output):
         raise OptionError(
             Problem("-o", f"two output places are named, {out} and {output}.", "Name one of them.")
         )
-    return output or out or default_output(recipe)
+    return output or out
 
 
 def _carry_out(request: Request, stdout: IO[str]) -> int:
@@ -138,6 +166,8 @@ def _unusable(options: RunOptions) -> Iterator[Problem]:
         yield _dropped("--address", "is done in this process, on no cluster")
     if options.patience != USUAL_PATIENCE:
         yield _dropped("--patience", "has no workers that could hang")
+    if options.scratch is not None:
+        yield _dropped("--scratch", "uploads nothing")
     if options.keep_intermediates:
         yield _dropped("--keep-intermediates", "makes nothing on its way")
     if options.replace:

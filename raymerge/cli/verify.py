@@ -16,6 +16,7 @@ from rich.text import Text
 from raymerge.cli import proofs
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
+from raymerge.cli.profile_options import ProfileFile, reached
 from raymerge.cli.running import Address, Ending, Inline, Memory, Threads, Workers, terminable
 from raymerge.cli.screen import counted, make_console, own_stdout, printable, put_json
 from raymerge.cli.tally import Tally
@@ -93,26 +94,28 @@ def verify(
     memory: Memory = None,
     address: Address = None,
     inline: Inline = False,
+    profile: ProfileFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give the verdict as JSON.")] = False,
 ) -> None:
     """Check a checkpoint; the exit code is the verdict."""
 
     def verb() -> int:
+        place = reached(out, profile)
         if replay and level is not Level.STRUCTURE:
             what = f"it is a check of its own, and so is --level {level.value}."
             raise OptionError(Problem("--replay", what, "Give one after the other."))
         if replay:
             places = dict(map(_place, source or ()))
-            return proofs.replay(out, places, pickled_weights=pickled_weights, as_json=as_json)
+            return proofs.replay(place, places, pickled_weights=pickled_weights, as_json=as_json)
         if level is Level.STRUCTURE:
-            return _verify(out, as_json=as_json)
+            return _verify(place, as_json=as_json)
         if level is Level.LOAD:
             limit = read_memory(memory)
-            return proofs.load(out, limit, trust_remote_code=trust_remote_code, as_json=as_json)
+            return proofs.load(place, limit, trust_remote_code=trust_remote_code, as_json=as_json)
         options = RunOptions(workers, read_memory(memory), "cpu", address, inline, threads=threads)
         asked = Asked(sample, seed, tuple(source or ()), show)
         with own_stdout() as stdout, terminable() as ending:
-            return _audit(out, asked, options, stdout, ending, as_json=as_json)
+            return _audit(place, asked, options, stdout, ending, as_json=as_json)
 
     raise typer.Exit(guarded(verb, as_json=as_json))
 

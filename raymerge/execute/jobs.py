@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from raymerge.planner.expressions import Expression, Read
 from raymerge.planner.memory import InputNeed, Need, RowSize, row_need
 from raymerge.planner.scales import read_scales
 from raymerge.planner.tables import Plan
+
+Making: TypeAlias = tuple[int, tuple[int, ...]]
+"""A row to make, and those rows of the ones that it writes which are to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class Jobs:
         self._tensors = RunReader(plan["tensors"], "name", "check_finite")
         self._rows = RunReader(plan["rows"], *_Row._fields)
         self._places = RunReader(plan["rows"], "shard", "offset")
+        self._copies = RunReader(plan["rows"], "copy_of")
         self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
         self._inputs = RunReader(plan["inputs"], *_Input._fields)
         self._scales = RunReader(plan["scales"], *plan["scales"].column_names)
@@ -155,7 +159,36 @@ class Jobs:
 
     def rows(self, segment: int) -> tuple[RowJob, ...]:
         """The rows that a segment makes, in order; those that another row writes are left out."""
-        first, count = self._segments.row(segment)
+        return self._run(*self._segments.row(segment))
+
+    def these(self, segment: int, makings: Sequence[Making]) -> tuple[RowJob, ...]:
+        """Rows to make in this order, each with some of its places alone.
+
+        Args:
+            segment: most of them are its own.
+            makings: which rows, and which of the rows that each of them writes. Of what is made with a row
+                and not written, the place has no name.
+        """
+        own = {row.index: row for row in self.rows(segment)}
+        jobs = ((own.get(number) or self._run(number, 1)[0], written) for number, written in makings)
+        return tuple(self._aimed(row, written) for row, written in jobs)
+
+    def _aimed(self, row: RowJob, written: Sequence[int]) -> RowJob:
+        """A row with the places of these rows instead of all of its own."""
+        places: dict[int, list[tuple[str, int]]] = {}
+        for number in written:
+            (copy_of,), (shard, offset) = self._copies.row(number), self._places.row(number)
+            first = copy_of if copy_of >= 0 else number
+            places.setdefault(first, []).append((self._shards[shard], offset))
+
+        def aimed(job: RowJob) -> RowJob:
+            return replace(job, places=tuple(places.get(job.index, (("", job.places[0][1]),))))
+
+        scales, tensor_scale = row.scales and aimed(row.scales), row.tensor_scale and aimed(row.tensor_scale)
+        return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
+
+    def _run(self, first: int, count: int) -> tuple[RowJob, ...]:
+        """Some rows that follow on each other, but for those that another row writes."""
         rows = [_Row(*values) for values in self._rows.read(first, count)]
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))

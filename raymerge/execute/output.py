@@ -18,7 +18,7 @@ from raymerge.execute.transfers import Arrival
 from raymerge.execute.turn import Turn
 from raymerge.planner.expressions import Read
 from raymerge.storage.buffers import ALIGNMENT, lies_like
-from raymerge.storage.store import ReadStore, WriteStore
+from raymerge.storage.store import ReadStore, Sink
 
 UNFINISHED = ".part"
 """Ending of a shard's name until all of its segments are in."""
@@ -70,12 +70,13 @@ class _Block:
 class Output:
     """Takes a segment's finished bytes in order, and writes them whenever its memory is full."""
 
-    def __init__(self, staging: WriteStore, memory: torch.Tensor, turn: Turn) -> None:
+    def __init__(self, staging: Sink, memory: torch.Tensor, turn: Turn, *, in_order: bool = False) -> None:
         """
         Args:
             staging: where shards grow, under their names with ``UNFINISHED``.
             memory: uint8, page-aligned.
             turn: the leave to compute, given up while it writes.
+            in_order: whether bytes are to be written in the order of their places, as far as they come in it.
 
         Raises:
             ValueError: the memory is too short for an element wherever it lies in its file.
@@ -95,6 +96,7 @@ class Output:
         self._staging = staging
         self._memory = memory
         self._turn = turn
+        self._in_order = in_order
         for_scales = max(memory.numel() // _ASIDE_SHARE, 2 * ALIGNMENT)
         self._aside = (memory.numel() - for_scales) // ALIGNMENT * ALIGNMENT
         self._block = _Block()
@@ -152,7 +154,7 @@ class Output:
         if not is_there and not lies_well:
             self.take(row, skipped, nbytes, lambda done, part: _copy(data[done : done + part.numel()], part))
             return
-        if self._block.arrival is not None:
+        if self._block.arrival is not None or (self._in_order and not is_there):
             # Digests are made in order.
             self.flush()
         self._check(row, skipped, data)
@@ -208,7 +210,7 @@ class Output:
                 block.arrival.synchronize()
         self._check_block(block)
         view = self._memory.numpy().data
-        runs = _runs(block.shares)
+        runs = sorted(_runs(block.shares)) if self._in_order else _runs(block.shares)
         self._write((shard, offset, view[begin : begin + nbytes]) for shard, offset, begin, nbytes in runs)
 
     def _write(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:

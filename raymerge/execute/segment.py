@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 import torch
 
@@ -13,7 +14,7 @@ from raymerge.errors import NonFiniteError
 from raymerge.execute.blame import find_cause
 from raymerge.execute.compute import Scratch
 from raymerge.execute.heap import HeapWatch
-from raymerge.execute.jobs import Jobs, RowJob
+from raymerge.execute.jobs import Jobs, Making, RowJob
 from raymerge.execute.lane import Equipment, Lane, Shop
 from raymerge.execute.loading import LoadBuffer
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
@@ -27,7 +28,10 @@ from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Lane as Share
 from raymerge.planner.projection import Projection
 from raymerge.planner.tables import Plan
-from raymerge.storage.store import ReadStore, WriteStore
+from raymerge.storage.store import ReadStore, Sink
+
+Make: TypeAlias = Callable[[torch.device, str], Receipt]
+"""Makes something on a device, with a note for its receipt."""
 
 _PROCESSOR = torch.device("cpu")
 # Older versions of torch have no error of its own for a GPU that failed.
@@ -42,7 +46,7 @@ class SegmentRunner:
         self,
         plan: Plan,
         sources: Sequence[ReadStore],
-        staging: WriteStore,
+        staging: Sink,
         *,
         device: torch.device,
         projection: Projection,
@@ -106,16 +110,25 @@ class SegmentRunner:
             RoomError: the staging directory's file system is full.
             IncompleteError: ``abort`` was called.
         """
+        staging = self._staging
+        return self.on_device(lambda device, note: self.made(segment, device, note, sink=staging))
+
+    def on_device(self, make: Make) -> Receipt:
+        """What is made on the device, or anew on the processor where a GPU fails.
+
+        Args:
+            make: given a device and the note for its receipt.
+        """
         if self._device.type == "cpu" or self._failure:
-            return self._made(segment, _PROCESSOR, self._failure)
+            return make(_PROCESSOR, self._failure)
         try:
-            return self._made(segment, self._device, "")
+            return make(self._device, "")
         except torch.OutOfMemoryError as error:
             note = f"the GPU has too little memory: {_first_line(error)}"
         except _DEVICE_ERRORS as error:
             # A GPU that failed once fails whatever comes after.
             note = self._failure = f"the GPU failed: {_first_line(error)}"
-        return self._made(segment, _PROCESSOR, note)
+        return make(_PROCESSOR, note)
 
     def rest(self) -> None:
         """Give back the memory of lanes that have nothing to do; they get it anew."""
@@ -125,12 +138,31 @@ class SegmentRunner:
         """Have every segment in hand fail at its next load."""
         self._shop.aborted.set()
 
-    def _made(self, segment: int, device: torch.device, note: str) -> Receipt:
+    def made(
+        self,
+        segment: int,
+        device: torch.device,
+        note: str,
+        *,
+        sink: Sink,
+        makings: Sequence[Making] | None = None,
+    ) -> Receipt:
+        """Make a segment, or what else is given in its place; raises as ``run`` does.
+
+        Args:
+            segment: its number.
+            device: where the arithmetic runs; a GPU's errors are the caller's to see to.
+            note: for the receipt.
+            sink: where its bytes go.
+            makings: what to make, in this order, and to write in the order of its places as far as can be;
+                None for the segment's rows, in any order.
+        """
         with self._lanes:
             started = time.monotonic()
-            reader, output = self._written(segment, device)
+            rows = self._jobs.rows(segment) if makings is None else self._jobs.these(segment, makings)
+            reader, output = self._written(rows, device, sink, in_order=makings is not None)
         for shard in sorted(output.shards):
-            self._staging.sync(shard + UNFINISHED)
+            sink.sync(shard + UNFINISHED)
         return Receipt(
             segment=segment,
             read_bytes=reader.read_bytes,
@@ -144,14 +176,16 @@ class SegmentRunner:
             note=note,
         )
 
-    def _written(self, segment: int, device: torch.device) -> tuple[LoadReader, Output]:
-        """Make one segment in a lane; its bytes are not durable yet."""
+    def _written(
+        self, rows: Sequence[RowJob], device: torch.device, sink: Sink, *, in_order: bool
+    ) -> tuple[LoadReader, Output]:
+        """Make rows in a lane; their bytes are not durable yet."""
         reader, turn = LoadReader(self._sources), Turn(self._turns)
         equipment = self._equipment(device)
-        output = Output(self._staging, equipment.block, turn)
-        rows = stretches(self._jobs.rows(segment), self._share(device), device)
+        output = Output(sink, equipment.block, turn, in_order=in_order)
+        cut = stretches(rows, self._share(device), device)
         try:
-            Lane(self._shop, turn, reader, output, equipment).run(tuple(rows))
+            Lane(self._shop, turn, reader, output, equipment).run(tuple(cut))
         except NotFinite as found:
             raise self._blame(found.row, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.

@@ -12,6 +12,7 @@ from raymerge.lora.matrices import Limits
 from raymerge.lora.recipe import combine_recipe
 from raymerge.lora.report import Combination, Extraction, LeftOut, ModuleReport, OnModule
 from raymerge.lora.sources import open_named_model
+from raymerge.lora.writer import output_directory
 
 __all__ = [
     "Combination",
@@ -63,4 +64,4 @@ def extract_lora(
     if problems:
         raise CheckpointError(problems)
     new, old = opened
-    return extract(new, old, Path(output), options or ExtractOptions(), on_module=on_module)
+    return extract(new, old, output_directory(output), options or ExtractOptions(), on_module=on_module)

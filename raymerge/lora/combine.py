@@ -24,7 +24,8 @@ from raymerge.lora.report import Combination, ModuleReport, OnModule, relative_e
 from raymerge.lora.writer import AdapterFacts, AdapterWriter
 from raymerge.methods import Method, Settings, Takes, Tile, gather, sample_of
 from raymerge.methods.random import random_key
-from raymerge.storage.local import LocalStore
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
 
 SettingsOf: TypeAlias = Callable[[str], Settings]
 """Settings of the method for the tensor of that name; they know the parameters of every adapter."""
@@ -82,7 +83,7 @@ def combine_adapters(
     largest = max((factor.rank for each in adapters for factor in each.factors.values()), default=1)
     limits = Limits(chosen.rank or largest, chosen.energy)
     with ExitStack() as stack:
-        stores = [stack.enter_context(LocalStore(Path(adapter.root))) for adapter in adapters]
+        stores = [stack.enter_context(open_store(adapter.root)) for adapter in adapters]
         writer = stack.enter_context(AdapterWriter(output))
         parts = [_Part(adapter, store) for adapter, store in zip(adapters, stores, strict=True)]
         work = _Combiner(parts, writer, _Rule(method, settings_of, limits, chosen), on_module)
@@ -94,7 +95,7 @@ class _Part:
     """One adapter with its files open."""
 
     adapter: Adapter
-    store: LocalStore
+    store: ReadStore
 
     def factor(self, module: str) -> Factor | None:
         return self.adapter.factors.get(module)

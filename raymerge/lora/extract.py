@@ -27,7 +27,8 @@ from raymerge.lora.matrices import (
 )
 from raymerge.lora.report import Extraction, LeftOut, ModuleReport, OnModule, relative_error
 from raymerge.lora.writer import AdapterFacts, AdapterWriter, short_targets
-from raymerge.storage.local import LocalStore
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 """Where matrices are decomposed."""
@@ -85,8 +86,8 @@ def extract(
     if problems := compare(model, base, modules, options.selection):
         raise PlanError(problems)
     with (
-        LocalStore(Path(model.root)) as new,
-        LocalStore(Path(base.root)) as old,
+        open_store(model.root) as new,
+        open_store(base.root) as old,
         AdapterWriter(output) as writer,
     ):
         work = _Extractor(model, base, (new, old), writer, (options, device, on_module))
@@ -118,7 +119,7 @@ class _Extractor:
         self,
         model: Checkpoint,
         base: Checkpoint,
-        stores: tuple[LocalStore, LocalStore],
+        stores: tuple[ReadStore, ReadStore],
         writer: AdapterWriter,
         how: tuple[ExtractOptions, torch.device, OnModule | None],
     ) -> None:

@@ -14,6 +14,7 @@ from raymerge.lora.combine import CombineOptions, combine_adapters
 from raymerge.lora.compatible import COMBINING
 from raymerge.lora.report import Combination, OnModule
 from raymerge.lora.sources import open_named_adapter
+from raymerge.lora.writer import output_directory
 from raymerge.methods import Method, Settings, find_method
 from raymerge.planner.bind import Binder, BindError, check_parameter_names
 from raymerge.planner.spans import Member
@@ -69,7 +70,7 @@ def combine_recipe(
     binding = _Binding(recipe, method, [each.name for each in adapters], _num_layers(adapters))
     return combine_adapters(
         adapters,
-        Path(output),
+        output_directory(output),
         method=method,
         settings_of=binding.settings,
         options=options,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from raymerge.checkpoints.adapters import Adapter, open_adapter
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.recipes.faults import FaultError
-from raymerge.storage.hub import resolve_model
+from raymerge.storage.resolve import resolve_source
 
 
 def open_named_model(text: str) -> Checkpoint:
@@ -25,7 +24,7 @@ def open_named_model(text: str) -> Checkpoint:
         raise CheckpointError(
             Problem(text, what, "Merge the adapter into its model first, and name the result.")
         )
-    return open_checkpoint(Path(resolve_model(reference.path, reference.revision)), str(reference))
+    return open_checkpoint(resolve_source(reference.path, reference.revision), str(reference))
 
 
 def open_named_adapter(reference: ModelReference) -> Adapter:
@@ -37,7 +36,7 @@ def open_named_adapter(reference: ModelReference) -> Adapter:
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
-    return open_adapter(Path(resolve_model(reference.path, reference.revision)), str(reference))
+    return open_adapter(resolve_source(reference.path, reference.revision), str(reference))
 
 
 def _parsed(text: str) -> ModelReference:

@@ -24,8 +24,9 @@ from raymerge.checkpoints.adapters import (
 )
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
-from raymerge.errors import Problem, TargetError
+from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.lora.matrices import PIECE_NBYTES, Factors
+from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.local import LocalStore
 
 _SPOOL = "spool"
@@ -205,6 +206,20 @@ def _ends(module: str) -> Iterable[str]:
     """Every shorter end of a module's path."""
     path = module.split(".")
     return (".".join(path[start:]) for start in range(1, len(path)))
+
+
+def output_directory(output: str | Path) -> Path:
+    """The directory that a user means.
+
+    Raises:
+        OptionError: it is an address elsewhere: adapters are written to directories.
+    """
+    if is_remote(str(output)):
+        what = "an adapter is written to a directory of this machine."
+        raise OptionError(
+            Problem(shown(str(output)), what, "Give a directory as -o, and copy it from there.")
+        )
+    return Path(parse_place(str(output)).text)
 
 
 def _check_target(output: Path) -> None:

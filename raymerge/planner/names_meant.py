@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymerge.documents.suggest import closest
 from raymerge.methods import Method
 from raymerge.planner.spans import Parameters
 from raymerge.recipes import ModelEntry, Recipe
-from raymerge.recipes.suggest import closest
 
 
 def with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:

@@ -21,6 +21,7 @@ from raymerge.planner.plan import Plan, make_plan
 from raymerge.planner.sources import Opener, Source, open_sources, opener_of
 from raymerge.planner.stages import Stage
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, did_you_mean, references
+from raymerge.storage.resolve import USUAL, Lookup
 
 _LENGTH_NBYTES = 8
 """Bytes of a file before the JSON of its header."""
@@ -55,7 +56,7 @@ def plan_merges(
     *,
     version: str,
     opener: Opener | None = None,
-    offline: bool = False,
+    lookup: Lookup = USUAL,
 ) -> tuple[PlannedMerge, ...]:
     """Plan recipes of which later ones may use the results of earlier ones by their names.
 
@@ -66,13 +67,13 @@ def plan_merges(
         root: directory that the results which others use will be in, each by its name.
         version: raymerge's version, kept in the manifests.
         opener: how models are opened that are no results; None for each recipe's own way.
-        offline: whether adapters are looked for in the Hub's cache alone.
+        lookup: how adapters are found, and models too where the opener is a recipe's own.
 
     Raises:
         PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
             the problems of all merges that could be looked at.
     """
-    planner = _Planner(recipes, root, version, opener, offline=offline)
+    planner = _Planner(recipes, root, version, opener, lookup)
     merges: list[PlannedMerge] = []
     problems: list[Problem] = []
     for recipe in recipes:
@@ -134,13 +135,12 @@ class _Planner:
         root: Path,
         version: str,
         opener: Opener | None,
-        *,
-        offline: bool,
+        lookup: Lookup,
     ) -> None:
         self._root = root
         self._version = version
         self._opener = opener
-        self._offline = offline
+        self._lookup = lookup
         self._names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
         self._is_alone = len(recipes) == 1
         self._made: dict[str, PlannedMerge] = {}
@@ -172,7 +172,7 @@ class _Planner:
         refused = [] if self._is_alone else list(_foreign(recipe, self._names))
         if refused:
             raise PlanError(refused)
-        sources = open_sources(recipe, opener=self._opener_for(recipe), offline=self._offline)
+        sources = open_sources(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
         unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
         made_by = tuple(self._made[name].plan.digest for name in unwritten)
         stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
@@ -198,7 +198,7 @@ class _Planner:
 
     def _opener_for(self, recipe: AnyRecipe) -> Opener:
         """How a recipe's models are opened: results as they will be, others as they are."""
-        opener = self._opener or opener_of(recipe)
+        opener = self._opener or opener_of(recipe, self._lookup)
 
         def open_one(reference: ModelReference) -> Checkpoint:
             merge = self._made.get(reference.path)

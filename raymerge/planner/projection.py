@@ -53,6 +53,15 @@ class Projection:
     """The method that makes it."""
     shared: int = 0
     """Bytes of the budget that are no lane's: for writing what goes to several places."""
+    beside: int = 0
+    """Bytes that each lane takes besides its share of the budget, for what it asks of servers."""
+    apart: int = 0
+    """Bytes that a worker takes besides its lanes, to ask servers anything."""
+
+    @property
+    def whole_peak(self) -> int:
+        """Bytes that a worker will use at most, with what goes to servers and comes from them."""
+        return self.peak + self.lanes * self.beside + self.apart
 
     def shortage(self, option: str = "--memory") -> Problem | None:
         """What there is to say if the budget is too small for the plan.
@@ -65,7 +74,9 @@ class Projection:
         what = f"{self.least_tensor} with {self.least_method}"
         if self.least_budget <= SMALLEST_BUDGET:
             what = "any merge"
-        return too_little_memory(option, self.budget, self.least_budget, what)
+        whole = self.budget + self.lanes * self.beside + self.apart
+        least = self.least_budget + self.beside + self.apart
+        return too_little_memory(option, whole, least, what)
 
     @property
     def lane(self) -> Lane:

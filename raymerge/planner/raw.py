@@ -10,6 +10,7 @@ from raymerge.checkpoints.source import Checkpoint, open_tensor_file
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.pickled import conversion_command, read_pickled
 from raymerge.recipes import AnyRecipe, ModelReference, references
+from raymerge.storage.addresses import as_path, is_remote, shown
 
 _ENDING = ".safetensors"
 _NEEDS_CONFIG = {
@@ -24,24 +25,29 @@ _NEEDS_CONFIG = {
 
 
 def names_file(reference: ModelReference) -> bool:
-    """Whether a reference names a file on this machine and no directory."""
-    return os.path.isfile(os.path.expanduser(reference.path))
+    """Whether a reference names a file and no directory; elsewhere than on this machine, by its ending."""
+    if is_remote(reference.path):
+        return shown(reference.path).endswith((_ENDING, *PICKLE_ENDINGS))
+    return os.path.isfile(os.path.expanduser(as_path(reference.path)))
 
 
-def open_raw(reference: ModelReference, *, pickled: bool) -> Checkpoint:
-    """Open the file of tensors that a reference names.
+def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> Checkpoint:
+    """Open a file of tensors.
 
     Args:
-        reference: names a file.
+        place: the file: a path, or an address with its options.
+        name: what the recipe calls it.
+        revision: what is asked for, of which a file has none.
         pickled: whether it may be a pickled one.
 
     Raises:
         CheckpointError: it is broken, or of a kind that is not read.
     """
-    path = os.path.expanduser(reference.path)
+    place = os.path.expanduser(as_path(place))
+    path = shown(place)
     is_pickle = path.endswith(PICKLE_ENDINGS)
-    if reference.revision is not None:
-        what = f"revision {reference.revision!r} is asked for, but this is a local file, which has none."
+    if revision is not None:
+        what = f"revision {revision!r} is asked for, but this is a file, which has none."
         raise CheckpointError(Problem(path, what, "Take the revision out."))
     if not is_pickle and not path.endswith(_ENDING):
         what = "is a file, and its name does not end in .safetensors."
@@ -50,7 +56,7 @@ def open_raw(reference: ModelReference, *, pickled: bool) -> Checkpoint:
         what = "is a pickled file; raymerge reads safetensors only, for a pickle can run code."
         remedy = "If you trust it, write 'pickled_weights: read' in the recipe, or convert it: "
         raise CheckpointError(Problem(path, what, remedy + conversion_command(path)))
-    return open_tensor_file(path, str(reference), read_pickle=read_pickled if is_pickle else None)
+    return open_tensor_file(place, name, read_pickle=read_pickled if is_pickle else None)
 
 
 def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:

@@ -22,7 +22,8 @@ from raymerge.planner.collector import collector_paused
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
-from raymerge.storage.hub import resolve_model
+from raymerge.storage.addresses import is_remote
+from raymerge.storage.resolve import USUAL, Lookup, resolve_source
 
 if TYPE_CHECKING:
     from raymerge.planner.stages import Prepared
@@ -123,33 +124,40 @@ def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
     return (*models, *adapters, *(each for source in sources for each in source.prepared))
 
 
+def reads_far(sources: Sequence[Source]) -> bool:
+    """Whether a plan over these sources reads from servers."""
+    return any(is_remote(each.root) for each in holdings(sources))
+
+
 Opener = Callable[[ModelReference], Checkpoint]
 
 
-def open_reference(reference: ModelReference, *, pickled: bool = False, offline: bool = False) -> Checkpoint:
+def open_reference(reference: ModelReference, *, pickled: bool = False, lookup: Lookup = USUAL) -> Checkpoint:
     """Open the model that a reference names, without its adapter.
 
     Args:
-        reference: a local directory, a Hub repository, or a local file of tensors.
+        reference: a local directory, a Hub repository, a local file of tensors, or an address.
         pickled: whether weights may be read that are pickled.
-        offline: whether a Hub repository is looked for in the Hub's cache alone.
+        lookup: how it is found.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
     """
-    if names_file(reference):
-        return open_raw(reference, pickled=pickled)
-    root = resolve_model(reference.path, reference.revision, pickled=pickled, offline=offline)
+    if names_file(reference) and not is_remote(reference.path):
+        return open_raw(reference.path, str(reference), revision=reference.revision, pickled=pickled)
+    root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
+    if is_remote(root) and names_file(ModelReference(root)):
+        return open_raw(root, str(reference), revision=None, pickled=pickled)
     return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
-def opener_of(recipe: AnyRecipe) -> Opener:
+def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
     """How a recipe has its models opened."""
-    return partial(open_reference, pickled=recipe.pickled_weights == "read")
+    return partial(open_reference, pickled=recipe.pickled_weights == "read", lookup=lookup)
 
 
 def open_sources(
-    recipe: AnyRecipe, *, opener: Opener | None = None, offline: bool = False
+    recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL
 ) -> tuple[Source, ...]:
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
@@ -158,21 +166,21 @@ def open_sources(
     Args:
         recipe: what is asked.
         opener: how models are opened; None for the recipe's own way.
-        offline: whether adapters are looked for in the Hub's cache alone; of models, the opener decides.
+        lookup: how adapters are found, and models too where the opener is the recipe's own.
 
     Raises:
         PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
             problem names the model and its place.
     """
     with collector_paused():
-        sources, problems = _opened(recipe, opener or opener_of(recipe), offline=offline)
+        sources, problems = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
     problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
     if problems:
         raise PlanError(problems)
     return tuple(sources)
 
 
-def _opened(recipe: AnyRecipe, opener: Opener, *, offline: bool) -> tuple[list[Source], list[Problem]]:
+def _opened(recipe: AnyRecipe, opener: Opener, lookup: Lookup) -> tuple[list[Source], list[Problem]]:
     """The models that can be opened, and what is wrong with the others."""
     sources: list[Source] = []
     problems: list[Problem] = []
@@ -183,7 +191,7 @@ def _opened(recipe: AnyRecipe, opener: Opener, *, offline: bool) -> tuple[list[S
             continue
         opened[reference] = len(sources)
         try:
-            sources.append(_open(len(sources), reference, opener, offline=offline))
+            sources.append(_open(len(sources), reference, opener, lookup))
         except UserError as error:
             problems.extend(_placed(problem, recipe.where(*path)) for problem in error.problems)
     return sources, problems
@@ -194,7 +202,7 @@ def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
-def _open(index: int, reference: ModelReference, opener: Opener, *, offline: bool) -> Source:
+def _open(index: int, reference: ModelReference, opener: Opener, lookup: Lookup) -> Source:
     checkpoint = opener(reference)
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
@@ -203,7 +211,7 @@ def _open(index: int, reference: ModelReference, opener: Opener, *, offline: boo
         index=index,
         reference=reference,
         checkpoint=checkpoint,
-        adapter=_open_adapter(reference, offline=offline),
+        adapter=_open_adapter(reference, lookup),
         rules=rules,
         stacks=stacks(checkpoint.tensors, checkpoint.config),
         pair=pair,
@@ -211,10 +219,10 @@ def _open(index: int, reference: ModelReference, opener: Opener, *, offline: boo
     )
 
 
-def _open_adapter(reference: ModelReference, *, offline: bool) -> Adapter | None:
+def _open_adapter(reference: ModelReference, lookup: Lookup) -> Adapter | None:
     if reference.lora_path is None:
         return None
-    root = resolve_model(reference.lora_path, reference.lora_revision, offline=offline)
+    root = resolve_source(reference.lora_path, reference.lora_revision, lookup=lookup)
     revision = f"@{reference.lora_revision}" if reference.lora_revision else ""
     return open_adapter(root, f"{reference.lora_path}{revision}")
 

@@ -1,5 +1,6 @@
 """What the user wrote: recipes, read and checked, with the place of every value."""
 
+from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.conversion import conversion_recipe
 from raymerge.recipes.expert_change import AddedExpert, ExpertChange
@@ -22,7 +23,6 @@ from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.schema import ModelEntry, ModuleEntry, OutputSlice, Recipe, SliceSource
 from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
 from raymerge.recipes.settings import Choice, Conditional, Gradient, Scalar, Setting, evaluate
-from raymerge.recipes.suggest import did_you_mean
 from raymerge.recipes.tokenizer import TokenEntry, Tokenizer, TokenRow, ZeroRow
 
 __all__ = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from raymerge.recipes.entry import Entry, by
-from raymerge.recipes.faults import Fault, FaultError
-from raymerge.recipes.readers import between, choice_of, read_number
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError
+from raymerge.documents.readers import between, choice_of, read_number
+from raymerge.recipes.entry import Entry
 
 
 def _energy(value: object) -> float:

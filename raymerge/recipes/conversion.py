@@ -6,16 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raymerge.documents.faults import Fault, FaultError, Path
+from raymerge.documents.locate import Places
+from raymerge.documents.readers import choice_of
+from raymerge.documents.suggest import did_you_mean
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.faults import Fault, FaultError, Path
 from raymerge.recipes.load import recipe_from_mapping
-from raymerge.recipes.locate import Places
 from raymerge.recipes.order import AnyRecipe
 from raymerge.recipes.out_format import OUT_FORMATS
-from raymerge.recipes.readers import choice_of
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.selector import ROLE_NAMES
-from raymerge.recipes.suggest import did_you_mean
 
 _NAME = "convert"
 _PLACE = "--to"

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
     PlainSerializer,
     PlainValidator,
     PrivateAttr,
-    ValidationError,
     ValidationInfo,
-    model_validator,
 )
 
+from raymerge.documents.entry import MapEntry, by
+from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.locate import Places
+from raymerge.documents.readers import read_integer, read_text
+from raymerge.documents.suggest import did_you_mean
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
-from raymerge.recipes.faults import Fault, FaultError, faults_of, kind, show
-from raymerge.recipes.locate import Places
-from raymerge.recipes.readers import read_integer, read_text
 from raymerge.recipes.reference import (
     Exists,
     ModelReference,
@@ -31,7 +28,6 @@ from raymerge.recipes.reference import (
     read_reference,
 )
 from raymerge.recipes.settings import Setting, plain_setting, read_setting
-from raymerge.recipes.suggest import closest, did_you_mean
 from raymerge.units import parse_size
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
@@ -52,51 +48,15 @@ class Reading:
     """Whether a text is a local directory."""
 
 
-class Entry(BaseModel):
-    """A map in a recipe. Frozen; a key that is not a field is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    shape: ClassVar[str] = "a map of keys to values"
-    """How such a map is written, for one who wrote something else."""
-    advice: ClassVar[Mapping[str, str]] = {}
-    """Keys that are no fields but are met in the wild, and what to do about each."""
+class Entry(MapEntry):
+    """A map in a recipe."""
 
     @classmethod
-    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Faults that lie between keys. ``data`` is as the user wrote it: nothing in it is checked yet."""
-        del data
-        return ()
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _collect(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if isinstance(data, cls):
-            return data
-        if not isinstance(data, Mapping):
-            what = f"{show(data)} is {kind(data)} where a map belongs."
-            raise FaultError(Fault((), what, f"Write {cls.shape}."))
-        faults = [cls._unknown(str(key)) for key in data if key not in cls.model_fields]
-        faults += cls.rules(data)
-        given = {key: data[key] for key in data if key in cls.model_fields and data[key] is not None}
-        try:
-            entry = handler(given)
-        except ValidationError as error:
-            raise FaultError([*faults, *faults_of(error)]) from None
-        if faults:
-            raise FaultError(faults)
-        return entry
-
-    @classmethod
-    def _unknown(cls, key: str) -> Fault:
-        known = tuple(cls.model_fields)
-        match = closest(key, (*known, *cls.advice))
-        what = f"unknown key '{key}'."
-        if match is None:
-            hint = "A parameter of the method goes below 'parameters'. " if "parameters" in known else ""
-            return Fault((key,), what, f"{hint}Keys known here: {', '.join(known)}.")
-        guess = "" if match == key else did_you_mean(key, (match,))
-        return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip())
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Those who look for a parameter of the method among the fields are told where it goes."""
+        super().__pydantic_init_subclass__(**kwargs)
+        if "parameters" in cls.model_fields:
+            cls.hint = "A parameter of the method goes below 'parameters'. "
 
 
 def _name(value: object) -> str:
@@ -183,11 +143,6 @@ def _shard_size(value: object) -> int:
             Fault((), f"'{value}' means {size} bytes.", f"Write '{value.rstrip('Bb ')}GB' or so.")
         )
     return size
-
-
-def by(reader: Callable[[object], Any]) -> PlainValidator:
-    """Read a field by ``reader`` alone, without pydantic's own coercions."""
-    return PlainValidator(reader)
 
 
 def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | ModelReference]:

@@ -8,7 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainSerializer
 
-from raymerge.recipes.entry import Entry, Reference, Text, by
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError, kind, show
+from raymerge.documents.readers import between
+from raymerge.documents.suggest import did_you_mean
+from raymerge.recipes.entry import Entry, Reference, Text
 from raymerge.recipes.expert_ids import (
     ExpertGroups,
     ExpertIds,
@@ -19,9 +23,6 @@ from raymerge.recipes.expert_ids import (
     read_ids,
     read_per_layer,
 )
-from raymerge.recipes.faults import Fault, FaultError, kind, show
-from raymerge.recipes.readers import between
-from raymerge.recipes.suggest import did_you_mean
 
 _CHANGES = ("keep", "drop", "merge", "add", "dense")
 _MIXTURES = ("mean", "concatenated")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.recipes.readers import read_integer
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
+from raymerge.documents.readers import read_integer
 
 ExpertIds: TypeAlias = tuple[int, ...]
 """Numbers of experts, from 0."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from raymerge.documents.faults import Fault, FaultError, faults_of, kind
+from raymerge.documents.locate import Part, Places, read_document, split_documents, spot
+from raymerge.documents.secrets import check_text, secrets_in
+from raymerge.documents.text import check_length, read_file
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import Reading
 from raymerge.recipes.expert_set import ExpertSetRecipe
-from raymerge.recipes.faults import Fault, FaultError, faults_of, kind
-from raymerge.recipes.locate import Part, Places, read_document, split_documents, spot
+from raymerge.recipes.genre import RECIPE
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, order_problems
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
-from raymerge.recipes.secrets import check_text, secrets_in
-
-MAX_TEXT_BYTES = 4 * 2**20
-"""Bytes of a recipe's text."""
 
 _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 """Fields that say so of themselves."""
@@ -45,7 +43,7 @@ def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir)
             or it holds several recipes.
     """
     name = os.fspath(path)
-    return parse_recipe(_decode(_read(name), name), name, exists=exists)
+    return parse_recipe(read_file(name, RECIPE), name, exists=exists)
 
 
 def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> tuple[AnyRecipe, ...]:
@@ -59,7 +57,7 @@ def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir
         RecipeError: all that is wrong with each of them and between them.
     """
     name = os.fspath(path)
-    return parse_recipes(_decode(_read(name), name), name, exists=exists)
+    return parse_recipes(read_file(name, RECIPE), name, exists=exists)
 
 
 def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> AnyRecipe:
@@ -119,10 +117,9 @@ def canonical(recipe: AnyRecipe) -> str:
 
 
 def _split(text: str, name: str) -> tuple[Part, ...]:
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _too_large(name)
-    check_text(text, name)
-    return split_documents(text, name)
+    check_length(text, name, RECIPE)
+    check_text(text, name, RECIPE)
+    return split_documents(text, name, RECIPE)
 
 
 def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRecipe, ...]:
@@ -130,7 +127,7 @@ def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRe
     problems: list[Problem] = []
     for part in parts:
         try:
-            document = read_document(part, name)
+            document = read_document(part, name, RECIPE)
             reading = Reading(document.places, part.text, exists)
             recipes.append(_validate(document.data, reading, list(document.faults)))
         except RecipeError as error:
@@ -142,7 +139,7 @@ def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRe
 
 
 def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> AnyRecipe:
-    if secret := list(secrets_in(data)):
+    if secret := list(secrets_in(data, RECIPE)):
         # Alone, for messages on the same values would repeat them.
         raise RecipeError(reading.places.problems(secret))
     try:
@@ -171,32 +168,3 @@ def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[Expe
     if "experts" not in data:
         return Recipe
     raise FaultError(Fault(("experts",), f"'experts' is {kind(experts)}.", _EXPERTS_FORMS))
-
-
-def _read(name: str) -> bytes:
-    try:
-        with Path(name).open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-    except FileNotFoundError:
-        raise RecipeError(Problem(name, "there is no such file.", "Check the path of the recipe.")) from None
-    except OSError as error:
-        reason = f"the recipe cannot be read ({error.strerror})."
-        raise RecipeError(Problem(name, reason, "Give the path of a readable YAML file.")) from error
-    if len(content) > MAX_TEXT_BYTES:
-        raise _too_large(name)
-    return content
-
-
-def _decode(content: bytes, name: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = content[: error.start]
-        mark = (before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
-        what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
-        raise RecipeError(Problem(spot(name, mark), what, "Save the recipe as UTF-8.")) from None
-
-
-def _too_large(name: str) -> RecipeError:
-    what = f"the recipe has more than {MAX_TEXT_BYTES} bytes."
-    return RecipeError(Problem(name, what, "Give the recipe, not a file of weights."))

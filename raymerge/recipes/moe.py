@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError
+from raymerge.documents.readers import between, choice_of, read_integer, read_positive, read_switch
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
@@ -14,11 +17,8 @@ from raymerge.recipes.entry import (
     Reference,
     ShardSize,
     Text,
-    by,
 )
-from raymerge.recipes.faults import Fault, FaultError
 from raymerge.recipes.moe_expert import Expert, GateMode, enough_experts, routed_faults, shared_faults
-from raymerge.recipes.readers import between, choice_of, read_integer, read_positive, read_switch
 from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, ModelEntry, PickledWeights, Seed
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from raymerge.recipes.entry import Entry, Reference, Text, by
-from raymerge.recipes.faults import Fault, FaultError, show
-from raymerge.recipes.readers import between, read_fraction, read_integer, read_number
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.readers import between, read_fraction, read_integer, read_number
+from raymerge.recipes.entry import Entry, Reference, Text
 
 GateMode = Literal[
     "hidden",

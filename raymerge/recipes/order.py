@@ -9,9 +9,9 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
+from raymerge.documents.faults import Path
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.expert_set import ExpertSetRecipe
-from raymerge.recipes.faults import Path
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.reference import Exists, ModelReference
 from raymerge.recipes.rule import MethodRule

@@ -8,10 +8,10 @@ from typing import Annotated, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator
 
-from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.recipes.readers import choice_of
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
+from raymerge.documents.readers import choice_of
+from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
-from raymerge.recipes.suggest import did_you_mean
 
 OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
 """``same``: as the checkpoint has it that the output's names come from; ``bf16``: plain numbers."""

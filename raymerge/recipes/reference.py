@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raymerge.recipes.faults import Fault, FaultError, attempt, kind, show
-from raymerge.recipes.readers import read_text
-from raymerge.recipes.suggest import did_you_mean
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, show
+from raymerge.documents.readers import read_text
+from raymerge.documents.suggest import did_you_mean
+from raymerge.storage.addresses import is_object_place, shown
 
 Exists = Callable[[str], bool]
 """Whether a text is the path of a directory on this machine."""
@@ -78,9 +79,9 @@ def read_reference(value: object, exists: Exists = never_exists) -> ModelReferen
     if isinstance(value, ModelReference):
         return value
     if isinstance(value, str):
-        return parse_reference(read_text(value), exists=exists)
+        return _without_options(parse_reference(read_text(value), exists=exists))
     if isinstance(value, Mapping):
-        return _read_map(value, exists)
+        return _without_options(_read_map(value, exists))
     raise FaultError(
         Fault((), f"{show(value)} is {kind(value)}; expected a model.", f"{_FORMS} Quote a number.")
     )
@@ -96,6 +97,18 @@ def plain_reference(reference: ModelReference) -> object:
     if reference.override_architecture is not None:
         parts["override_architecture"] = reference.override_architecture
     return parts
+
+
+def _without_options(reference: ModelReference) -> ModelReference:
+    """The reference, if its addresses say no more than a place: whom to ask with which credentials is for the
+    user of a recipe to say, who need not be its author.
+    """
+    for path in (reference.path, reference.lora_path or ""):
+        if is_object_place(path) and "?" in path:
+            what = f"'{shown(path)}' has options behind it ('?')."
+            remedy = "Write the place alone. Its server and region belong to storage: in a profile."
+            raise FaultError(Fault((), what, remedy))
+    return reference
 
 
 def _join(path: str, revision: str | None) -> str:

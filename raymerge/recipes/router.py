@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator
 
-from raymerge.recipes.entry import Entry, by, plain_word_or_reference, word_or_reference
-from raymerge.recipes.faults import Fault, FaultError, show
-from raymerge.recipes.readers import read_switch
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.readers import read_switch
+from raymerge.documents.suggest import did_you_mean
+from raymerge.recipes.entry import Entry, plain_word_or_reference, word_or_reference
 from raymerge.recipes.reference import ModelReference
-from raymerge.recipes.suggest import did_you_mean
 
 RouterSource: TypeAlias = Annotated[
     Literal["merge", "base"] | ModelReference,

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainSerializer
 
-from raymerge.recipes.entry import Entry, Parameters, Reference, Text, by
-from raymerge.recipes.faults import Fault
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault
+from raymerge.recipes.entry import Entry, Parameters, Reference, Text
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, plain_layers, read_layers, read_roles
 
 _CHANGES = ("merge_method", "sources", "parameters")

@@ -7,6 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainSerializer, ValidationInfo, field_validator
 
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.readers import between, choice_of, read_positive
 from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
@@ -17,11 +20,8 @@ from raymerge.recipes.entry import (
     Reference,
     ShardSize,
     Text,
-    by,
 )
-from raymerge.recipes.faults import Fault, FaultError, show
 from raymerge.recipes.out_format import OutFormat
-from raymerge.recipes.readers import between, choice_of, read_positive
 from raymerge.recipes.router import Alignment, RouterSource
 from raymerge.recipes.rule import MethodRule
 from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource

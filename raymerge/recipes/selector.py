@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.recipes.readers import choice_of, read_integer, read_text
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
+from raymerge.documents.readers import choice_of, read_integer, read_text
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
 """The keys that make a selector, wherever one is written."""

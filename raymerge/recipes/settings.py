@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from raymerge.recipes.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.recipes.readers import read_number
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
+from raymerge.documents.readers import read_number
+from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
-from raymerge.recipes.suggest import did_you_mean
 
 _CHOICE_KEYS = (*SELECTOR_KEYS, "value")
 _FORMS = "Write a number, a list of numbers, or a list of {filter: TEXT, value: NUMBER}."

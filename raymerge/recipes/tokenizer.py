@@ -7,17 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
+from raymerge.documents.entry import by
+from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.readers import between, read_switch
 from raymerge.recipes.entry import (
     Entry,
     Reference,
     Text,
-    by,
     plain_word_or_reference,
     reading_of,
     word_or_reference,
 )
-from raymerge.recipes.faults import Fault, FaultError, show
-from raymerge.recipes.readers import between, read_switch
 from raymerge.recipes.reference import ModelReference, plain_reference, read_reference
 
 _KINDS = ("zero", "model_token")

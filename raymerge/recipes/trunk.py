@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from raymerge.documents.faults import Path
+from raymerge.documents.locate import Places
 from raymerge.recipes.entry import Parameters, Reading
-from raymerge.recipes.faults import Path
-from raymerge.recipes.locate import Places
 from raymerge.recipes.moe import MoeRecipe, Trunk
 from raymerge.recipes.schema import ModelEntry, Recipe
 

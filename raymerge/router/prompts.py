@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.sections import config_int
+from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import ExpertPrompts, GateSpec
+from raymerge.storage.fetched import fetched
 
 MOST_TOKENS = 512
 """Tokens of one piece of a prompt file, the one that begins it included."""
@@ -128,9 +130,8 @@ def _load_tokenizer(base: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            base.checkpoint.root, local_files_only=True, trust_remote_code=False
-        )
+        with fetched(base.checkpoint.root, (*base.checkpoint.companions, CONFIG_FILE)) as directory:
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on the class, the files and the libraries installed
         reason = " ".join(str(error).split())[:160]
         what = f"transformers cannot load its tokenizer, which the prompts need ({reason})."

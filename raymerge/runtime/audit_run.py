@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +24,9 @@ from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.staging import RECORD
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.fetched import fetched
+from raymerge.storage.open import open_store
 from raymerge.units import format_size
 from raymerge.verifier.audit import Commission, Sampling
 from raymerge.verifier.findings import AuditVerdict, Findings, audit_verdict
@@ -60,22 +66,26 @@ class AuditOptions:
 class Audit:
     """An audit of one checkpoint, prepared."""
 
-    def __init__(self, output: Path, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent) -> None:
+    def __init__(
+        self, output: Path | str, wanted: AuditOptions, options: RunOptions, *, on_event: OnEvent
+    ) -> None:
         """
         Args:
-            output: the checkpoint.
+            output: the checkpoint: a directory, or another place with its options.
             wanted: what of it.
             options: how to run.
             on_event: receives progress.
 
         Raises:
             OptionError: the memory that workers were promised is not there.
+            CheckpointError: the place cannot be read.
         """
         self._began = time.monotonic()
-        self._name, self._output = str(output), output.absolute()
+        self._name, self._place = shown(str(output)), str(output)
         self._wanted, self._options, self._on_event = wanted, options, on_event
         check_free(options)
         self._structure = verify_structure(output)
+        self._output = self._recorded()
         self._problems = list(self._structure.problems)
         self._plan = None if self._problems else self._saved_plan()
 
@@ -112,6 +122,18 @@ class Audit:
             seconds=time.monotonic() - self._began,
         )
 
+    def _recorded(self) -> Path:
+        """A directory with the checkpoint's record: itself, or a copy of what there is elsewhere."""
+        if not is_remote(self._place):
+            return Path(self._place).absolute()
+        here = Path(tempfile.mkdtemp(prefix="raymerge-record-"))
+        weakref.finalize(self, shutil.rmtree, here, ignore_errors=True)
+        with open_store(self._place) as store:
+            keys = [each.key for each in store.files() if each.key.startswith(f"{RECORD}/")]
+        with fetched(self._place, keys) as found:
+            shutil.copytree(found, here, dirs_exist_ok=True)
+        return here
+
     def _saved_plan(self) -> Plan | None:
         """The plan that the checkpoint was made by; None, with a problem, where there is none."""
         record = self._output / RECORD_PLAN
@@ -142,7 +164,8 @@ class Audit:
             room=max(1, budget // slots - _FIXED),
             most=self._wanted.most,
         )
-        return AuditWork(commission, self._output, tuple(located.roots), tuple(located.files), slots)
+        place = self._place if is_remote(self._place) else str(self._output)
+        return AuditWork(commission, place, tuple(located.roots), tuple(located.files), slots)
 
     def _audited(self, plan: Plan, work: AuditWork, pool: Pool) -> Findings:
         costs = plan["segments"].column("cost").to_pylist()

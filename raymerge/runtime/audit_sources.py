@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.checkpoints.header import read_header
+from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.plan import Plan
-from raymerge.recipes import parse_reference
-from raymerge.recipes.faults import FaultError
+from raymerge.planner.raw import names_file
+from raymerge.recipes import ModelReference, parse_reference
 from raymerge.runtime.chain import steps_directory
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.record import STORY
 from raymerge.runtime.stage_results import stage_record
 from raymerge.runtime.staging import RECORD
-from raymerge.storage.hub import resolve_model
+from raymerge.storage.addresses import is_remote, parent_and_name
 from raymerge.storage.open import open_store
+from raymerge.storage.resolve import Lookup, resolve_source
 from raymerge.verifier.structure import RECORD_PLAN
 
 _NOT_KEPT = "it is made of what a stage or another merge made, which was not kept (--keep-intermediates)"
@@ -121,10 +123,12 @@ def _root(name: str, given: Mapping[str, str], places: Mapping[str, str]) -> str
         if path is None:
             continue
         expanded = os.path.expanduser(str(path))
-        if os.path.isfile(expanded):
-            return str(Path(expanded).parent)
+        # Servers are asked for what the user names, and not for what a record says.
+        is_asked = name in given and is_remote(expanded)
+        if names_file(ModelReference(expanded)) and (is_asked or not is_remote(expanded)):
+            return parent_and_name(expanded)[0]
         try:
-            return str(resolve_model(expanded, revision, offline=True))
+            return resolve_source(expanded, revision, lookup=Lookup(offline=not is_asked))
         except CheckpointError:
             continue
     return None
@@ -133,9 +137,11 @@ def _root(name: str, given: Mapping[str, str], places: Mapping[str, str]) -> str
 def _files(number: int, root: str, entry: Mapping[str, Any]) -> list[SourceFile]:
     """The files of a source that are there."""
     with open_store(root) as store:
-        infos = [store.info(key) for key, _, _ in entry["files"]]
+        infos = store.infos([key for key, _, _ in entry["files"]])
     return [
-        SourceFile(number, root, each.key, each.nbytes, each.version) for each in infos if each is not None
+        SourceFile(number, root, each.key, each.nbytes, each.version)
+        for each in infos.values()
+        if each is not None
     ]
 
 

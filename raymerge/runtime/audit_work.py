@@ -13,6 +13,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.planner.files_read import files_read
 from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import Runner
+from raymerge.storage.addresses import is_remote
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.audit import Auditor, Commission
@@ -24,8 +25,8 @@ class AuditWork:
 
     commission: Commission
     """What is audited, and how."""
-    output: Path
-    """The output's directory, reachable from every worker."""
+    output: str
+    """The output's place, reachable from every worker."""
     roots: tuple[str, ...]
     """Directory of each source."""
     files: tuple[SourceFile, ...]
@@ -39,9 +40,9 @@ class AuditWork:
         return "segment"
 
     @property
-    def place(self) -> Path:
-        """The output."""
-        return self.output
+    def place(self) -> Path | None:
+        """The output's directory; None where it is in no file system."""
+        return None if is_remote(self.output) else Path(self.output)
 
     def reads(self) -> tuple[frozenset[int], ...]:
         """Of every segment, the files that it reads."""
@@ -58,7 +59,7 @@ class AuditWork:
     def open(self, device: torch.device, name: str) -> Runner:  # noqa: ARG002 - float64 is for processors
         """What audits segments."""
         sources = [open_store(root) for root in self.roots]
-        output = open_store(str(self.output))
+        output = open_store(self.output)
         return _AuditRunner(Auditor(self.commission, sources, output), (*sources, output), name)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from raymerge.errors import OptionError, Problem
+from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.planner.projection import SMALLEST_BUDGET, Projection, project, too_little_memory
 from raymerge.planner.tables import Plan
 from raymerge.runtime.control_groups import memory_rooms
@@ -20,24 +22,52 @@ _CLUSTER_BUDGET = 1 << 30
 """Budget on a running cluster: what is free on this machine says nothing about its workers."""
 
 
-def fit_budget(plan: Plan, options: RunOptions) -> Projection:
+def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool = False) -> Projection:
     """The memory projection of a plan under the options' budget.
 
     Where the user does not say, a plan that needs more than is usual gets it, if this machine has it.
+
+    Args:
+        plan: what is to be made.
+        options: how to run.
+        beside: bytes that each lane takes to upload what it makes.
+        is_far: whether sources are read from servers.
 
     Raises:
         OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
     """
     free, lanes = free_memory(), most_lanes(options)
-    projection = project(plan, options.memory or usual_budget(options, free), lanes=lanes)
+    if beside:
+        # A shard is uploaded by one lane.
+        lanes = max(1, min(lanes, plan["shards"].num_rows))
+    each, apart = (beside + FAR_LANE_BYTES, FAR_BYTES) if is_far else (beside, 0)
+    budget = options.memory or usual_budget(options, free)
+    projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
     if options.memory is None:
-        spared = _spared(options, free, projection.least_budget, workers=num_workers(options))
-        if spared > projection.budget:
-            projection = project(plan, spared, lanes=lanes)
+        least = projection.least_budget + each + apart
+        spared = _spared(options, free, least, workers=num_workers(options))
+        if spared > budget:
+            projection = _projected(plan, spared, lanes=lanes, beside=each, apart=apart)
     shortage = projection.shortage()
     if shortage is not None:
         raise OptionError(shortage)
     return projection
+
+
+def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) -> Projection:
+    """The projection with as many lanes as the budget holds, each with what it takes for servers."""
+    if not beside:
+        return project(plan, budget, lanes=lanes)
+    wanted = lanes
+    while True:
+        found = project(plan, max(1, budget - apart - wanted * beside), lanes=wanted)
+        found = replace(found, beside=beside, apart=apart)
+        if wanted > 1 and found.shortage() is not None:
+            wanted -= 1
+        elif found.lanes < wanted:
+            wanted = found.lanes
+        else:
+            return found
 
 
 def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:

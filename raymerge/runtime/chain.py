@@ -25,10 +25,13 @@ from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Stage
 from raymerge.recipes import Recipe
+from raymerge.runtime.commits import forget_commits, keep_commits
 from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
+from raymerge.runtime.journal import Journal
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
+from raymerge.runtime.output_place import check_steps, stop_request_of
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.prepared import awaits_results, over_results, with_stage_results
 from raymerge.runtime.room import disk_nbytes
@@ -38,6 +41,8 @@ from raymerge.runtime.stage_run import StageRun, is_stage_made
 from raymerge.runtime.stage_work import StageWork, work_of
 from raymerge.runtime.staging import RECORD, Staging, check_room, is_untouched
 from raymerge.runtime.versions import file_versions
+from raymerge.storage.addresses import is_remote
+from raymerge.storage.fetched import fetched
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
 Works = Callable[[Stage], StageWork]
@@ -50,21 +55,23 @@ class Chain:
     def __init__(
         self,
         merges: Sequence[PlannedMerge],
-        output: Path,
+        output: Path | str,
         options: RunOptions,
         *,
         on_event: OnEvent,
         began: float | None = None,
         works: Works = work_of,
+        journal: Journal | None = None,
     ) -> None:
         """
         Args:
             merges: at least one, planned with ``steps_directory(output)`` as the place of results.
-            output: directory of the new checkpoint.
+            output: directory of the new checkpoint, or a place in an object store with its options.
             options: how to run.
             on_event: receives progress, as in ``Run``.
             began: ``time.monotonic()`` when the user's command began; None for now.
             works: what carries each stage out.
+            journal: opened with the record of the output; None for none.
 
         Raises:
             PlanError: something stands in the last plan's way, or in a stage's.
@@ -78,8 +85,11 @@ class Chain:
         self._on_event = on_event
         self._began = began
         self._works = works
+        self._journal = journal
+        self._stop_request = stop_request_of(output, options)
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
         self._known: dict[str, StageWork] = {}
+        check_steps(output, num_merges=len(self._merges), num_stages=len(self._stages))
         self._runs = self._possible_runs()
 
     @property
@@ -104,7 +114,7 @@ class Chain:
             run.check()
         if self._stages:
             wanted = disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
-            check_room(self._output.parent, wanted, what="the output, with what is made before it,")
+            check_room(self._root.parent, wanted, what="the output, with what is made before it,")
 
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
@@ -119,11 +129,13 @@ class Chain:
         self.check()
         with Staging(self._root, last.plan).lock():
             self._check_conditions(pool)
+            keep_commits(self._root, [source for merge in self._merges for source in merge.sources])
             for merge in before:
                 self._have(merge, pool)
             if before:
                 self._on_event(StepStarted(*self._step(last)))
             result = _carried_out(self._run(last, self._ready(last, pool)), pool)
+            forget_commits(self._root)
             if not self._options.keep_intermediates:
                 shutil.rmtree(self._root, ignore_errors=True)
         return result
@@ -148,14 +160,14 @@ class Chain:
             if not awaits_results(stage):
                 yield from self._stage_run(stage).ledger_paths
         for merge in self._merges[:-1]:
-            yield self._place(merge) / RECORD / NAME
+            yield self._between(merge) / RECORD / NAME
 
     def _have(self, merge: PlannedMerge, pool: Pool) -> None:
         """Have the result of a merge that others need: the one that is there, or a new one.
 
         One that was touched is run again from where it was: its receipts tell which of its bytes are right.
         """
-        place = self._place(merge)
+        place = self._between(merge)
         if _is_kept(merge, self._root, pool):
             self._on_event(StepKept(*self._step(merge)))
             return
@@ -207,6 +219,8 @@ class Chain:
             reports=self._reports(self._stages if is_last else merge.stages),
             recipes=self._recipes_before(merge),
             warn_encoding_error=recipe.warn_encoding_error if isinstance(recipe, Recipe) else None,
+            journal=self._journal if is_last else None,
+            stop_request=self._stop_request,
         )
 
     def _recipes_before(self, merge: PlannedMerge) -> tuple[str, ...]:
@@ -227,27 +241,37 @@ class Chain:
             work=self._known.get(stage.name) or self._works(stage),
             on_event=self._on_event,
             position=(number, len(self._stages)),
+            stop_request=self._stop_request,
         )
 
     def _staging_nbytes(self, stage: Stage) -> int:
         """Bytes of disk that a stage takes at most; its result at least, where no more is known yet."""
         return self._stage_run(stage).disk_nbytes() if stage.name in self._known else stage.layout.nbytes
 
-    def _place(self, merge: PlannedMerge) -> Path:
-        return self._output if merge is self._merges[-1] else self._root / str(merge.recipe.name)
+    def _place(self, merge: PlannedMerge) -> Path | str:
+        return self._output if merge is self._merges[-1] else self._between(merge)
+
+    def _between(self, merge: PlannedMerge) -> Path:
+        """Where the result of a merge is that others use."""
+        return self._root / str(merge.recipe.name)
 
     def _step(self, merge: PlannedMerge) -> tuple[str, int, int]:
         number = next(number for number, each in enumerate(self._merges, start=1) if each is merge)
         return merge.recipe.name or "", number, len(self._merges)
 
 
-def steps_directory(output: Path) -> Path:
-    """Where the results between are, each by its name: beside the output, out of sight."""
+def steps_directory(output: Path | str) -> Path:
+    """Where the results between are, each by its name: beside the output, out of sight.
+
+    Beside a place in an object store there are none, and the directory is never made.
+    """
+    if is_remote(str(output)):
+        return Path(os.devnull) / "steps"
     real = Path(os.path.realpath(output))
     return real.parent / f".{real.name}.raymerge.steps"
 
 
-def kept_steps(merges: Sequence[PlannedMerge], output: Path) -> frozenset[str]:
+def kept_steps(merges: Sequence[PlannedMerge], output: Path | str) -> frozenset[str]:
     """Names of the merges that are made already, as far as can be told without workers and without weights.
 
     A worker with another device or another version of torch makes them again. One whose files were touched
@@ -362,5 +386,8 @@ def _digest_at(place: Path) -> str | None:
 def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
     """Whether the files that are copied are still those of the donor: no plan speaks of what is in them."""
     donor = sources[int(merge.plan.manifest["donor"])].checkpoint
-    pairs = ((place / key, Path(donor.root) / key) for key in kept_companions(merge.plan, donor.companions))
-    return all(ours.is_file() and filecmp.cmp(ours, theirs, shallow=False) for ours, theirs in pairs)
+    kept = kept_companions(merge.plan, donor.companions)
+    with fetched(donor.root, kept) as theirs:
+        return all(
+            (place / key).is_file() and filecmp.cmp(place / key, theirs / key, shallow=False) for key in kept
+        )

@@ -76,7 +76,7 @@ def _known(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a record by their place, as far as they tell one run from another."""
     found: dict[str, Any] = {}
-    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions"):
+    for key in ("recipe", "raymerge", "sources", "config", "numerics", "versions", "companions", "commits"):
         found |= _flat(key, record.get(key))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import gettempdir
 
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import holdings
@@ -12,10 +13,11 @@ from raymerge.runtime.device_choice import Choice, amounts_of, choose
 from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.pool import Measure, Pool
+from raymerge.storage.addresses import is_remote
 
 
 def settle_device(
-    pool: Pool, merges: Sequence[PlannedMerge], output: Path, *, ledgers: Sequence[Path]
+    pool: Pool, merges: Sequence[PlannedMerge], output: Path | str, *, ledgers: Sequence[Path]
 ) -> None:
     """Have a started pool choose its device, where there is a choice.
 
@@ -25,7 +27,7 @@ def settle_device(
     Args:
         pool: what chooses.
         merges: all merges of the submission.
-        output: directory of the new checkpoint.
+        output: directory of the new checkpoint, or a place in an object store.
         ledgers: where ledgers of unfinished runs and results between would be, the most telling first.
     """
 
@@ -50,8 +52,9 @@ def _device_of(ledger: Path) -> str | None:
     return device if isinstance(device, str) else None
 
 
-def _sample(merge: PlannedMerge, output: Path) -> Sample:
-    """The largest file of the sources, and the place nearest to the output that is there."""
+def _sample(merge: PlannedMerge, output: Path | str) -> Sample:
+    """The largest file of the sources, and the place nearest to the output that is there: of an object store
+    this machine's directory for what is temporary."""
     files = [
         (file.nbytes, each.root, file.key)
         for each in holdings(merge.sources)
@@ -59,5 +62,6 @@ def _sample(merge: PlannedMerge, output: Path) -> Sample:
         for file in each.files
     ]
     nbytes, root, key = max(files)
-    target = next(place for place in output.absolute().parents if place.is_dir())
+    near = Path(gettempdir()) / "out" if is_remote(str(output)) else Path(output).absolute()
+    target = next(place for place in near.parents if place.is_dir())
     return Sample(str(root), key, nbytes, str(target))

@@ -19,6 +19,7 @@ from raymerge.methods import Settings, Stored, Tile
 from raymerge.methods.linear import LinearKernel
 from raymerge.runtime.device_choice import GpuError, Probe
 from raymerge.runtime.devices import first_line
+from raymerge.storage.addresses import is_remote
 from raymerge.storage.buffers import aligned_buffer
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
@@ -80,6 +81,9 @@ def measure(device: torch.device, sample: Sample, *, threads: int) -> Probe:
 
 
 def _read_speed(sample: Sample) -> float | None:
+    if is_remote(sample.root):
+        # Bytes from afar are paid for, and come no slower or faster for the device.
+        return None
     nbytes = min(sample.nbytes, _READ_NBYTES)
     try:
         with open_store(sample.root) as store:

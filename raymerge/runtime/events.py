@@ -187,6 +187,16 @@ class ShardDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RoomAwaited(Event):
+    """The cluster has no room for a worker yet; it is to add a machine for it."""
+
+    lack: str
+    """What a worker needs, and what there is."""
+    seconds: float
+    """How long it is waited for at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost(Event):
     """A worker died; its segments go to another."""
 

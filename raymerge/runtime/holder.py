@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import socket
 import uuid
@@ -10,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+_MOST_PID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,22 @@ def myself(what: str) -> Holder:
     return Holder(run, what, _machine(), host, os.getpid(), began, user, since)
 
 
+def holder_from(text: bytes) -> Holder | None:
+    """The holder that was written as JSON; None where that cannot be read."""
+    try:
+        found = json.loads(text)
+        holder = Holder(**found)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    is_whole = all(type(value) is (int if name == "pid" else str) for name, value in found.items())
+    return holder if is_whole and 0 < holder.pid < _MOST_PID else None
+
+
+def is_same_process(one: Holder, other: Holder) -> bool:
+    """Whether two holders are one process, whatever it holds."""
+    return _process(one) == _process(other)
+
+
 def is_here(holder: Holder) -> bool:
     """Whether the holder's process has its number from this machine."""
     return (holder.machine, holder.host) == (_machine(), socket.gethostname())
@@ -69,6 +88,10 @@ def runs_here(holder: Holder) -> bool:
         return True
     began = _began(holder.pid)
     return began is None or (began != "" and began == holder.began) or not holder.began
+
+
+def _process(holder: Holder) -> tuple[str, str, int, str]:
+    return holder.machine, holder.host, holder.pid, holder.began
 
 
 def _began(pid: int) -> str | None:

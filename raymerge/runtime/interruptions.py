@@ -85,27 +85,38 @@ def _without_room(said: str, place: Path, missing: int) -> str:
 
 
 def check_overdue(stop: Stop) -> None:
-    """Give up what is in hand when its time is over, within ``stopping``."""
+    """Heed a request from outside, and give up what is in hand when its time is over; within ``stopping``."""
+    stop.look()
     if stop.overdue:
         raise KeyboardInterrupt
 
 
+def _never() -> bool:
+    return False
+
+
+def _heed(stop: Stop, asked: Callable[[], bool], on_event: OnEvent) -> None:
+    if not stop.requested and asked():
+        stop.request(GRACE_SECONDS)
+        on_event(Stopping(GRACE_SECONDS))
+
+
 @contextmanager
-def stopping(on_event: OnEvent, said: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
+def stopping(
+    on_event: OnEvent, said: str = STOPPED_AT_ONCE, *, asked: Callable[[], bool] = _never
+) -> Iterator[Stop]:
     """Ctrl-C: finish what is in hand. SIGTERM: finish what is done in ``GRACE_SECONDS``. The second of
     either: stop at once.
 
     Args:
         on_event: told of it.
         said: of a stop at once.
+        asked: whether somebody else asks for what SIGTERM does.
 
     Raises:
         IncompleteError: stopped at once.
     """
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    stop = Stop(lambda: _heed(stop, asked, on_event))
 
     def handle(number: int, _: FrameType | None) -> None:
         if stop.requested:
@@ -115,7 +126,8 @@ def stopping(on_event: OnEvent, said: str = STOPPED_AT_ONCE) -> Iterator[Stop]:
         stop.request(seconds)
         on_event(Stopping(seconds))
 
-    wanted = (signal.SIGINT, signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     before = [signal.signal(number, handle) for number in wanted]
     try:
         yield stop

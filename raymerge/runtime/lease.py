@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raymerge.errors import IncompleteError, Problem, TargetError
-from raymerge.runtime.holder import Holder, is_here, myself, runs_here
+from raymerge.runtime.holder import Holder, holder_from, is_here, myself, runs_here
 
 BEAT_SECONDS = 5.0
 """How often a holder shows that it lives."""
@@ -32,7 +32,6 @@ DEAD_SECONDS = 30.0
 """How long a holder on another machine may show nothing before its lease may be taken over."""
 _LOOK_SECONDS = 0.1
 _MOST_BYTES = 1 << 16
-_MOST_PID = 1 << 31
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """How a lease is opened: what is no file must not be waited for."""
 _WITHOUT_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
@@ -48,6 +47,18 @@ class _Found:
     """When its holder last showed that it lives, by the file system's clock."""
     is_locked: bool
     """Whether some process has the system's lock on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A lease as somebody sees it who does not want it."""
+
+    holder: Holder | None
+    """None where it cannot be read."""
+    silent_seconds: float
+    """For how long its holder has shown nothing, by the clock of this machine."""
+    is_alive: bool
+    """Whether the holder lives, as far as can be told from here."""
 
 
 class Lease:
@@ -163,7 +174,20 @@ def check_unheld(place: Path, what: str) -> None:
     except OSError:  # which will be told of when the lease is taken
         return
     if found is not None and _is_held_here(found):
-        raise TargetError(_held(place, found.holder, myself(what)))
+        raise TargetError(held(place, found.holder, myself(what)))
+
+
+def hold_of(place: Path) -> Hold | None:
+    """Who holds a place; None for nobody.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    found = _look(_lease_of(place))
+    if found is None:
+        return None
+    now = time.time()
+    return Hold(found.holder, max(0.0, now - found.touched), not _is_dead(found, now))
 
 
 def _lease_of(place: Path) -> Path:
@@ -185,7 +209,7 @@ def _acquire(path: Path, mine: Path, me: Holder, place: Path) -> None:
             if _has_taken_over(path, mine, found):
                 break
         elif _is_known_alive(found) or (first is not None and found != first):
-            raise TargetError(_held(place, found.holder, me))
+            raise TargetError(held(place, found.holder, me))
         first = first or found
         time.sleep(_LOOK_SECONDS)
     _sweep(path, mine)
@@ -273,13 +297,7 @@ def _holder(path: Path) -> Holder | None:
 
 
 def _read(descriptor: int) -> Holder | None:
-    try:
-        found = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
-        holder = Holder(**found)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    is_whole = all(type(value) is (int if name == "pid" else str) for name, value in found.items())
-    return holder if is_whole and 0 < holder.pid < _MOST_PID else None
+    return holder_from(os.pread(descriptor, _MOST_BYTES, 0))
 
 
 def _is_dead(found: _Found, now: float) -> bool:
@@ -322,7 +340,8 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _held(place: Path, holder: Holder | None, me: Holder) -> Problem:
+def held(place: Path | str, holder: Holder | None, me: Holder) -> Problem:
+    """Says that another process holds a place, for whoever wants it."""
     if holder is None:
         return Problem(str(place), "another run holds it.", "Wait for it, or stop it first.")
     what = "this very checkpoint" if holder.what == me.what else "another checkpoint"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class Ledger:
         found = (_receipt(line) for line in _lines(path) if "receipt" in line)
         return {receipt.segment: receipt for receipt in found if receipt is not None}
 
+    def shards(self) -> dict[str, str]:
+        """Versions of the shards that are objects and complete, by their names."""
+        found = [line for line in _lines(self._path) if "shard" in line]
+        return {str(line["shard"]): str(line.get("version", "")) for line in found}
+
     def receipts(self) -> dict[int, Receipt]:
         """Receipts by segment; see ``read``."""
         return Ledger.read(self._path)
@@ -69,6 +74,11 @@ class Ledger:
         """Add receipts and return when they are durable: several cost no more than one."""
         if receipts:
             self._append(*({"receipt": receipt.to_json()} for receipt in receipts))
+
+    def record_shard(self, name: str, version: str, receipts: Iterable[Receipt]) -> None:
+        """Add that a shard is a complete object, with the receipts of its segments; durable on return."""
+        made = ({"receipt": receipt.to_json()} for receipt in receipts)
+        self._append({"shard": name, "version": version}, *made)
 
     def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
         """Add what tells the files that are published from any that are written later, by their keys."""

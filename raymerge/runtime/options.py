@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raymerge.errors import OptionError, Problem
+from raymerge.storage.addresses import is_path, shown
+from raymerge.storage.options import NO_OPTIONS, StoreOptions
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -39,6 +41,15 @@ class RunOptions:
     """Threads of a worker that compute at once; None: as many as it has cores, and at most 4."""
     patience: float = USUAL_PATIENCE
     """Seconds without any sign that what a worker of Ray has in hand gets on, after which it is replaced."""
+    storage: StoreOptions = NO_OPTIONS
+    """How object stores are reached."""
+    scratch: str | None = None
+    """Directory, of each worker, where a shard is until it is uploaded to an object store; None: nowhere."""
+    growing: bool = False
+    """Whether the cluster adds machines for workers that wait: those without room now join while others
+    work."""
+    run: str = ""
+    """Name of the submission, where a target that begins it again by itself has given it one."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,6 +68,10 @@ class RunOptions:
             problems.append(
                 Problem("--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB.")
             )
+        if self.scratch is not None and not (self.scratch.strip() and is_path(self.scratch)):
+            what = f"'{shown(self.scratch)}' is no path of a directory."
+            remedy = "Give a path of the machines that merge, like /tmp, or leave it out."
+            problems.append(Problem("--scratch", what, remedy))
         if not self.patience > 0:
             problems.append(
                 Problem("--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from raymerge.errors import Problem
+from raymerge.storage.addresses import is_remote, shown
 
 _MOST_NAMED = 3
 """Files that a message names before it counts the others."""
@@ -31,7 +32,7 @@ class SourceFile:
     @property
     def path(self) -> str:
         """Its full name, for messages."""
-        return f"{self.root}/{self.key}"
+        return f"{shown(self.root)}/{self.key}"
 
 
 class Seen(StrEnum):
@@ -40,6 +41,7 @@ class Seen(StrEnum):
     SAME = "the same"
     ABSENT = "absent"
     ANOTHER = "another file"
+    REFUSED = "not to be read with what credentials the node has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +168,13 @@ def _unseen(
     found = "; ".join(
         f"{sight.name}: {_told({files[n].key: sight.files[n] for n in numbers})}" for sight in sights.values()
     )
-    return Problem(
-        root,
-        f"no node with CPUs sees the files that were planned with ({found}).",
+    remedy = (
         "Put the source on a shared file system, or copy it to the nodes under the same path, with its times "
-        "(rsync -a).",
+        "(rsync -a)."
     )
+    if is_remote(root):
+        remedy = "Give every node credentials that may read it, and a way to its server."
+    return Problem(shown(root), f"no node with CPUs sees the files that were planned with ({found}).", remedy)
 
 
 def _told(found: Mapping[str, Seen]) -> str:

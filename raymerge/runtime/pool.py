@@ -62,8 +62,9 @@ class Work(Protocol):
         """Files that the parts read, which a worker must see."""
 
     @property
-    def place(self) -> Path:
-        """The directory that parts are written to, which a worker must see. It need not be there yet."""
+    def place(self) -> Path | None:
+        """The directory that parts are written to, which a worker must see. It need not be there yet. None
+        where that is no directory."""
 
     def reads(self) -> tuple[frozenset[int], ...]:
         """Of every part, which of ``files`` it reads, by their positions."""
@@ -84,9 +85,14 @@ class Work(Protocol):
 
 
 class Stop:
-    """A request to stop after the parts in hand, made from a signal handler."""
+    """A request to stop after the parts in hand, made from a signal handler or from elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            look: makes the request, where somebody elsewhere asks for it.
+        """
+        self.look = look
         self._event = threading.Event()
         self._until: float | None = None
 

@@ -140,7 +140,8 @@ def _no_ray(address: str | None, error: Exception) -> OptionError:
         Problem(
             f"--address {address}",
             f"no Ray cluster can be reached there ({reason}).",
-            "Give HOST:PORT of a running head node (usually port 6379), or none for an embedded Ray.",
+            "This works on a node of that cluster alone, with HOST:PORT of its head (often port 6379). From "
+            "any other machine give its dashboard, --address http://HEAD:8265.",
         )
     )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from raymerge.errors import RaymergeError
 from raymerge.runtime.memory_errors import oom_kills
 from raymerge.runtime.placement import Seen, Sight, SourceFile
 from raymerge.runtime.sizing import Machine
 from raymerge.storage.open import open_store
+from raymerge.storage.store import FileInfo
 
 _ANSWER_SECONDS = 60.0
 """How long a node may take to say what it sees; a process is started there first."""
@@ -60,13 +62,14 @@ class Nodes:
         found: int | None = answers.get(node)
         return found
 
-    def sights(self, files: Sequence[SourceFile], place: Path) -> dict[str, Sight]:
-        """What each node with CPUs sees of some files, and of the directory that will hold ``place``."""
+    def sights(self, files: Sequence[SourceFile], place: Path | None) -> dict[str, Sight]:
+        """What each node with CPUs sees of some files, and of the directory of ``place``, if there is one."""
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         nodes = [node for node, machine in self.machines().items() if machine.cores]
         names = _told_apart({node: f"{names[node]}" for node in nodes})
         with _token(place) as token:
-            found = self._ask(_look, nodes, tuple(files), str(token), seconds=_ANSWER_SECONDS)
+            wanted = None if token is None else str(token)
+            found = self._ask(_look, nodes, tuple(files), wanted, seconds=_ANSWER_SECONDS)
         absent = tuple(Seen.ABSENT for _ in files)
         silent = (absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s")
         return {node: Sight(names[node], *found.get(node, silent)) for node in nodes}
@@ -102,8 +105,11 @@ def _told_apart(names: dict[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _token(place: Path) -> Iterator[Path]:
+def _token(place: Path | None) -> Iterator[Path | None]:
     """A file that others find where they see what this machine sees: beside the place that is written to."""
+    if place is None:
+        yield None
+        return
     directory = next(each for each in place.parents if each.is_dir())
     path = directory / f".{place.name}.{secrets.token_hex(8)}"
     path.touch()
@@ -113,19 +119,31 @@ def _token(place: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _look(files: Sequence[SourceFile], token: str) -> tuple[tuple[Seen, ...], str]:
+def _look(files: Sequence[SourceFile], token: str | None) -> tuple[tuple[Seen, ...], str]:
     """What this machine sees; called on each node."""
     lack = ""
-    if not os.path.exists(token):
+    if token is not None and not os.path.exists(token):
         lack = "is not to be found"
-    elif not os.access(os.path.dirname(token), os.W_OK | os.X_OK):
+    elif token is not None and not os.access(os.path.dirname(token), os.W_OK | os.X_OK):
         lack = "may not be written to"
-    return tuple(map(_seen, files)), lack
+    roots = dict.fromkeys(file.root for file in files)
+    found = {root: _found(root, [file.key for file in files if file.root == root]) for root in roots}
+    return tuple(_seen(file, found[file.root]) for file in files), lack
 
 
-def _seen(file: SourceFile) -> Seen:
-    with open_store(file.root) as store:
-        info = store.info(file.key)
+def _found(root: str, keys: Sequence[str]) -> Mapping[str, FileInfo | None] | None:
+    """Files of a source as they are seen from here; None where they may not be looked at."""
+    try:
+        with open_store(root) as store:
+            return store.infos(keys)
+    except RaymergeError:
+        return None
+
+
+def _seen(file: SourceFile, found: Mapping[str, FileInfo | None] | None) -> Seen:
+    if found is None:
+        return Seen.REFUSED
+    info = found[file.key]
     if info is None:
         return Seen.ABSENT
     is_same = info.nbytes == file.nbytes and file.version in ("", info.version)

@@ -9,7 +9,7 @@ from typing import Any
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.events import OnEvent
+from raymerge.runtime.events import OnEvent, RoomAwaited
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.placement import Placement, placement_of, stations, survey_problems
 from raymerge.runtime.pool import Measure, Measured, Receipts, Stop, Work
@@ -23,6 +23,8 @@ from raymerge.runtime.worker import MergeWorker
 
 _READY_SECONDS = 120.0
 """How long a worker may take to start, or to take up work."""
+_GROWTH_SECONDS = 1800.0
+"""How long the first worker may take on a cluster that has no room yet, and adds machines."""
 
 
 class RayPool:
@@ -102,7 +104,7 @@ class RayPool:
         if self._is_open:
             self._try_gpu()
         else:
-            self.team.take_on(self._layout.workers)
+            self._fill()
 
     def settle(self, choose: Callable[[Measure], Choice]) -> None:
         """Choose between GPUs and processors; see ``Pool.settle``."""
@@ -116,7 +118,7 @@ class RayPool:
             self.team.dismiss()
             self._gpus = 0
             self._equip(0)
-        self.team.take_on(self._layout.workers - len(self.team.actors))
+        self._fill()
 
     def survey(self, work: Work) -> None:
         """Ask every node what it sees of the work; see ``Pool.survey``.
@@ -127,7 +129,7 @@ class RayPool:
         if self._options.address is None:
             return
         sights, reads = self._nodes.sights(work.files, work.place), work.reads()
-        problems = survey_problems(sights, work.files, reads, str(work.place.parent))
+        problems = survey_problems(sights, work.files, reads, str(work.place and work.place.parent))
         if problems:
             raise OptionError(problems)
         self._placement = placement_of(sights, reads)
@@ -136,6 +138,10 @@ class RayPool:
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
+        if self._options.growing:
+            # They join once there is room for them; that they wait is what has the cluster grow.
+            missing = self._layout.workers - len(self.team.actors)
+            self.team.actors += [self.team.spawn() for _ in range(missing)]
         shift = Shift(
             self.team,
             self._nodes,
@@ -146,8 +152,14 @@ class RayPool:
             on_event=self._on_event,
         )
         shift.begin()
-        while shift.goes_on(stop):
-            yield from shift.advance(stop)
+        try:
+            while shift.goes_on(stop):
+                yield from shift.advance(stop)
+        finally:
+            if self._options.growing:
+                # Who waits for room would have the cluster grow, though nothing is left to do.
+                for actor in [each for each in self.team.actors if not each.node]:
+                    self.team.give_up(actor)
 
     def close(self) -> None:
         """End the workers, and the cluster if it is ours."""
@@ -158,6 +170,24 @@ class RayPool:
     def _is_open(self) -> bool:
         """Whether there are GPUs that need not be used."""
         return self._gpus > 0 and self._options.device == "auto" and self._choice is None
+
+    def _fill(self) -> None:
+        """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
+        missing, seconds = self._layout.workers - len(self.team.actors), None
+        if self._options.growing:
+            threads, has_gpu = self._layout.threads, self._gpus > 0
+            room = sum(machine.room(threads, with_gpu=has_gpu) for machine in self._machines())
+            missing = min(missing, max(room, 1) - len(self.team.actors))
+            if missing > 0 and not room:
+                seconds = _GROWTH_SECONDS
+                self._on_event(RoomAwaited(self._no_room_yet(), seconds))
+        self.team.take_on(missing, seconds=seconds)
+
+    def _no_room_yet(self) -> str:
+        """What a worker needs, and what the cluster has, in words."""
+        largest = max(self._machines(), key=lambda each: (each.gpus, each.cores), default=Machine(0))
+        needs = f"CPUs: {self._layout.threads}, GPUs: {min(self._gpus, 1)}"
+        return f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
 
     def _machines(self) -> list[Machine]:
         """The machines of the cluster."""
@@ -187,6 +217,8 @@ class RayPool:
         machines, threads = self._machines(), self._options.threads or 1
         gpus = sum(machine.room(threads, with_gpu=True) for machine in machines)
         if self._options.device == "cuda" and not gpus:
+            if self._options.growing:
+                return self._options.workers or 1
             raise OptionError(no_gpu(machines))
         return 0 if self._options.device == "cpu" else gpus
 
@@ -198,7 +230,9 @@ class RayPool:
         return replace(layout, workers=min(layout.workers, max(1, self._parts)))
 
     def _lack(self, gpus: int) -> Problem | None:
-        """What the cluster lacks for that layout."""
+        """What the cluster lacks for that layout; nothing, where it grows."""
+        if self._options.growing:
+            return None
         return no_room(self._options, self._wanted(gpus), self._machines(), with_gpu=gpus > 0)
 
     def _fitting(self, gpus: int) -> Layout:

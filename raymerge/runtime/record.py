@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -19,6 +19,7 @@ from raymerge.planner.sources import Holding, Source, holdings
 from raymerge.planner.stages import Prepared
 from raymerge.planner.tables import Plan
 from raymerge.runtime.staging import RECORD
+from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.store import ReadStore, WriteStore
 
 PROVENANCE = f"{RECORD}/provenance.json"
@@ -39,6 +40,7 @@ def write_provenance(
     digests: Mapping[int, str],
     files: Collection[str],
     seconds: float,
+    run: str = "",
 ) -> tuple[str, ...]:
     """Write the provenance of a checkpoint whose shards and companions are written, and the story of its run.
 
@@ -51,6 +53,7 @@ def write_provenance(
         digests: xxh3-128 of the bytes of each row that was made, by its number.
         files: keys of the companions and the model card.
         seconds: how long the run has taken so far.
+        run: its name; "" for none.
 
     Returns:
         The keys that were written.
@@ -58,7 +61,7 @@ def write_provenance(
     kept = {key: file_digest(store, key) for key in sorted(files)}
     made = Made(recipes, versions(), numerics, kept, digests)
     _write(store, PROVENANCE, provenance(plan, sources, made).to_json())
-    _write(store, STORY, _story(sources, seconds))
+    _write(store, STORY, _story(sources, seconds, run))
     return PROVENANCE, STORY
 
 
@@ -104,8 +107,9 @@ def read_record(store: ReadStore, key: str) -> dict[str, Any]:
     return found
 
 
-def _story(sources: Sequence[Source], seconds: float) -> dict[str, Any]:
+def _story(sources: Sequence[Source], seconds: float, run: str) -> dict[str, Any]:
     return {
+        **({"run": run} if run else {}),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "host": {"system": platform.system(), "machine": platform.machine()},
@@ -118,10 +122,10 @@ def _story(sources: Sequence[Source], seconds: float) -> dict[str, Any]:
 
 
 def _place(holding: Holding) -> str:
-    """Where a source lies, as an absolute path: of a single file, that file."""
-    root = Path(holding.root).absolute()
+    """Where a source lies, as an absolute path or an address: of a single file, that file."""
+    root = shown(holding.root) if is_remote(holding.root) else os.path.abspath(holding.root)
     is_file = isinstance(holding, Checkpoint) and holding.is_single_file
-    return str(root / holding.files[0].key) if is_file else str(root)
+    return f"{root}/{holding.files[0].key}" if is_file else root
 
 
 def _write(store: WriteStore, key: str, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 The recipe is planned once more over the sources as they are now, every file is compared with what that plan
 and the sources say of it, and every byte of the tensors with the digests of the record. Nothing is merged,
-nothing is written, and nothing is fetched: what the record says is not believed that far.
+nothing is written, and nothing is fetched but from servers that the user names: what the record says is not
+believed that far.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.record import PROVENANCE, STORY, read_record, versions
 from raymerge.runtime.replay_files import changed_files, files_apart
 from raymerge.runtime.staging import RECORD
+from raymerge.storage.addresses import is_remote
+from raymerge.storage.hub_places import is_hub_place
 from raymerge.storage.local import LocalStore
+from raymerge.storage.resolve import USUAL, Lookup
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.digests import differing_rows
 from raymerge.verifier.structure import RECORD_PLAN
 
 _SHOWN = 3
+_CACHE = Lookup(offline=True)
 _SECTIONS = {
     "plan": "the plan",
     "method": "the method",
@@ -151,7 +156,7 @@ def _planned_again(root: Path, plan: Plan, told: Provenance, sought: _Sought) ->
     recipes = merge_order([parse_recipe(text, where) for text in told.recipes], exists=lambda _: False)
     opener = _opener(_allowed(recipes, sought))
     version = str(plan.manifest["raymerge"])
-    return plan_merges(recipes, steps_directory(root), version=version, opener=opener, offline=True)[-1]
+    return plan_merges(recipes, steps_directory(root), version=version, opener=opener, lookup=_CACHE)[-1]
 
 
 def _allowed(recipes: Sequence[AnyRecipe], sought: _Sought) -> _Sought:
@@ -168,7 +173,9 @@ def _opener(sought: _Sought) -> Opener:
         name = next((each for each in (str(reference), reference.path) if each in places), None)
         if name is None or (name not in sought.given and not os.path.exists(places[name])):
             return _open_by_name(reference, places.get(str(name)), sought)
-        found = open_reference(ModelReference(places[name]), pickled=bool(sought.pickled), offline=True)
+        # What the user names may be asked for; what the record names is a stranger's word.
+        lookup = USUAL if name in sought.given and is_remote(places[name]) else _CACHE
+        found = open_reference(ModelReference(places[name]), pickled=bool(sought.pickled), lookup=lookup)
         return replace(found, name=str(reference))
 
     def open_allowed(reference: ModelReference) -> Checkpoint:
@@ -188,15 +195,21 @@ def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -
     """A model where its name says, of the Hub in its cache alone and as it was read."""
     revision = sought.revisions.get(str(reference)) if reference.revision is None else None
     wanted = replace(reference, revision=revision or reference.revision)
+    if was and is_hub_place(was):
+        # With the commit that was read, whatever its branch means in the cache.
+        wanted = ModelReference(was)
     is_local = os.path.exists(os.path.expanduser(reference.path))
     try:
-        found = open_reference(reference if is_local else wanted, pickled=bool(sought.pickled), offline=True)
+        found = open_reference(reference if is_local else wanted, pickled=bool(sought.pickled), lookup=_CACHE)
         return replace(found, name=str(reference))
     except CheckpointError as error:
         place = (
             f"it was at {was} and is not there any more" if was else "the record does not say where it was"
         )
         remedy = f"Say where it is now: --source '{reference}=PATH'."
+        if was and is_remote(was):
+            place = f"it was at {was}, and servers are asked only for what you name"
+            remedy = f"Name it: --source '{reference}={was}'."
         raise CheckpointError(Problem(str(reference), f"{place}.", remedy)) from error
 
 

@@ -13,7 +13,7 @@ from raymerge.runtime.staging import Staging
 
 def disk_nbytes(
     merges: Sequence[PlannedMerge],
-    place_of: Callable[[PlannedMerge], Path],
+    place_of: Callable[[PlannedMerge], Path | str],
     steps: Path,
     *,
     staging_of: Callable[[Stage], int],
@@ -34,7 +34,7 @@ def disk_nbytes(
             if not _is_begun(steps, stage):
                 most = max(most, kept + staging_of(stage))
                 kept += stage.layout.nbytes
-        place = place_of(merge)
+        place = Path(place_of(merge))
         begun = Staging(Path(os.path.realpath(place)), merge.plan).root
         is_made = place.parent == steps and place.exists()
         if not (is_made or begun.exists()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -21,13 +20,14 @@ from raymerge.assemble.finish import (
 )
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.errors import IncompleteError, NonFiniteError, Problem, TargetError
+from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.execute.receipts import Receipt, row_digests
 from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
 from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
-from raymerge.planner.sources import Source, holdings
+from raymerge.planner.sources import Source, holdings, reads_far
 from raymerge.planner.tables import Plan
 from raymerge.runtime.budget import check_free, fit_budget
+from raymerge.runtime.commits import condition_of
 from raymerge.runtime.events import (
     DeviceFailed,
     DuplicatesFound,
@@ -41,15 +41,21 @@ from raymerge.runtime.events import (
     Verified,
 )
 from raymerge.runtime.interruptions import check_overdue, resumable, stopping
-from raymerge.runtime.lease import Lease, check_unheld
+from raymerge.runtime.journal import Journal
+from raymerge.runtime.lease import Lease
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.options import RunOptions
+from raymerge.runtime.output_place import check_apart, staging_of
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.record import write_provenance
+from raymerge.runtime.remote_lease import RemoteLease
+from raymerge.runtime.remote_shards import RemoteShards
 from raymerge.runtime.segment_work import SegmentWork
+from raymerge.runtime.shard_work import ShardWork
 from raymerge.runtime.shards import Shards
 from raymerge.runtime.stage_results import check_results
-from raymerge.runtime.staging import RECORD, Staging
+from raymerge.runtime.staging import RECORD
+from raymerge.runtime.stop_request import Asked, StopRequest
 from raymerge.runtime.versions import (
     blaming,
     check_companions,
@@ -73,8 +79,8 @@ _NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 class RunResult:
     """A published checkpoint."""
 
-    output: Path
-    """Where it is."""
+    output: Path | str
+    """Where it is: a path, or a place in an object store with its options."""
     digest: str
     """Digest of its plan."""
     verdict: Verdict
@@ -96,7 +102,7 @@ class Run:
         self,
         plan: Plan,
         sources: Sequence[Source],
-        output: Path,
+        output: Path | str,
         options: RunOptions,
         *,
         on_event: OnEvent,
@@ -104,6 +110,8 @@ class Run:
         reports: Mapping[str, Mapping[str, Any]] = _NO_REPORTS,
         recipes: Sequence[str] = (),
         warn_encoding_error: float | None = None,
+        journal: Journal | None = None,
+        stop_request: Asked | None = None,
     ) -> None:
         """
         Args:
@@ -116,6 +124,8 @@ class Run:
             reports: what the record is to say of the stages that came before, by their names.
             recipes: texts of the merges that come before, for the provenance.
             warn_encoding_error: relative error of a tensor above which there is a warning; None for none.
+            journal: opened with the record; None for none.
+            stop_request: where others may ask it to stop; None for beside the output place.
 
         Raises:
             PlanError: something stands in the plan's way.
@@ -126,16 +136,19 @@ class Run:
         self._sources = sources
         self._options = options
         self._on_event = on_event
-        self._staging = Staging(_real(output), plan)
+        self._staging = staging_of(output, plan, options)
         self._began = time.monotonic() if began is None else began
         self._recipes = tuple(recipes)
         self._donor = sources[int(self._plan.manifest["donor"])]
         self._companions = companion_versions(self._donor)
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
-        self.projection = fit_budget(plan, options)
+        self._journal = journal
+        self._stop_request = stop_request or StopRequest(self._staging.output)
+        beside = self._staging.beside_bytes
+        self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)
-        _check_apart(self._staging.output, sources)
+        check_apart(output, sources)
 
     @property
     def ledger_path(self) -> Path:
@@ -148,7 +161,7 @@ class Run:
         Raises:
             TargetError: it is taken, is made by another process now, or holds another plan's unfinished run.
         """
-        check_unheld(self._staging.output, self._plan.digest)
+        self._staging.check_unheld()
         self._staging.check(replace=self._options.replace)
 
     def check_conditions(self, pool: Pool) -> None:
@@ -162,15 +175,15 @@ class Run:
 
     def announce(self) -> None:
         """Emit ``Planned``."""
-        segments = self._plan["segments"]
+        plan, segments = self._plan, self._plan["segments"]
         self._on_event(
             Planned(
-                digest=self._plan.digest,
-                tensors=len(self._plan["tensors"]),
-                output_bytes=sum(self._plan["shards"].column("nbytes").to_pylist()),
+                digest=plan.digest,
+                tensors=len(plan["tensors"]),
+                output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
                 total_bytes=sum(segments.column("cost").to_pylist()),
                 segments=len(segments),
-                projected_peak=self.projection.peak,
+                projected_peak=self.projection.whole_peak,
             )
         )
 
@@ -188,10 +201,12 @@ class Run:
         with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
             return self._carry_out(pool, lease)
 
-    def _carry_out(self, pool: Pool, lease: Lease) -> RunResult:
+    def _carry_out(self, pool: Pool, lease: Lease | RemoteLease) -> RunResult:
         pool.survey(self._segment_work(pool))
         lease.confirm()
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
+        if self._journal is not None:
+            self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
         if pool.choice is not None:
             self._staging.record_device(pool.choice.to_json())
         with LocalStore(self._staging.root) as store:
@@ -210,11 +225,9 @@ class Run:
         self._on_event(Verified(verdict.tensors, verdict.nbytes))
         lease.confirm()
         self._staging.publish(replace=self._options.replace)
-        seconds = time.monotonic() - self._began
-        self._on_event(Published(str(self._staging.output), seconds))
-        output = self._staging.output
-        proved = replace(verdict, path=str(output))
-        made = tuple(receipts.values())
+        seconds, output = time.monotonic() - self._began, self._staging.place
+        self._on_event(Published(self._staging.name, seconds))
+        proved, made = replace(verdict, path=self._staging.name), tuple(receipts.values())
         return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
 
     def _conditions(self, pool: Pool) -> dict[str, Any]:
@@ -223,22 +236,22 @@ class Run:
             "numerics": pool.numerics,
             "versions": file_versions(self._sources),
             "companions": self._companions,
+            **condition_of(self._sources),
         }
 
     def _work(
-        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease
+        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease | RemoteLease
     ) -> tuple[dict[int, Receipt], int | None]:
         """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
-        shards = Shards(self._plan, store)
+        shards = self._staging.shards(store)
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
-        todo = sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
         reason = "" if pool.choice is None else pool.choice.reason
         done = sum(costs[segment] for segment in receipts)
         self._on_event(Started(pool.workers, pool.device, len(receipts), done, pool.threads, reason))
         try:
             with blaming(self._sources):
-                self._make(pool, todo, ledger, receipts, lease)
+                self._make(pool, shards, ledger, receipts, lease)
         except NonFiniteError:
             lease.confirm()
             self._staging.discard()
@@ -275,31 +288,32 @@ class Run:
     def _make(
         self,
         pool: Pool,
-        todo: Sequence[int],
+        shards: Shards | RemoteShards,
         ledger: Ledger,
         receipts: dict[int, Receipt],
-        lease: Lease,
+        lease: Lease | RemoteLease,
     ) -> None:
         """Have segments made and add their receipts, until all are in or a stop is asked for."""
-        work = self._segment_work(pool)
+        work, todo = self._segment_work(pool), shards.parts(receipts)
         costs = self._plan["segments"].column("cost").to_pylist()
-        with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
-            for batch in made:
+        asked = self._stop_request.is_made
+        with stopping(self._on_event, asked=asked) as stop, closing(pool.run(work, todo, stop)) as made:
+            for parts in made:
                 lease.check()
-                if batch:
+                if parts:
                     # Made again, a result has the same version, and receipts of wrong bytes are believed.
                     check_results(self._sources)
-                ledger.record(*batch)
+                batch = shards.record(ledger, parts)
                 receipts.update((receipt.segment, receipt) for receipt in batch)
                 for receipt in batch:
                     self._tell(receipt, costs[receipt.segment])
                 check_overdue(stop)
 
-    def _segment_work(self, pool: Pool) -> SegmentWork:
-        """What workers need to know."""
+    def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
         roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)
         place, mark = self._staging.root, self._staging.mark
-        return SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
+        work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
+        return self._staging.work(work)
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
         """Emit what a receipt says."""
@@ -361,34 +375,7 @@ class Run:
                 # Config and index come last, and the plan has all that is in them.
                 files=finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE},
                 seconds=time.monotonic() - self._began,
+                run=self._options.run,
             )
             finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
         return {*finished, *reports, *written}
-
-
-def _real(output: Path) -> Path:
-    """The output place without links, under a name that can be written down."""
-    real = os.path.realpath(output)
-    if not real.isprintable():
-        what = "the name holds characters that cannot be written."
-        raise TargetError(Problem(ascii(str(output)), what, "Choose another -o."))
-    return Path(real)
-
-
-def _check_apart(output: Path, sources: Sequence[Source]) -> None:
-    """An output over a source would destroy it; one inside a source would become part of it."""
-    alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
-    for source in holdings(sources):
-        root = Path(source.root).resolve()
-        if source.root in alone and root != output and output not in root.parents:
-            # The directory of a single file is no checkpoint, and may hold anything beside it.
-            continue
-        if root == output or output in root.parents or root in output.parents:
-            relation = "is" if root == output else "holds" if output in root.parents else "lies inside"
-            raise TargetError(
-                Problem(
-                    str(output),
-                    f"the output place {relation} the source {source.name}.",
-                    "Choose another -o, outside the sources.",
-                )
-            )

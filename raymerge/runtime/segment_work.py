@@ -19,12 +19,11 @@ from raymerge.planner.projection import SMALLEST_LANE, Projection
 from raymerge.planner.tables import Plan
 from raymerge.runtime.beginning import check_begun
 from raymerge.runtime.placement import SourceFile
-from raymerge.runtime.pool import Runner
 from raymerge.runtime.staging import RECORD
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.patience import Patience
-from raymerge.storage.store import FileInfo
+from raymerge.storage.store import FileInfo, ReadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class SegmentWork:
     plan: Plan
     """The plan."""
     roots: tuple[str, ...]
-    """Directory of each source."""
+    """Place of each source, with its options."""
     staging: Path
     """The staging directory, reachable from every worker."""
     projection: Projection
@@ -74,7 +73,7 @@ class SegmentWork:
         least = max((SMALLEST_LANE, *needs)) + shared
         return max(least, had // 2) if had > least else None
 
-    def open(self, device: torch.device, name: str) -> Runner:
+    def open(self, device: torch.device, name: str) -> SegmentsRunner:
         """A runner over the sources and the staging directory."""
         patience = Patience()
         sources = [
@@ -82,7 +81,7 @@ class SegmentWork:
             for number, root in enumerate(self.roots)
         ]
         guard = partial(check_begun, self.staging / RECORD, self.mark) if self.mark else None
-        staging = open_store(str(self.staging), patience=patience, guard=guard)
+        staging = LocalStore(self.staging, patience=patience, guard=guard)
 
         def runner(projection: Projection) -> SegmentRunner:
             return SegmentRunner(
@@ -110,7 +109,7 @@ class SegmentsRunner:
         self,
         runner: Callable[[Projection], SegmentRunner],
         projection: Projection,
-        sources: Sequence[LocalStore],
+        sources: Sequence[ReadStore],
         staging: LocalStore,
         patience: Patience,
     ) -> None:
@@ -136,17 +135,20 @@ class SegmentsRunner:
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Make one segment."""
-        # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
-        torch.set_num_threads(1)
-        receipt = self._fitting(budget).run(number)
+        return self.settled(self.fitting(budget).run(number))
+
+    def settled(self, receipt: Receipt) -> Receipt:
+        """What is made, with what storage failed with; raises CheckpointError where it is of no use."""
         # Of bytes that were read while a file was written to, there must be no receipt.
         for source in self._sources:
             source.check_expected()
         faults = self._patience.take_faults()
         return replace(receipt, retries=faults) if faults else receipt
 
-    def _fitting(self, budget: int | None) -> SegmentRunner:
-        """What makes segments with so much memory."""
+    def fitting(self, budget: int | None) -> SegmentRunner:
+        """What makes segments with so much memory, in this thread; None for what the projection says."""
+        # Libraries of linear algebra go by the number of the thread that calls them, and round by it.
+        torch.set_num_threads(1)
         usual = self._made_by[0]
         if budget is None:
             return usual

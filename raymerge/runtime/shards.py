@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -60,6 +60,16 @@ class Shards:
             ledger.begin(kept)
         self._open(present, is_complete=len(kept) == len(self._plan["segments"]))
         return kept
+
+    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:
+        """Numbers of the segments to make, those that cost most first."""
+        costs = self._plan["segments"].column("cost").to_pylist()
+        return sorted((s for s in range(len(costs)) if s not in receipts), key=lambda s: (-costs[s], s))
+
+    def record(self, ledger: Ledger, batch: Sequence[Receipt]) -> tuple[Receipt, ...]:
+        """Have it durable that segments are made; their receipts."""
+        ledger.record(*batch)
+        return tuple(batch)
 
     def complete(self, on_event: OnEvent) -> int | None:
         """Give every shard its final name, after duplicates share extents where the recipe says so.

@@ -40,6 +40,7 @@ from raymerge.runtime.stage_results import (
 )
 from raymerge.runtime.stage_work import StageWork, UnitWork, sources_of_stage
 from raymerge.runtime.staging import RECORD, check_room, is_untouched
+from raymerge.runtime.stop_request import Asked, StopRequest
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.unit_progress import told
 from raymerge.runtime.versions import check_unchanged, file_versions, source_files
@@ -60,6 +61,7 @@ class StageRun:
         work: StageWork,
         on_event: OnEvent,
         position: tuple[int, int] = (1, 1),
+        stop_request: Asked | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class StageRun:
             work: how the stage is carried out.
             on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
             position: the stage's place among those of the submission, from 1, and how many there are.
+            stop_request: where others may ask it to stop; None for beside the result.
         """
         self.work = work
         self._stage = stage
@@ -78,6 +81,7 @@ class StageRun:
         self._options = options
         self._on_event = on_event
         self._position = position
+        self._stop_request = stop_request or StopRequest(self._place)
         self._told_bytes = 0
 
     @property
@@ -237,7 +241,8 @@ class StageRun:
         if not todo:
             return False
         work, costs = self._unit_work(), self.work.costs()
-        with stopping(self._on_event) as stop, closing(pool.run(work, todo, stop)) as made:
+        asked = self._stop_request.is_made
+        with stopping(self._on_event, asked=asked) as stop, closing(pool.run(work, todo, stop)) as made:
             for batch in made:
                 if batch:
                     # Of what was read while a source was written to, there must be no receipt.

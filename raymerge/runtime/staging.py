@@ -15,17 +15,26 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raymerge.errors import OptionError, PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED
 from raymerge.planner.tables import Plan, load_plan, save_plan
 from raymerge.runtime.beginning import begin, mark_of, remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.conditions import agree, check_agreement, difference
-from raymerge.runtime.lease import Lease, leased
+from raymerge.runtime.journal import JOURNAL
+from raymerge.runtime.lease import Lease, check_unheld, leased
 from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.shards import Shards
+from raymerge.runtime.stop_request import StopRequest
 from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
+
+if TYPE_CHECKING:
+    from raymerge.runtime.remote_lease import RemoteLease
+    from raymerge.runtime.remote_shards import RemoteShards
+    from raymerge.runtime.segment_work import SegmentWork
+    from raymerge.runtime.shard_work import ShardWork
 
 RECORD = "raymerge"
 """Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
@@ -46,6 +55,10 @@ class Staging:
             plan: what is made.
         """
         self.output = output
+        self.name = str(output)
+        """What messages call the output place."""
+        self.place: Path | str = output
+        """The output place, as it is opened."""
         self.root = output.parent / f"{_prefix(output)}{plan.digest[:16]}"
         self._plan = plan
 
@@ -75,7 +88,7 @@ class Staging:
         return Ledger(self.ledger_path, conditions)
 
     @contextmanager
-    def lock(self) -> Iterator[Lease]:
+    def lock(self) -> Iterator[Lease | RemoteLease]:
         """Hold the output place against other runs, on this machine or on others.
 
         Raises:
@@ -83,7 +96,29 @@ class Staging:
         """
         self._check_parent()
         with leased(self.output, self._plan.digest) as lease:
-            yield lease
+            try:
+                yield lease
+            finally:
+                # One that came too late to be heeded was for nobody else.
+                with suppress(OSError):
+                    StopRequest(self.output).withdraw()
+
+    def check_unheld(self) -> None:
+        """Find out whether another process of this machine makes it now; raises TargetError."""
+        check_unheld(self.output, self._plan.digest)
+
+    def shards(self, store: LocalStore) -> Shards | RemoteShards:
+        """The shards, which grow in ``store``."""
+        return Shards(self._plan, store)
+
+    def work(self, segments: SegmentWork) -> SegmentWork | ShardWork:
+        """What workers are to do."""
+        return segments
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of memory that a lane takes besides what it makes."""
+        return 0
 
     def check(self, *, replace: bool) -> None:
         """Find what is wrong with the output place, changing nothing.
@@ -128,11 +163,11 @@ class Staging:
             TargetError: it was begun under other conditions.
         """
         before = Ledger.conditions(self.ledger_path)
-        check_agreement(before, conditions, where=str(self.output), what="an unfinished run of this recipe")
+        check_agreement(before, conditions, where=self.name, what="an unfinished run of this recipe")
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete what an earlier attempt left: every file but the run record and ``files``."""
-        record = {NAME, RECIPE, NUMERICS, _DEVICE, f"{_PLAN}/manifest.json"}
+        record = {NAME, RECIPE, NUMERICS, JOURNAL, _DEVICE, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
         wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.
@@ -142,6 +177,9 @@ class Staging:
                     path.rmdir()
             elif path.relative_to(self.root).as_posix() not in wanted:
                 path.unlink()
+
+    def keep_journal(self) -> None:
+        """Nothing: the journal is where it is looked for."""
 
     def publish(self, *, replace: bool) -> None:
         """Rename the directory into the output place, durably; what was there goes only after that.
@@ -271,13 +309,14 @@ class Staging:
             self.discard()
 
 
-def check_room(place: Path, wanted: int, *, what: str = "the output") -> None:
+def check_room(place: Path, wanted: int, *, what: str = "the output", option: str = "-o") -> None:
     """See that the file system below ``place`` takes so many bytes.
 
     Args:
         place: need not exist.
         wanted: bytes.
         what: what takes them.
+        option: which says where that is.
 
     Raises:
         OptionError: it has less room.
@@ -288,7 +327,7 @@ def check_room(place: Path, wanted: int, *, what: str = "the output") -> None:
             Problem(
                 str(place),
                 f"{what} takes {format_size(wanted)}, and {format_size(free)} are free there.",
-                "Free some space or choose another -o.",
+                f"Free some space or choose another {option}.",
             )
         )
 

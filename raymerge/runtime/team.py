@@ -80,12 +80,13 @@ class Team:
         """Say what workers that are started from now on have."""
         self._layout, self._has_gpu = layout, with_gpu
 
-    def take_on(self, count: int, on: Collection[str] = ()) -> None:
+    def take_on(self, count: int, on: Collection[str] = (), *, seconds: float | None = None) -> None:
         """Start workers, and see that they are equal to those that are there.
 
         Args:
             count: how many.
             on: ids of the nodes that they may be on, one for each of them; empty for any.
+            seconds: how long they may take; None for as long as any worker.
 
         Raises:
             OptionError: they do not start, or are not equal.
@@ -96,7 +97,7 @@ class Team:
             fresh = [self.spawn(on=place) for place in places]
             self.actors += fresh
             ready = [actor.handle.ready.remote() for actor in fresh]
-            answers = ready_answers(self.ray, ready, seconds=self.ready_seconds)
+            answers = ready_answers(self.ray, ready, seconds=seconds or self.ready_seconds)
             places = [place for place, answer in zip(places, answers, strict=True) if answer is None]
             for actor, answer in zip(fresh, answers, strict=True):
                 if answer is None:

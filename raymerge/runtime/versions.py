@@ -45,8 +45,8 @@ def companion_versions(donor: Source) -> list[list[str]] | None:
     if donor.checkpoint.unwritten is not None:
         return None
     with open_store(donor.checkpoint.root) as store:
-        found = [(key, store.info(key)) for key in donor.checkpoint.companions]
-    return [[key, info.version] for key, info in found if info is not None]
+        found = store.infos(donor.checkpoint.companions)
+    return [[key, info.version] for key, info in found.items() if info is not None]
 
 
 def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
@@ -92,7 +92,8 @@ def check_unchanged(sources: Sequence[Source]) -> None:
 
     Raises:
         CheckpointError: with every such file.
-        IncompleteError: none was, but some are gone, as all files are whose storage is away.
+        IncompleteError: none was, but some are gone, as all files are whose storage is away; or they may not
+            be looked at now.
     """
     problems: list[Problem] = []
     gone: list[str] = []
@@ -100,7 +101,10 @@ def check_unchanged(sources: Sequence[Source]) -> None:
         if isinstance(each, Prepared):
             continue
         with open_store(each.root) as store:
-            now = {file.key: store.info(file.key) for file in each.files}
+            try:
+                now = store.infos([file.key for file in each.files])
+            except UnreadableError as error:
+                raise IncompleteError(f"{error} What is done is kept.") from error
         gone += [f"{each.name}: {file.key}" for file in each.files if now[file.key] is None]
         pairs = ((_planned(file), now[file.key]) for file in each.files)
         problems += [

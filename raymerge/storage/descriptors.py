@@ -1,13 +1,23 @@
-"""What is done to an open file beside reading and writing it."""
+"""What is done to a file beside reading and writing it."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import stat
 from contextlib import suppress
 
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+
+def regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """What the system says of a directory's entry, and of what it links to; None for what is no file."""
+    try:
+        status = entry.stat()
+    except OSError:  # a link that leads nowhere; an index that names it says so better than we could
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def resize(descriptor: int, size: int, nbytes: int) -> None:

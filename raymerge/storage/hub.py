@@ -10,15 +10,16 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-_SNAPSHOT = re.compile(r"models--[^/]+/snapshots/([0-9a-f]{40})/?$")
+_SNAPSHOT = re.compile(r"(?:models--[^/]+/snapshots/|^hf://[^@]+@)([0-9a-f]{40})(?:/|$)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
 _LOOKUP_TIMEOUT_SECONDS = 5.0
-_NOT_WANTED = (
+NOT_WANTED = (
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.npz"),
     # The vendor's second copy of the same weights under other names: as big as the model itself.
     "consolidated*.safetensors",
 )
+"""Files of a repository that are not fetched."""
 _PICKLED = ("pytorch_model*",)
 """The names that transformers gives pickled weights and their index; optimizers have other names."""
 _REASONS = {
@@ -66,13 +67,21 @@ def resolve_model(
 
 
 def snapshot_revision(root: str) -> str | None:
-    """The commit of a directory in the Hub's cache; None for any other directory."""
-    found = _SNAPSHOT.search(Path(root).as_posix())
+    """The commit of a directory in the Hub's cache, or of an ``hf://`` address; None for any other place."""
+    found = _SNAPSHOT.search(root if root.startswith("hf://") else Path(root).as_posix())
     return None if found is None else found.group(1)
 
 
-def blob_digest(root: str, key: str) -> str | None:
-    """SHA-256 of a file in the Hub's cache, which names large files by it; None where it does not say."""
+def blob_digest(root: str, key: str, version: str) -> str | None:
+    """SHA-256 of a file of the Hub, which names large files by it; None where it does not say.
+
+    Args:
+        root: where it was read.
+        key: the file.
+        version: the store's version of it.
+    """
+    if root.startswith("hf://"):
+        return version if _SHA256.fullmatch(version) else None
     try:
         name = Path(os.readlink(Path(root) / key)).name
     except OSError:
@@ -102,7 +111,7 @@ def _snapshot(
         local_files_only=offline,
         etag_timeout=_LOOKUP_TIMEOUT_SECONDS,
         allow_patterns=None if only is None else list(only),
-        ignore_patterns=None if only is not None else list(_NOT_WANTED),
+        ignore_patterns=None if only is not None else list(NOT_WANTED),
     )
     return Path(found)
 

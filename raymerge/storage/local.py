@@ -6,15 +6,15 @@ import os
 import posixpath
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from raymerge.errors import CheckpointError, TransientError
 from raymerge.storage.copying import RangeCopier, inner_blocks
-from raymerge.storage.descriptors import resize, sync_data
+from raymerge.storage.descriptors import regular_file, resize, sync_data
 from raymerge.storage.extents import share_extents
 from raymerge.storage.open_files import OpenFiles
 from raymerge.storage.patience import KEPT, TRANSIENT, Patience, said
@@ -68,7 +68,7 @@ class LocalStore:
     def __setstate__(self, root: Path) -> None:
         self.__init__(root)  # type: ignore[misc]
 
-    def __enter__(self) -> LocalStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -80,6 +80,11 @@ class LocalStore:
         """Close what is open; the store may be used again afterwards."""
         self._open_files.close()
         self._writer.close()
+
+    @property
+    def is_far(self) -> bool:
+        """A file system answers at once, or has its own ways to hide that it does not."""
+        return False
 
     def location(self, key: str) -> str:
         """The path of ``key``.
@@ -114,7 +119,11 @@ class LocalStore:
             status = self._tried(lambda: os.stat(path), path, "looking")
         except OSError:
             return None
-        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+        return self._info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        """Several files as they are now; None for those that are not there."""
+        return {key: self.info(key) for key in keys}
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
@@ -373,8 +382,11 @@ class LocalStore:
             if entry.is_dir(follow_symlinks=False):
                 if not entry.name.startswith("."):
                     yield from self._walk(directory / entry.name, key + "/")
-            elif (status := _regular_file(entry)) is not None:
-                yield _info(key, status)
+            elif (status := regular_file(entry)) is not None:
+                yield self._info(key, status)
+
+    def _info(self, key: str, status: os.stat_result) -> FileInfo:
+        return FileInfo(key, status.st_size, str(status.st_mtime_ns))
 
     def _look_at(self, path: str, descriptor: int) -> None:
         """See that a file which was opened is the one expected."""
@@ -383,17 +395,5 @@ class LocalStore:
 
     def _compare(self, path: str, status: os.stat_result) -> None:
         wanted = self._expected.get(path)
-        if wanted is not None and _info(wanted.key, status) != wanted:
+        if wanted is not None and self._info(wanted.key, status) != wanted:
             raise CheckpointError(changed(path))
-
-
-def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        status = entry.stat()
-    except OSError:  # a link that leads nowhere; an index that names it says so better than we could
-        return None
-    return status if stat.S_ISREG(status.st_mode) else None
-
-
-def _info(key: str, status: os.stat_result) -> FileInfo:
-    return FileInfo(key, status.st_size, str(status.st_mtime_ns))

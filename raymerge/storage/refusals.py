@@ -48,7 +48,12 @@ def room_error(path: str, wanted: int, error: OSError) -> OSError | RoomError:
 
 def ends_early(path: str, offset: int, *, wanted: int) -> Problem:
     """A file that is shorter than it was said to be."""
-    what = f"ends at byte {os.stat(path).st_size}, but bytes {offset} to {offset + wanted} were wanted."
+    return ends_before(path, offset, wanted=wanted, nbytes=os.stat(path).st_size)
+
+
+def ends_before(path: str, offset: int, *, wanted: int, nbytes: int) -> Problem:
+    """A file of ``nbytes`` bytes, of which more are wanted."""
+    what = f"ends at byte {nbytes}, but bytes {offset} to {offset + wanted} were wanted."
     return Problem(path, what, "The file is cut off or was changed meanwhile: download or copy it again.")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
+from types import MappingProxyType, TracebackType
+from typing import Protocol, Self
 
 Buffer = bytes | bytearray | memoryview
 """C-contiguous bytes to write (an array's memory, not a copy of it)."""
@@ -37,6 +37,10 @@ def is_key(found: object) -> bool:
 class ReadStore(Protocol):
     """A place to read from. Every method may be called from many threads at once."""
 
+    @property
+    def is_far(self) -> bool:
+        """Whether requests go to a server and take long to begin, so that several at once are quicker."""
+
     def location(self, key: str) -> str:
         """The full name of ``key``, for messages."""
 
@@ -45,6 +49,9 @@ class ReadStore(Protocol):
 
     def info(self, key: str) -> FileInfo | None:
         """One file; None where there is none."""
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        """Several files, by as few requests as may be."""
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``.
@@ -87,22 +94,26 @@ class ReadStore(Protocol):
             ValueError: the buffer is too small.
         """
 
+    def check_expected(self) -> None:
+        """See that the files which were read are still those that were expected, where reading did not.
+
+        Raises:
+            CheckpointError: one was written to meanwhile, or another took its place.
+        """
+
     def close(self) -> None:
         """Give back what is held open; the store may be used again afterwards."""
 
+    def __enter__(self) -> Self:
+        """Itself; it is closed when the block ends."""
 
-class WriteStore(ReadStore, Protocol):
-    """A place that can also be written at offsets, in any order and by several writers."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
-    def create(self, key: str, nbytes: int) -> None:
-        """Make a file of ``nbytes`` bytes with its space reserved; bytes that are already there stay.
 
-        Raises:
-            RoomError: there is not enough room.
-        """
-
-    def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
-        """Write all of ``buffer`` at ``offset`` of a created file."""
+class Sink(Protocol):
+    """Where the finished bytes of shards go."""
 
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         """Write all of a large ``buffer`` at ``offset`` of a created file, at the speed of the storage."""
@@ -117,11 +128,25 @@ class WriteStore(ReadStore, Protocol):
             of the range.
         """
 
-    def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
-        """Let two equal ranges share their storage where that can be; bytes that do so now."""
-
     def sync(self, key: str) -> None:
         """Return once the file's bytes would survive a power cut."""
+
+
+class WriteStore(ReadStore, Sink, Protocol):
+    """A place that can also be written at offsets, in any order and by several writers."""
+
+    def create(self, key: str, nbytes: int) -> None:
+        """Make a file of ``nbytes`` bytes with its space reserved; bytes that are already there stay.
+
+        Raises:
+            RoomError: there is not enough room.
+        """
+
+    def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
+        """Write all of ``buffer`` at ``offset`` of a created file."""
+
+    def share(self, key: str, offset: int, *, with_key: str, with_offset: int, nbytes: int) -> int:
+        """Let two equal ranges share their storage where that can be; bytes that do so now."""
 
     def sync_directory(self, key: str = ".") -> None:
         """Return once the names in the directory ``key`` would survive a power cut."""

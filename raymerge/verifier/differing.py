@@ -88,7 +88,7 @@ def _runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
 
 
 class _Side:
-    """The elements of one tensor, as torch tensors of float32 or float64."""
+    """The elements of one tensor, as torch tensors of float64."""
 
     def __init__(self, read: Read, store: ReadStore) -> None:
         self._read, self._store = read, store
@@ -98,32 +98,26 @@ class _Side:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         if self._elements is not None:
-            return torch.from_numpy(self._elements.read(start, stop)[0].copy())
+            return torch.from_numpy(self._elements.read(start, stop)[0].copy()).double()
         dtype = self._read.dtype
         raw = bytearray(dtype.nbytes(stop - start))
         self._store.read_into(self._read.key, self._read.offset + dtype.nbytes(start), memoryview(raw))
-        stored = torch.frombuffer(raw, dtype=torch_dtype(dtype))
-        return stored if stored.dtype is torch.float64 else stored.float()
+        return torch.frombuffer(raw, dtype=torch_dtype(dtype)).double()
 
 
 def _of_run(a: torch.Tensor, b: torch.Tensor) -> Sums:
-    if a.dtype is not b.dtype:
-        a, b = a.double(), b.double()
     usable = torch.isfinite(a) & torch.isfinite(b)
     num_not_finite = a.numel() - int(usable.sum())
     num_differing = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
     if num_not_finite:
         a, b = a.where(usable, 0.0), b.where(usable, 0.0)
     found = _sums(a, b)
-    # float32 does for a report, but where squares leave its range.
-    is_lost = not _is_plain(found) or (found.squared_errors == 0 and num_differing > num_not_finite)
-    if is_lost and a.dtype is not torch.float64:
-        found = _sums(a.double(), b.double())
     found.num_differing, found.num_not_finite = num_differing, num_not_finite
     return found
 
 
 def _sums(a: torch.Tensor, b: torch.Tensor) -> Sums:
+    # In float64: how a float32 sum of a million squares is rounded hangs on the number of threads.
     apart = a - b
     return Sums(
         squares_a=float(a.dot(a)),
@@ -132,7 +126,3 @@ def _sums(a: torch.Tensor, b: torch.Tensor) -> Sums:
         squared_errors=float(apart.dot(apart)),
         largest=float(apart.abs().max()) if len(apart) else 0.0,
     )
-
-
-def _is_plain(found: Sums) -> bool:
-    return found.squares_a + found.squares_b + found.squared_errors < float("inf")

@@ -17,8 +17,9 @@ import torch
 
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
 from raymerge.planner.elements import torch_dtype
+from raymerge.storage.fetched import fetched
 
 MXFP4 = "mxfp4"
 """``quant_method`` of gpt-oss, whose codes are computed with on GPUs and decoded elsewhere."""
@@ -115,9 +116,10 @@ def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False)
     if own_code and not trust_remote_code:
         raise NotLoadableError(f"{own_code}, and its own code (auto_map) is not run")
     try:
-        config: Any = AutoConfig.from_pretrained(
-            checkpoint.root, local_files_only=True, trust_remote_code=bool(own_code)
-        )
+        with fetched(checkpoint.root, (*checkpoint.companions, CONFIG_FILE)) as directory:
+            config: Any = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=bool(own_code)
+            )
         quantizer = _quantizer(config)
         with _META:
             model = _built(checkpoint, config, own_code=bool(own_code))

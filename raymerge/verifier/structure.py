@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,14 @@ from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.consistency import config_problems
 from raymerge.planner.tables import Plan, load_plan
+from raymerge.storage.addresses import is_remote, parse_place, shown
+from raymerge.storage.fetched import fetched
+from raymerge.storage.open import open_store
 
 RECORD_PLAN = Path("raymerge") / "plan"
 """Where a merged checkpoint keeps the plan that it was made by."""
+_MADE = frozenset({f"{RECORD_PLAN.parent.as_posix()}/{name}" for name in ("ledger.jsonl", "run.json")})
+"""What only a merge leaves: a checkpoint that has one of them was made by a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,8 @@ class Verdict:
         return self
 
 
-def verify_structure(root: Path) -> Verdict:
-    """Verify a checkpoint's structure; one that raymerge made also against its plan.
+def verify_structure(root: Path | str) -> Verdict:
+    """Verify a checkpoint's structure, wherever it is; one that raymerge made also against its plan.
 
     Never raises for what is wrong with the checkpoint: the verdict says it.
     """
@@ -54,23 +59,47 @@ def verify_structure(root: Path) -> Verdict:
         return _verdict(root)
 
 
-def _verdict(root: Path) -> Verdict:
+def _verdict(root: Path | str) -> Verdict:
+    name = shown(str(root))
     try:
-        checkpoint = open_checkpoint(root, str(root))
-        plan = load_plan(root / RECORD_PLAN) if (root / RECORD_PLAN).is_dir() else None
+        checkpoint = open_checkpoint(root, name)
+        keys = _keys(str(root))
+        plan = _recorded_plan(str(root), keys)
     except UserError as error:
-        return Verdict(str(root), 0, 0, 0, False, error.problems)
-    problems = [*_index_problems(checkpoint), *config_problems(checkpoint)]
+        return Verdict(name, 0, 0, 0, False, error.problems)
+    problems = [*config_problems(checkpoint)]
+    if INDEX_FILE not in keys:
+        problems = [*_index_problems(checkpoint), *problems]
     if plan is not None:
         problems += _plan_problems(checkpoint, plan)
     return Verdict(
-        path=str(root),
+        path=name,
         tensors=len(checkpoint.tensors),
         nbytes=sum(file.nbytes for file in checkpoint.files),
         files=len(checkpoint.files),
         against_plan=plan is not None,
         problems=tuple(problems),
     )
+
+
+def _keys(root: str) -> frozenset[str]:
+    with open_store(root) as store:
+        return frozenset(each.key for each in store.files())
+
+
+def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
+    """The plan that a checkpoint was made by; None where it has no record of raymerge.
+
+    Raises:
+        PlanError: it has a record, and no whole plan in it.
+    """
+    plan = f"{RECORD_PLAN.as_posix()}/"
+    is_made = any(key in _MADE or key.startswith(plan) for key in keys)
+    # No store lists a directory that lost its files; on this machine it is there all the same.
+    if not is_made and (is_remote(root) or not Path(parse_place(root).text, RECORD_PLAN).is_dir()):
+        return None
+    with fetched(root, [key for key in keys if key.startswith(plan)]) as here:
+        return load_plan(here / RECORD_PLAN)
 
 
 def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
@@ -104,7 +133,7 @@ def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
 
 def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     """A complete set of files can be read without an index; loaders want one all the same."""
-    if len(checkpoint.files) > 1 and not (Path(checkpoint.root) / INDEX_FILE).is_file():
+    if len(checkpoint.files) > 1:
         yield Problem(
             checkpoint.name,
             f"it has {len(checkpoint.files)} weight files and no {INDEX_FILE}, so that no loader finds them.",

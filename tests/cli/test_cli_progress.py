@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import datetime
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from raymerge.runtime.events import (
     MemoryShort,
     Planned,
     Published,
+    RoomAwaited,
     SegmentDone,
     ShardDone,
     Started,
@@ -128,6 +130,7 @@ def test_json_is_one_event_a_line() -> None:
         for event in events:
             progress(event)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert all(datetime.fromisoformat(line.pop("time")).tzinfo for line in lines)
     assert lines == [json.loads(json.dumps(event.to_json())) for event in events]
     assert [line["event"] for line in lines] == [
         "planned", "started", "segment_done", "worker_lost", "shard_done", "verified", "published",
@@ -191,6 +194,12 @@ def test_a_lost_worker_is_a_warning(segments: tuple[int, ...], said: str) -> Non
     progress(WorkerLost("worker-0", "out of memory", segments))
     assert stream.getvalue().startswith("warning: worker-0 was lost (out of memory); ")
     assert said in stream.getvalue()
+
+
+def test_a_cluster_that_has_to_grow_first_is_told() -> None:
+    progress, stream = _plain(Clock())
+    progress(RoomAwaited("a worker needs CPUs: 4", 1800.0))
+    assert stream.getvalue() == "waiting for the cluster to grow, 30:00 at most: a worker needs CPUs: 4\n"
 
 
 def test_a_segment_that_runs_out_of_memory_is_a_warning() -> None:

@@ -260,7 +260,12 @@ def test_what_is_published_is_a_success_whatever_signal_comes_then(
         raise AssertionError("the signal was not heeded")
 
     monkeypatch.setattr(InlinePool, "close", interrupted)
-    outcome = _submit(folder, "-o", "out")
+    # A shell has commands in the background ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcome = _submit(folder, "-o", "out")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcome.code == 0, outcome.text
     assert "done: out" in outcome.text
     assert "goes on" not in outcome.text

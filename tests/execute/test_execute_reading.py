@@ -36,6 +36,7 @@ class _Store:
     asked: list[tuple[str, int, int, bool]] = field(default_factory=list)
     into: list[int] = field(default_factory=list)
     like: list[int | None] = field(default_factory=list)
+    is_far: bool = False
 
     def read_extent(
         self,

@@ -132,6 +132,7 @@ class TestOutput:
             "model.safetensors",
             "raymerge",
             "raymerge/ledger.jsonl",
+            "raymerge/events.jsonl",
             "README.md",
         ],
     )

@@ -17,9 +17,10 @@ from kits.command_line import run_command
 from kits.hostile import bounded
 from kits.merges import MEAN, make_models, write_recipe
 
+from raymerge.documents.secrets import check_text
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipes, recipe_from_mapping
-from raymerge.recipes.secrets import check_text
+from raymerge.recipes.genre import RECIPE
 
 PLANTED = {
     "HF_TOKEN": "hf_" + "Planted1" * 5,
@@ -90,7 +91,7 @@ def test_names_of_models_are_no_secrets(name: str) -> None:
     text = MEAN.replace("model: one", f"model: {json.dumps(name.strip())}")
     with contextlib.suppress(RecipeError):
         parse_recipes(text)
-    check_text(text, "recipe")
+    check_text(text, "recipe", RECIPE)
 
 
 _DRIVE = """

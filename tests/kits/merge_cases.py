@@ -17,7 +17,9 @@ from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.run import RunResult
 
-NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl", "raymerge/device.json", "raymerge/run.json"})
+NOT_REPRODUCED = frozenset(
+    {"raymerge/ledger.jsonl", "raymerge/device.json", "raymerge/run.json", "raymerge/events.jsonl"}
+)
 """The files of an output that name workers and tell times, file versions and what was measured."""
 
 INLINE = RunOptions(inline=True)

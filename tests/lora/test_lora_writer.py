@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from raymerge.checkpoints.adapters import PREFIX, Adapter
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.errors import TargetError
+from raymerge.errors import OptionError, TargetError
 from raymerge.lora.matrices import Factors
-from raymerge.lora.writer import AdapterFacts, AdapterWriter, short_targets
+from raymerge.lora.writer import AdapterFacts, AdapterWriter, output_directory, short_targets
 
 
 def factors(rows: int, columns: int, rank: int, seed: int = 0) -> Factors:
@@ -148,3 +148,10 @@ class TestTargets:
 
     def test_a_word_that_names_a_parent_too(self) -> None:
         assert short_targets(["m.0.q"], ["m.0.q", "q"]) == ("m.0.q",)
+
+
+def test_the_directory_that_is_meant() -> None:
+    assert output_directory("file:///data/a%20b") == Path("/data/a b")
+    for place in ("s3://bucket/a", "s3:/bucket/a"):
+        with pytest.raises(OptionError):
+            output_directory(place)

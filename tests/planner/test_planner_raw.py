@@ -60,6 +60,7 @@ class TestOpened:
         found = open_reference(ModelReference(files[0]))
         assert found.is_single_file
         assert (found.name, found.config) == (files[0], {})
+        assert open_reference(ModelReference(f"file://{files[0]}")).root == found.root
 
     def test_home_is_understood(self, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(Path(files[0]).parent))
@@ -74,8 +75,8 @@ class TestOpened:
         assert not names_file(ModelReference(str(tmp_path)))
 
     def test_it_has_no_revisions(self, files: tuple[str, str]) -> None:
-        with pytest.raises(CheckpointError, match="'main' is asked for, but this is a local file"):
-            open_raw(ModelReference(files[0], "main"), pickled=False)
+        with pytest.raises(CheckpointError, match="'main' is asked for, but this is a file"):
+            open_raw(files[0], files[0], revision="main", pickled=False)
 
     @pytest.mark.parametrize("name", ["config.json", "model.gguf", "model.safetensors.index.json"])
     def test_other_files_are_refused(self, tmp_path: Path, name: str) -> None:

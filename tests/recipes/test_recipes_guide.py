@@ -8,6 +8,8 @@ from typing import get_args
 
 import pytest
 
+from raymerge.documents.locate import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
+from raymerge.documents.text import MAX_TEXT_BYTES
 from raymerge.recipes import (
     ROLE_NAMES,
     AdapterOutput,
@@ -25,8 +27,6 @@ from raymerge.recipes import (
     merge_order,
     parse_recipes,
 )
-from raymerge.recipes.load import MAX_TEXT_BYTES
-from raymerge.recipes.locate import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
 from raymerge.recipes.selector import SELECTOR_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymerge.documents.text import MAX_TEXT_BYTES
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
     ModelReference,
@@ -24,7 +25,6 @@ from raymerge.recipes import (
     parse_recipe,
     recipe_from_mapping,
 )
-from raymerge.recipes.load import MAX_TEXT_BYTES
 
 TEXT = """\
 # weights that sum to one

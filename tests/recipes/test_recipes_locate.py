@@ -9,9 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.errors import RecipeError
-from raymerge.recipes.faults import Fault
-from raymerge.recipes.locate import (
+from raymerge.documents.faults import Fault
+from raymerge.documents.locate import (
     MAX_DOCUMENTS,
     MAX_NODES,
     Located,
@@ -20,6 +19,8 @@ from raymerge.recipes.locate import (
     read_document,
     split_documents,
 )
+from raymerge.errors import RecipeError
+from raymerge.recipes.genre import RECIPE
 
 TEXT = """\
 # a comment
@@ -36,12 +37,12 @@ models:
 
 
 def read(text: str) -> Located:
-    (part,) = split_documents(text, "r.yml")
-    return read_document(part, "r.yml")
+    (part,) = split_documents(text, "r.yml", RECIPE)
+    return read_document(part, "r.yml", RECIPE)
 
 
 def texts(text: str) -> list[str]:
-    parts: tuple[Part, ...] = split_documents(text, "r.yml")
+    parts: tuple[Part, ...] = split_documents(text, "r.yml", RECIPE)
     assert "".join(part.text for part in parts) == text
     return [part.text for part in parts]
 
@@ -114,22 +115,24 @@ def test_documents_have_their_own_part_of_the_text_and_empty_ones_none(text: str
 )
 def test_a_part_alone_says_what_it_says_in_the_file(bodies: list[str]) -> None:
     text = "a: 0\n" + "".join(f"---\n{body}" for body in bodies)
-    parts = split_documents(text, "r.yml")
+    parts = split_documents(text, "r.yml", RECIPE)
     assert len(parts) == 1 + sum(":" in body for body in bodies)
-    assert [read(part.text).data for part in parts] == [read_document(part, "r.yml").data for part in parts]
+    assert [read(part.text).data for part in parts] == [
+        read_document(part, "r.yml", RECIPE).data for part in parts
+    ]
 
 
 def test_places_in_later_documents_are_lines_of_the_file() -> None:
-    first, second = split_documents("a: 1\n\n---\n# x\nb:\n  - c: 2\n", "r.yml")
-    assert read_document(first, "r.yml").places.at(()) == "r.yml:1:1"
-    places = read_document(second, "r.yml").places
+    first, second = split_documents("a: 1\n\n---\n# x\nb:\n  - c: 2\n", "r.yml", RECIPE)
+    assert read_document(first, "r.yml", RECIPE).places.at(()) == "r.yml:1:1"
+    places = read_document(second, "r.yml", RECIPE).places
     assert places.at(()) == "r.yml:3:1"
     assert places.at(("b", 0, "c")) == "r.yml:6:5"
     assert places.at(("z",)) == "r.yml:3:1"
 
 
 def test_a_file_has_a_bounded_number_of_documents() -> None:
-    assert len(split_documents("--- {a: 1}\n" * MAX_DOCUMENTS, "r.yml")) == MAX_DOCUMENTS
+    assert len(split_documents("--- {a: 1}\n" * MAX_DOCUMENTS, "r.yml", RECIPE)) == MAX_DOCUMENTS
     assert f"r.yml:{MAX_DOCUMENTS + 1}:1: the file has more than {MAX_DOCUMENTS} YAML documents." in refusal(
         "---\n" * 100_000
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.recipes.faults import Fault, FaultError
+from raymerge.documents.faults import Fault, FaultError
 from raymerge.recipes.reference import (
     ModelReference,
     parse_reference,

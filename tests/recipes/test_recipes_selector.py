@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.architectures import Role
-from raymerge.recipes.faults import Fault, FaultError
+from raymerge.documents.faults import Fault, FaultError
 from raymerge.recipes.selector import (
     ROLE_NAMES,
     Selector,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.recipes.faults import Fault, FaultError
+from raymerge.documents.faults import Fault, FaultError
 from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
 from raymerge.recipes.settings import (
     Choice,

@@ -94,11 +94,20 @@ def test_a_model_merged_with_itself_is_itself_by_every_method(dtype: torch.dtype
             assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), (method, name)
 
 
+@pytest.fixture(scope="module")
+def here(small: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Digests of every method's output, made in this process with whatever hash seed it has."""
+    root = tmp_path_factory.mktemp("here")
+    for name, recipe in recipes(small).items():
+        merge(recipe, root / name)
+    return {name: digests(root / name) for name in METHODS}
+
+
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
-def test_the_hash_seed_changes_no_byte(hash_seed: str, small: Family, tmp_path: Path) -> None:
+def test_the_hash_seed_changes_no_byte(
+    hash_seed: str, small: Family, here: Mapping[str, Mapping[str, str]], tmp_path: Path
+) -> None:
     asked = recipes(small)
-    for name, recipe in asked.items():
-        merge(recipe, tmp_path / "here" / name)
     there = tmp_path / "there"
     there.mkdir()
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -110,7 +119,7 @@ def test_the_hash_seed_changes_no_byte(hash_seed: str, small: Family, tmp_path: 
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout) == {name: digests(tmp_path / "here" / name) for name in METHODS}
+    assert json.loads(done.stdout) == here
 
 
 @pytest.mark.ray

@@ -112,5 +112,5 @@ def test_an_aborted_run_is_resumed(cases: tuple[Recipes, Path], tmp_path: Path) 
     # Receipts are recorded in groups, so one that was not told of yet may be in the ledger, too.
     kept = merged.of(Started)[0].done_segments
     assert kept >= 2
-    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - kept > 0
+    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments - kept
     assert digests(tmp_path / "out") == digests(expected / "ties")

@@ -167,7 +167,8 @@ def test_the_card_and_the_record_say_what_was_done(small: Family, tmp_path: Path
     assert merged.result.digest in card
     assert "merge_method" in card
     record = tmp_path / "out" / "raymerge"
-    kept = {"ledger.jsonl", "numerics.json", "plan", "provenance.json", "recipe.yml", "run.json"}
+    kept = {"events.jsonl", "ledger.jsonl", "numerics.json", "plan", "provenance.json", "recipe.yml"}
+    kept.add("run.json")
     assert {path.name for path in record.iterdir()} == kept
     assert without_places((record / "recipe.yml").read_text()).strip() in card
     numerics = json.loads((record / "numerics.json").read_text())
@@ -419,6 +420,9 @@ def test_a_full_disk_is_told_and_the_run_can_go_on(recipe: dict[str, Any], tmp_p
         ({"memory": 0}, "--memory: 0 bytes"),
         ({"inline": True, "address": "auto"}, "--inline: a run in this process has no cluster"),
         ({"inline": True, "workers": 2}, "--inline: a run in this process is one worker"),
+        ({"scratch": " "}, "--scratch: ' ' is no path of a directory"),
+        ({"scratch": "s3://me:word@b/x"}, "--scratch: 's3://b/x' is no path of a directory"),
+        ({"scratch": "s3:/b/x"}, "--scratch: 's3:/b/x' is no path of a directory"),
     ],
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:

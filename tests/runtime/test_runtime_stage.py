@@ -56,6 +56,7 @@ from raymerge.runtime.events import (
     UnitDone,
     WorkerLost,
 )
+from raymerge.runtime.holder import myself
 from raymerge.runtime.inline import InlinePool
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.prepared import with_stage_results
@@ -63,6 +64,7 @@ from raymerge.runtime.ray_pool import RayPool
 from raymerge.runtime.stage_results import stage_record
 from raymerge.runtime.stage_run import is_stage_made
 from raymerge.runtime.stage_work import sources_of_stage, work_of
+from raymerge.runtime.stop_request import StopRequest
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -619,6 +621,24 @@ def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any]
     (started,) = _of(events, StageStarted)
     assert started.done_units == done
     assert len(_of(events, UnitDone)) == UNITS - done
+    assert verify(output).problems == ()
+
+
+def test_a_request_beside_the_output_stops_a_stage_too(
+    recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raymerge.runtime.stop_request._LOOK_SECONDS", 0.0)
+    events: list[Event] = []
+
+    def ask(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, UnitDone) and len(_of(events, UnitDone)) == 1:
+            StopRequest(output).make(myself(""))
+
+    with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done"):
+        run_chain(staged(recipe, output), output, on_event=ask, pause=0.1)
+    assert len(_of(events, Stopping)) == 1
+    _run(staged(recipe, output), output)
     assert verify(output).problems == ()
 
 

@@ -295,7 +295,8 @@ def test_the_record_is_durable_before_there_is_a_ledger(
     record = tmp_path / "out" / "raymerge"
     files = {path.name for path in record.rglob("*") if path.is_file()}
     before = written[: written.index("ledger.jsonl")]
-    assert set(before) == files - {"ledger.jsonl", "provenance.json", "run.json"} | {"begun"}
+    after = {"ledger.jsonl", "events.jsonl", "provenance.json", "run.json"}
+    assert set(before) == files - after | {"begun"}
     assert before.index("manifest.json") > max(before.index(n) for n in files if n.endswith(".arrow"))
 
 

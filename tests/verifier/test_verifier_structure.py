@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,15 @@ def _lose_a_table(root: Path) -> None:
     (root / RECORD_PLAN / "tensors.arrow").unlink()
 
 
+def _lose_the_plan(root: Path) -> None:
+    shutil.rmtree(root / RECORD_PLAN)
+
+
+def _lose_the_record(root: Path) -> None:
+    shutil.rmtree(root / RECORD_PLAN.parent)
+    (root / RECORD_PLAN).mkdir(parents=True)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -203,6 +213,8 @@ def _lose_a_table(root: Path) -> None:
         (_break_config, "config.json"),
         (_tamper_with_the_plan, "the saved plan"),
         (_lose_a_table, "the saved plan cannot be read"),
+        (_lose_the_plan, "the saved plan cannot be read"),
+        (_lose_the_record, "the saved plan cannot be read"),
     ],
 )
 def test_damage_is_found_and_never_raised(damage: Callable[[Path], None], said: str, merged: Path) -> None:

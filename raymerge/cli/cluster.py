@@ -1,0 +1,97 @@
+"""``raymerge cluster``: what a profile makes on Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from raymerge.cli.messages import guarded
+from raymerge.cli.screen import own_stdout
+from raymerge.errors import OptionError, Problem
+
+if TYPE_CHECKING:
+    from raymerge.profiles import Profile
+
+Kind = Literal["rayjob", "raycluster"]
+
+_KIND_HELP = "A run, or a cluster that stands; by default a run where a recipe is given."
+
+
+def make_cluster_app() -> typer.Typer:
+    """The commands below ``raymerge cluster``."""
+    app = typer.Typer(no_args_is_help=True, help="Show what a profile makes on Kubernetes.")
+    # One command alone would take the place of the group.
+    app.callback()(_cluster)
+    app.command()(render)
+    return app
+
+
+def render(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="Where and how to run, as YAML.")],
+    *,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="RECIPE", help="What the run merges.")
+    ] = None,
+    kind: Annotated[Kind | None, typer.Option("--kind", help=_KIND_HELP)] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Write a file for each object there."),
+    ] = None,
+) -> None:
+    """Print the objects that a submission would make, for kubectl apply; ask no server."""
+
+    def verb() -> int:
+        from raymerge.profiles import load_profile
+
+        wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
+        manifests = _manifests(load_profile(profile), wanted, recipe)
+        if directory is None:
+            from raymerge.manifests import as_yaml
+
+            with own_stdout() as stdout:
+                stdout.write(as_yaml(manifests))
+        else:
+            _write(manifests, Path(directory))
+        return 0
+
+    raise typer.Exit(guarded(verb, as_json=False))
+
+
+def _cluster() -> None:
+    """Show what a profile makes on Kubernetes."""
+
+
+def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dict[str, Any]]:
+    from raymerge.documents.text import read_file
+    from raymerge.manifests import check, raycluster, rayjob, render_name
+    from raymerge.recipes.genre import RECIPE
+
+    if kind == "raycluster":
+        return raycluster(profile, "raymerge")
+    if recipe is None:
+        raise OptionError(Problem("--kind rayjob", "a run needs a recipe.", "Give it by --recipe."))
+    if profile.output is None:
+        what = "the profile does not say where the new checkpoint goes."
+        raise OptionError(Problem(profile.where("output"), what, "Add output: s3://bucket/dir, or a path."))
+    text = read_file(recipe, RECIPE)
+    name = render_name(text, profile.as_yaml())
+    check(profile, text, profile.output, name, recipe)
+    return rayjob(profile, text, profile.output, name)
+
+
+def _write(manifests: Sequence[dict[str, Any]], directory: Path) -> None:
+    from raymerge.manifests import as_yaml
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for manifest in manifests:
+            path = directory / f"{manifest['kind'].lower()}.yaml"
+            path.write_text(as_yaml([manifest]), encoding="utf-8")
+    except OSError as error:
+        what = f"nothing can be written there ({error.strerror})."
+        raise OptionError(
+            Problem(f"-o {directory}", what, "Give a directory that may be written to.")
+        ) from error

@@ -1,0 +1,161 @@
+"""Shows what a run far away says, line by line, as a run of this machine is shown; and how it ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from raymerge.cli.messages import STOPPED, Failure, show_failure
+from raymerge.cli.progress import make_progress
+from raymerge.cli.screen import make_console, printable, put_json
+from raymerge.errors import Problem
+
+if TYPE_CHECKING:
+    from raymerge.runtime.targets.target import RunReport, Runs
+
+_ENDS = ("error", "ended")
+"""Events that say why a run made no output: of the command line, and of a journal."""
+
+
+class Relay:
+    """Takes the lines of a driver's log: events are shown as events, all else as text."""
+
+    def __init__(self, stdout: IO[str], *, as_json: bool, output: str) -> None:
+        """
+        Args:
+            stdout: where the events are shown.
+            as_json: each as the line that it is.
+            output: the output place, for the last line.
+        """
+        self._stdout = stdout
+        self._as_json = as_json
+        self._now: float | None = None
+        self._progress = make_progress(stdout, as_json=False, output=output, clock=self._clock)
+        self._others = make_console(sys.stderr)
+        self.end: Mapping[str, Any] | None = None
+        """The event that says why there is no output; None while there is none."""
+
+    def __enter__(self) -> Relay:
+        if not self._as_json:
+            self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._as_json:
+            self._progress.__exit__(kind, error, trace)
+
+    def take_all(self, lines: Iterable[str]) -> None:
+        """Show lines as they come."""
+        for line in lines:
+            self.take(line)
+
+    def take(self, line: str) -> None:
+        """Show one line."""
+        found = _event(line)
+        if found is None:
+            if line.strip():
+                self._others.print(printable(line), style="dim", soft_wrap=True)
+            return
+        if found["event"] in _ENDS:
+            self.end = found
+        elif found["event"] == "planned":
+            self.end = None  # of an earlier attempt, which this one follows
+        if self._as_json:
+            put_json(self._stdout, found)
+        else:
+            self._show(found)
+
+    def _show(self, found: Mapping[str, Any]) -> None:
+        from raymerge.runtime.event_json import event_from_json
+
+        with suppress(ValueError):
+            self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
+        event = event_from_json(found)
+        if event is not None:
+            self._progress(event)
+
+    def _clock(self) -> float:
+        """The time of the event that is shown: what is told again took as long as it took."""
+        return time.time() if self._now is None else self._now
+
+
+def follow(runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str) -> int:
+    """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code.
+
+    Args:
+        runs: who knows it.
+        run: its name.
+        stdout: where it is shown.
+        as_json: its events as JSON.
+        output: the output place.
+    """
+    relay = Relay(stdout, as_json=as_json, output=output)
+    try:
+        with relay:
+            relay.take_all(runs.logs(run, follow=True))
+        report = runs.report(run)
+    except KeyboardInterrupt:
+        make_console(sys.stderr).print(f"\n{detached(run)}", soft_wrap=True)
+        return STOPPED
+    return _ended(report, relay.end, as_json=as_json)
+
+
+def detached(run: str) -> str:
+    """What is said of a run that goes on without this process."""
+    return (
+        f"{run} goes on without this command. 'raymerge status {run}' tells how far it is, "
+        f"'raymerge logs -f {run}' shows it again, 'raymerge stop {run}' ends it."
+    )
+
+
+def exit_code_of(report: RunReport) -> int:
+    """The exit code of a run that is over: that of its driver, where it is known."""
+    from raymerge.runtime.targets.target import RunState
+
+    if report.state is RunState.SUCCEEDED:
+        return 0
+    code = report.details.get("exit_code", "")
+    # A driver that was killed has none of ours; what it did is kept.
+    return int(code) if report.state is RunState.FAILED and code in ("1", "2", "3") else STOPPED
+
+
+def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
+    from raymerge.runtime.targets.target import RunState
+
+    code = exit_code_of(report)
+    if report.state is RunState.SUCCEEDED:
+        return 0
+    if as_json:
+        if end is None:
+            put_json(sys.stdout, Failure(code, report.message).to_json())
+        return code
+    failure = Failure(code, report.message)
+    if end is not None and report.state is RunState.FAILED:
+        failure = _failure(end, code)
+    show_failure(make_console(sys.stderr), failure)
+    return code
+
+
+def _failure(end: Mapping[str, Any], code: int) -> Failure:
+    """What the driver said when it ended."""
+    try:
+        problems = tuple(Problem(**each) for each in end.get("problems", ()))
+    except TypeError:
+        problems = ()
+    return Failure(code, "" if problems else str(end.get("message")), problems)
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None

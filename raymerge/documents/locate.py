@@ -1,0 +1,323 @@
+"""YAML text to plain data, together with the line and column of every value.
+
+Only maps, lists, texts, numbers, switches and null: no tags, nothing that runs code, and a bound on what
+aliases may blow up to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import yaml
+from yaml import Mark
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from raymerge.documents.faults import Fault, Path
+from raymerge.documents.genre import Genre
+from raymerge.errors import Problem, UserError
+
+MAX_NODES = 10_000
+"""Values in one document, counted after aliases are replaced by what they stand for."""
+MAX_DEPTH = 64
+"""Levels of nesting in one document; an alias that holds itself goes beyond any such bound."""
+MAX_DOCUMENTS = 100
+"""YAML documents in one file, empty ones counted too."""
+
+_NUMBER = re.compile("0|[1-9][0-9]*")
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = frozenset(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq"))
+_MERGE_TAG = f"{_TAG}merge"
+_DATE_TAG = f"{_TAG}timestamp"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each value of a document stands in its text."""
+
+    name: str
+    """The document's name in messages: its path as the user gave it."""
+    marks: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
+    """Line and column, from 1, of each key and list item; empty for one that was never a text."""
+
+    def mark(self, path: Path) -> tuple[int, int]:
+        """Line and column of ``path`` or of its nearest known parent; ``(0, 0)`` without a text."""
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path, (0, 0))
+
+    def at(self, path: Path) -> str:
+        """``recipe.yml:7:18``, or ``recipe: models[0].parameters.weight`` without a text."""
+        if self.marks:
+            return spot(self.name, self.mark(path))
+        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+        return f"{self.name}: {steps.removeprefix('.')}" if steps else self.name
+
+    def problems(self, faults: list[Fault]) -> list[Problem]:
+        """The faults with their places, in the order of the text."""
+        ordered = sorted(faults, key=lambda fault: self.mark(fault.path))
+        return [Problem(self.at(fault.path), self._named(fault), fault.remedy) for fault in ordered]
+
+    def _named(self, fault: Fault) -> str:
+        """The fact with its key before it, where neither the place nor the fact itself has the key."""
+        key = fault.path[-1] if fault.path else None
+        if not self.marks or not isinstance(key, str):
+            return fault.what
+        named = f"'{key}'" in fault.what or fault.what.startswith(f"{key} ")
+        return fault.what if named else f"{key}: {fault.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One YAML document of a file, composed but not read."""
+
+    root: Node
+    """What it holds."""
+    text: str
+    """Its own part of the file; the parts of a file are the file, one after the other."""
+    mark: tuple[int, int]
+    """Line and column in the file at which it starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A document's text, taken apart."""
+
+    data: Mapping[str, object]
+    """Maps, lists, texts, numbers, switches and null."""
+    places: Places
+    """The place of each of them."""
+    faults: tuple[Fault, ...]
+    """What is wrong with the YAML itself though it could be read: a repeated key, a tag."""
+
+
+def spot(name: str, mark: tuple[int, int]) -> str:
+    """``recipe.yml:7:18``."""
+    return f"{name}:{mark[0]}:{mark[1]}"
+
+
+def split_documents(text: str, name: str, genre: Genre) -> tuple[Part, ...]:
+    """The YAML documents in ``text`` that are not empty, at least one.
+
+    Raises:
+        UserError: of the genre's kind: no YAML, no document, or more than ``MAX_DOCUMENTS``.
+    """
+    composed = [(mark, root) for mark, root in _compose(text, name, genre) if root.tag != f"{_TAG}null"]
+    if not composed:
+        raise genre.error(Problem(f"{name}:1:1", f"the {genre.noun} is empty.", _start(genre)))
+    # What stands before the first document, a comment mostly, belongs to it; an empty one to the one before.
+    starts = [0, *(mark.index for mark, _ in composed[1:])]
+    places = [(1, 1), *((mark.line + 1, mark.column + 1) for mark, _ in composed[1:])]
+    pieces = [text[start:end] for start, end in pairwise([*starts, len(text)])]
+    return tuple(
+        Part(root, piece, place) for (_, root), piece, place in zip(composed, pieces, places, strict=True)
+    )
+
+
+def read_document(part: Part, name: str, genre: Genre) -> Located:
+    """One document as plain data.
+
+    Raises:
+        UserError: of the genre's kind: no map at the top, or too large once expanded.
+    """
+    root = part.root
+    if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
+        what = f"a {genre.noun} is a map of keys to values."
+        raise genre.error(Problem(spot(name, _mark(root)), what, _start(genre)))
+    walk = _Walk(name, part.mark, genre)
+    data = walk.mapping(root, (), 0)
+    return Located(data, Places(name, walk.marks), tuple(walk.faults))
+
+
+class _Walk:
+    """One pass over the node graph, which follows aliases and counts what it meets."""
+
+    def __init__(self, name: str, start: tuple[int, int], genre: Genre) -> None:
+        self.name = name
+        self.genre = genre
+        self.marks: dict[Path, tuple[int, int]] = {(): start}
+        self.faults: list[Fault] = []
+        self._num_nodes = 0
+        self._scalars = yaml.SafeLoader("")
+
+    def value(self, node: Node, path: Path, depth: int) -> object:
+        self._count(node, depth)
+        if node.tag not in _PLAIN_TAGS and node.tag != _DATE_TAG:
+            self.faults.append(
+                Fault(path, f"the tag {node.tag} has no meaning in a {self.genre.noun}.", "Remove it.")
+            )
+            return None
+        if isinstance(node, MappingNode):
+            return self.mapping(node, path, depth)
+        if isinstance(node, SequenceNode):
+            return [self._item(item, (*path, index), depth) for index, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def mapping(self, node: MappingNode, path: Path, depth: int) -> dict[str, object]:
+        """Own keys first, then those of ``<<`` that are not its own: the order in which they hold."""
+        own: dict[str, object] = {}
+        for key, value in self._own_pairs(node, path):
+            if key in own:
+                self._repeated(key, path, value[0])
+                continue
+            own[key] = self._entry(key, value, path, depth)
+        for key, value in self._merged_pairs(node, path, depth):
+            if key not in own:
+                own[key] = self._entry(key, value, path, depth)
+        return own
+
+    def _item(self, node: Node, path: Path, depth: int) -> object:
+        self.marks[path] = _mark(node)
+        return self.value(node, path, depth + 1)
+
+    def _entry(self, key: str, pair: tuple[Node, Node], path: Path, depth: int) -> object:
+        self.marks[(*path, key)] = _mark(pair[0])
+        return self.value(pair[1], (*path, key), depth + 1)
+
+    def _own_pairs(self, node: MappingNode, path: Path) -> Iterator[tuple[str, tuple[Node, Node]]]:
+        for key, value in node.value:
+            if key.tag == _MERGE_TAG:
+                continue
+            if isinstance(key, ScalarNode) and _is_key(key):
+                yield key.value, (key, value)
+            else:
+                self._bad_key(key, path)
+
+    def _merged_pairs(
+        self, node: MappingNode, path: Path, depth: int
+    ) -> Iterator[tuple[str, tuple[Node, Node]]]:
+        for key, value in node.value:
+            if key.tag != _MERGE_TAG:
+                continue
+            for source in value.value if isinstance(value, SequenceNode) else [value]:
+                self._count(source, depth)
+                if isinstance(source, MappingNode):
+                    for name, pair in self._own_pairs(source, path):
+                        self._count(pair[0], depth)
+                        yield name, pair
+                    yield from self._merged_pairs(source, path, depth + 1)
+                else:
+                    self.faults.append(
+                        Fault(path, "'<<' takes a map.", "Give it an alias of one: <<: *name.")
+                    )
+
+    def _scalar(self, node: Node, path: Path) -> object:
+        if node.tag == _DATE_TAG:
+            # YAML reads 2024-01-31 as a date; who writes it means a name or a revision.
+            return str(node.value)
+        try:
+            value: object = self._scalars.construct_object(node)
+        except (ValueError, KeyError, IndexError):
+            self.faults.append(Fault(path, f"'{node.value[:40]}' cannot be read.", "Put it in quotes."))
+            return None
+        if isinstance(value, str) and not _is_text(value):
+            self.faults.append(Fault(path, f"{ascii(value)[:40]} holds half a character.", "Write it out."))
+            return None
+        return value
+
+    def _bad_key(self, key: Node, path: Path) -> None:
+        shown = ascii(key.value) if isinstance(key, ScalarNode) else "a list or map"
+        # No value of a map has a number for its step, so the place in the text may stand for a bad key.
+        place = (*path, key.start_mark.index)
+        self.marks[place] = _mark(key)
+        self.faults.append(Fault(place, f"the key {shown} is not a text.", "Put it in quotes."))
+
+    def _repeated(self, key: str, path: Path, again: Node) -> None:
+        first = self.marks[(*path, key)]
+        place = (*path, key, again.start_mark.index)
+        self.marks[place] = _mark(again)
+        what = f"the key '{key}' was given before, on line {first[0]}."
+        self.faults.append(Fault(place, what, "Remove one of the two."))
+
+    def _count(self, node: Node, depth: int) -> None:
+        self._num_nodes += 1
+        if depth > MAX_DEPTH:
+            what = f"the {self.genre.noun} is nested more than {MAX_DEPTH} levels deep here."
+            raise self._error(node, what, "Remove the alias that holds itself, or the nesting.")
+        if self._num_nodes > MAX_NODES:
+            what = f"the {self.genre.noun} has more than {MAX_NODES} values once its aliases are expanded."
+            raise self._error(node, what, "Use fewer aliases of large maps.")
+
+    def _error(self, node: Node, what: str, remedy: str) -> UserError:
+        return self.genre.error(Problem(spot(self.name, _mark(node)), what, remedy))
+
+
+class _Loader(yaml.SafeLoader):
+    """Stops composing before a text of brackets exhausts the stack."""
+
+    depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self.depth += 1
+        if self.depth > 2 * MAX_DEPTH:
+            what = f"more than {2 * MAX_DEPTH} levels inside one another"
+            raise yaml.composer.ComposerError(None, None, what, self.get_mark())
+        node: Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _compose(text: str, name: str, genre: Genre) -> list[tuple[Mark, Node]]:
+    """Every document with the place where it starts."""
+    documents: list[tuple[Mark, Node]] = []
+    try:
+        loader = _Loader(text)
+        while loader.check_node():
+            mark: Mark = loader.peek_event().start_mark  # type: ignore[no-untyped-call]
+            if len(documents) == MAX_DOCUMENTS:
+                raise _too_many(name, mark, genre)
+            root = loader.get_node()
+            if root is not None:
+                documents.append((mark, root))
+    except yaml.reader.ReaderError as error:
+        raise _unreadable(text, name, error, genre) from None
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(name, error, genre) from None
+    return documents
+
+
+def _too_many(name: str, mark: Mark, genre: Genre) -> UserError:
+    what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
+    return genre.error(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
+
+
+def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, genre: Genre) -> UserError:
+    before = text[: error.position]
+    mark = (before.count("\n") + 1, len(before) - before.rfind("\n"))
+    what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
+    return genre.error(Problem(spot(name, mark), what, "Remove it."))
+
+
+def _not_yaml(name: str, error: yaml.MarkedYAMLError, genre: Genre) -> UserError:
+    mark = error.problem_mark or error.context_mark
+    place = f"{name}:1:1" if mark is None else spot(name, (mark.line + 1, mark.column + 1))
+    problem = error.problem or "it ends too early"
+    if "'\\t'" in problem:
+        return genre.error(Problem(place, "a tab stands here.", "Indent with spaces: YAML allows no tabs."))
+    if error.context and "alias" in error.context:
+        return genre.error(Problem(place, "'*' starts an alias here.", 'Put it in quotes: filter: "*".'))
+    context = f" ({error.context})" if error.context else ""
+    what = f"this is not YAML: {problem}{context}."
+    return genre.error(Problem(place, what, "Check the indentation, colons, brackets and quotes before it."))
+
+
+def _mark(node: Node) -> tuple[int, int]:
+    return (node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _start(genre: Genre) -> str:
+    return f"Start with '{genre.opening}'."
+
+
+def _is_key(key: ScalarNode) -> bool:
+    """Whether it is a text that can be written, or a number, like that of a layer, in its only spelling."""
+    if key.tag == f"{_TAG}int":
+        return _NUMBER.fullmatch(key.value) is not None
+    return key.tag == f"{_TAG}str" and _is_text(key.value)
+
+
+def _is_text(value: str) -> bool:
+    """Whether every character of it can be written; an escape in YAML may give half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)

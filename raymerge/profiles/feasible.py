@@ -1,0 +1,219 @@
+"""What cannot be, whatever cluster it is sent to: faults that lie between the keys of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from raymerge.documents.faults import Fault, Path
+from raymerge.profiles.kubernetes import Kubernetes
+from raymerge.profiles.pods import Volume, WorkerGroup
+from raymerge.profiles.run import RunSettings
+from raymerge.profiles.values import Labels, amount
+from raymerge.storage.addresses import is_object_place, is_remote, shown
+
+CONFIG_PATH = "/etc/raymerge"
+"""Where a run's recipe and profile are mounted."""
+
+_RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
+_RESERVED_VOLUMES = ("raymerge-config", "shared-mem", "ray-logs")
+_RESERVED_ENV = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_CLUSTER_NAME", "RAY_IP", "FQ_RAY_IP", "RAY_PORT")
+_RESERVED_LABELS = ("ray.io/", "raymerge.io/", "app.kubernetes.io/", "kueue.x-k8s.io/queue-name")
+_MOST_QUEUED_GROUPS = 7
+_TOKENS_SINCE = (2, 52)
+
+
+def faults_between(
+    kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
+) -> Iterator[Fault]:
+    """Faults that lie between the sections of a profile, and within that for Kubernetes."""
+    if kubernetes is None:
+        return
+    yield from _named_twice(kubernetes)
+    yield from _versions(kubernetes)
+    yield from _queued(kubernetes)
+    yield from _names_taken(kubernetes)
+    for index, group in enumerate(kubernetes.workers):
+        yield from _bounds(group, ("kubernetes", "workers", index), kubernetes.autoscaling.enabled)
+    for path, volumes in _mounted(kubernetes):
+        yield from _mounts(volumes, path)
+    if target == "kubernetes":
+        yield from _holdable(kubernetes, run)
+        if output is not None:
+            yield from _out_of_reach(kubernetes, output)
+
+
+def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
+    """Why pods could not make a checkpoint at a place: it is no address, and on no volume that all share."""
+    path: Path = ("output",)
+    if is_object_place(output):
+        return
+    if is_remote(output):
+        what = f"{shown(output)} can be read from, and not written to."
+        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
+        return
+    if not output.startswith("/"):
+        what = f"'{output}' is relative to a directory of this machine, which pods do not have."
+        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
+        return
+    for _, volumes in _mounted(kubernetes):
+        holder = _holder(volumes, output)
+        if holder is None or not holder.is_shared or not holder.is_writable:
+            what = f"{output} is on no volume that every pod mounts, shared and writable."
+            remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
+            yield Fault(path, what, remedy)
+            return
+
+
+def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
+    """Whether every pod has a volume that an absolute path is on."""
+    return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
+
+
+def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
+    """The volume that a path is on, the deepest of them; not the place it is mounted at, which is there."""
+    holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
+    return max(holders, key=lambda each: len(each.mount_path), default=None)
+
+
+def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[Path, tuple[Volume, ...]]]:
+    """The volumes of each kind of pod, with where they are written."""
+    yield ("kubernetes", "volumes"), kubernetes.volumes
+    for index, group in enumerate(kubernetes.workers):
+        if group.volumes is not None:
+            yield ("kubernetes", "workers", index, "volumes"), group.volumes
+
+
+def _named_twice(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if not kubernetes.workers:
+        yield Fault(("kubernetes", "workers"), "there is no group of workers.", "Add one.")
+    names = Counter(group.name for group in kubernetes.workers)
+    for index, group in enumerate(kubernetes.workers):
+        if names[group.name] > 1:
+            names[group.name] = 1
+            path = ("kubernetes", "workers", index, "name")
+            yield Fault(path, f"two groups are named '{group.name}'.", "Name one of them otherwise.")
+
+
+def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
+    major, minor = (int(part) for part in kubernetes.ray_version.split(".")[:2])
+    if kubernetes.token_auth and (major, minor) < _TOKENS_SINCE:
+        what = f"Ray {kubernetes.ray_version} knows no tokens; they came with 2.52."
+        yield Fault(("kubernetes", "ray_version"), what, "Take a newer image, or write token_auth: false.")
+    if kubernetes.token_secret is not None and not kubernetes.token_auth:
+        what = "a secret for the token is named, but token_auth is false."
+        yield Fault(("kubernetes", "token_secret"), what, "Remove one of the two.")
+
+
+def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if kubernetes.queue is None:
+        return
+    path: Path = ("kubernetes", "queue")
+    if kubernetes.autoscaling.enabled:
+        what = "Kueue reserves what a run needs before it begins, and autoscaling changes that."
+        yield Fault(path, what, "Write autoscaling: {enabled: false} and each group's replicas.")
+    if len(kubernetes.workers) > _MOST_QUEUED_GROUPS:
+        groups = len(kubernetes.workers)
+        what = f"Kueue takes at most {_MOST_QUEUED_GROUPS} groups of workers; there are {groups}."
+        yield Fault(path, what, "Join groups, or write no queue.")
+
+
+def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
+    for name in kubernetes.env:
+        if name in _RESERVED_ENV:
+            yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
+    labelled: list[tuple[Path, Labels]] = [(("kubernetes", "labels"), kubernetes.labels)]
+    labelled += [
+        (("kubernetes", "workers", index, "labels"), group.labels)
+        for index, group in enumerate(kubernetes.workers)
+    ]
+    for path, labels in labelled:
+        for key in labels:
+            if key.startswith(_RESERVED_LABELS):
+                yield Fault((*path, key), f"'{key}' is set by raymerge or the operator.", "Remove it.")
+
+
+def _bounds(group: WorkerGroup, path: Path, is_scaled: bool) -> Iterator[Fault]:
+    if not is_scaled:
+        for key in ("min_replicas", "max_replicas", "idle_timeout_seconds"):
+            if getattr(group, key) is not None:
+                what = f"{key} has no meaning without autoscaling."
+                yield Fault((*path, key), what, "Write autoscaling: {enabled: true}, or remove it.")
+        if group.replicas == 0:
+            what = "the group has no pods, and without autoscaling none will come."
+            yield Fault((*path, "replicas"), what, "Write 1 or more, or remove the group.")
+        return
+    low, high = fewest(group), most(group, is_scaled=True)
+    if not low <= group.replicas <= high:
+        what = f"{group.replicas} replicas are not from {low} (min_replicas) to {high} (max_replicas)."
+        yield Fault((*path, "replicas"), what, "Write min_replicas <= replicas <= max_replicas.")
+    if high == 0:
+        what = "the group may never have a pod: max_replicas is not given, and replicas is 0."
+        yield Fault((*path, "replicas"), what, "Write max_replicas.")
+
+
+def fewest(group: WorkerGroup) -> int:
+    """The fewest pods of a group that autoscales."""
+    return group.min_replicas if group.min_replicas is not None else 0
+
+
+def most(group: WorkerGroup, *, is_scaled: bool) -> int:
+    """The most pods that a group ever has."""
+    return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
+
+
+def _mounts(volumes: tuple[Volume, ...], path: Path) -> Iterator[Fault]:
+    seen_paths: set[str] = set()
+    seen_names: set[str] = set()
+    for index, volume in enumerate(volumes):
+        if volume.mount_path in seen_paths:
+            what = f"two volumes are mounted at {volume.mount_path}."
+            yield Fault((*path, index, "mount_path"), what, "Mount one of them elsewhere.")
+        if volume.name in seen_names:
+            yield Fault((*path, index, "name"), f"two volumes are named '{volume.name}'.", "Rename one.")
+        if volume.name in _RESERVED_VOLUMES:
+            what = f"'{volume.name}' is the name of a volume that every pod has."
+            yield Fault((*path, index, "name"), what, "Name it otherwise.")
+        for reserved in _RESERVED_PATHS:
+            if _is_below(reserved, volume.mount_path) or _is_below(volume.mount_path, reserved):
+                what = f"a volume at {volume.mount_path} would hide {reserved}, which every pod needs."
+                yield Fault((*path, index, "mount_path"), what, "Mount it elsewhere, like /mnt/models.")
+        seen_paths.add(volume.mount_path)
+        seen_names.add(volume.name)
+
+
+def _is_below(path: str, above: str) -> bool:
+    """Whether a path is another one, or somewhere in it."""
+    return f"{path}/".startswith(f"{above}/")
+
+
+def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+    is_scaled = kubernetes.autoscaling.enabled
+    threads = run.threads or 1
+    if run.device == "cuda" and not any(group.gpus for group in kubernetes.workers):
+        what = "cuda is asked for, but no group of workers has GPUs."
+        yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
+        return
+    rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
+    held = sum(
+        room * most(group, is_scaled=is_scaled) for room, group in zip(rooms, kubernetes.workers, strict=True)
+    )
+    if rooms and not any(rooms):
+        what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
+        yield Fault(("kubernetes", "workers"), what, "Give the groups more cpu, or write fewer threads.")
+    elif run.workers is not None and run.workers > held:
+        of = f" of {threads} threads" if threads > 1 else ""
+        what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
+        yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
+    sizes = [amount(group.memory) for group in kubernetes.workers]
+    if run.memory is not None and sizes and run.memory >= max(sizes):
+        what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
+        yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
+
+
+def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
+    """Workers that a pod holds."""
+    # The operator gives Ray whole processors, rounded up.
+    by_cpu = math.ceil(amount(group.cpu)) // threads
+    return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

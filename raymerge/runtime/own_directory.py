@@ -1,0 +1,53 @@
+"""A directory of one process below one that many share, for large files that nobody wants after its end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "raymerge-shard-"
+_LOCK = "lock"
+_OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class OwnDirectory:
+    """A directory that is this process's as long as it lives, which a lock of the system says."""
+
+    def __init__(self, shared: str) -> None:
+        """
+        Args:
+            shared: the directory that it is made in; it is made where it is not there.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared))
+        """Where it is."""
+        fresh = self.path / f"{_LOCK}.new"
+        self._descriptor = os.open(fresh, _OPENING | os.O_CREAT | os.O_EXCL, 0o600)
+        # Without locks it is nobody's to remove; with one it is seen only once it is held.
+        with suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fresh.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def sweep(shared: Path) -> None:
+    """Remove what killed processes left; what cannot be removed stays."""
+    for each in shared.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(each / _LOCK, _OPENING)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(each, ignore_errors=True)
+            finally:
+                os.close(descriptor)

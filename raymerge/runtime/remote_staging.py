@@ -1,0 +1,347 @@
+"""An output place in an object store, which renames nothing: shards come under their final names, and what
+makes them a checkpoint is written last.
+
+All small files grow in a local control directory, as they would beside a local output, and are mirrored below
+the place's run record, so that any machine can take up what another one began.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.errors import IncompleteError, Problem, TargetError
+from raymerge.planner.tables import Plan
+from raymerge.runtime.beginning import MARK, mark_of
+from raymerge.runtime.conditions import difference
+from raymerge.runtime.journal import JOURNAL
+from raymerge.runtime.ledger import Ledger
+from raymerge.runtime.remote_found import MANIFEST, is_checkpoint, is_empty, strangers
+from raymerge.runtime.remote_journal import JournalMirror
+from raymerge.runtime.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
+from raymerge.runtime.remote_ledger import RemoteLedger
+from raymerge.runtime.remote_shards import RemoteShards
+from raymerge.runtime.remote_stop import withdraw
+from raymerge.runtime.segment_work import SegmentWork
+from raymerge.runtime.shard_order import ShardOrder, shard_orders
+from raymerge.runtime.shard_work import ShardWork, check_mark
+from raymerge.runtime.staging import RECIPE, RECORD, Staging
+from raymerge.storage.addresses import shown
+from raymerge.storage.local import LocalStore
+from raymerge.storage.object_stream import LARGEST_OBJECT, stream_bytes
+from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.store import FileInfo
+from raymerge.units import format_size
+
+LEASE = f"{RECORD}/lease.json"
+"""Key of the lease."""
+_BEGUN = f"{RECORD}/{MARK}"
+_FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/device.json", f"{RECORD}/{JOURNAL}")
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Shards of any plan."""
+_AT_ONCE = 4 << 20
+_ASIDE_SECONDS = 5.0
+_PROBES = f"{RECORD}/{PROBE}-"
+
+
+class RemoteStaging(Staging):
+    """The output place of one plan in an object store."""
+
+    def __init__(self, place: str, plan: Plan, *, scratch: str | None = None) -> None:
+        """
+        Args:
+            place: the output place, with its options.
+            plan: what is made.
+            scratch: directory of workers where a shard is until it is uploaded; None: nowhere.
+
+        Raises:
+            OptionError: what speaks to such stores is not installed.
+            CheckpointError: there are no credentials.
+        """
+        control = tempfile.mkdtemp(prefix="raymerge-control-")
+        weakref.finalize(self, shutil.rmtree, control, ignore_errors=True)
+        super().__init__(Path(control) / "output", plan)
+        self.name = shown(place)
+        self.place = place
+        self._writer = ObjectWriter(place)
+        self._scratch = scratch
+        self._shards: RemoteShards | None = None
+        self._lease: RemoteLease | None = None
+        self._begun = ""
+        self._is_tried = self._is_fetched = self._is_published = False
+        self._probes: frozenset[str] = frozenset()
+        # What nobody waits for.
+        self._asides = ObjectWriter(place, seconds=_ASIDE_SECONDS)
+        journal = self.root / RECORD / JOURNAL
+        self._journal = JournalMirror(self._asides, journal, f"{RECORD}/{JOURNAL}", self._is_mine)
+
+    def prepare(self, conditions: Mapping[str, Any], *, replace: bool) -> Ledger:
+        """Have the record there, new or as an earlier run of this plan left it, under ``lock``.
+
+        What is to be replaced is deleted now: first what makes it a checkpoint, then all else.
+
+        Raises:
+            TargetError: the output place is taken, or an unfinished run differs from this one.
+        """
+        self.check(replace=replace)
+        self._begun = ""
+        # Not before: it might be somebody else's place.
+        self._abort_uploads()
+        if not self._is_ours(self._listed()):
+            self.discard()
+        self.fetch()
+        self._discard_others(conditions, replace=replace)
+        self._write_record(conditions)
+        self._begun = mark_of(self.root / RECORD)
+        # Those of killed processes; of a living one they are gone by the time that this is published.
+        self._probes = frozenset(each.key for each in self._writer.files() if each.key.startswith(_PROBES))
+        # Whoever finds the manifest knows whose the place is.
+        for key in (MANIFEST, f"{RECORD}/{RECIPE}", f"{RECORD}/numerics.json", _BEGUN):
+            self._upload(key)
+        return RemoteLedger(self.ledger_path, conditions, self._writer, RECORD, self.mark)
+
+    @property
+    def mark(self) -> str:
+        """What tells this beginning from others, even when its file was swept away; "" before it is begun."""
+        return self._begun or super().mark
+
+    @contextmanager
+    def lock(self) -> Iterator[RemoteLease]:
+        """Hold the output place against other runs, on this machine or on others.
+
+        Raises:
+            TargetError: another process holds it, or nothing can be written there.
+        """
+        with leased(self._writer, LEASE, self._plan.digest) as lease, self._journal.mirroring():
+            self._lease = lease
+            try:
+                yield lease
+            finally:
+                withdraw(self._asides)
+
+    def keep_journal(self) -> None:
+        """Have the journal in the record as it is now, as far as the store lets it."""
+        self._journal.mirror()
+
+    def check_unheld(self) -> None:
+        """Find out whether another process of this machine makes it now; raises TargetError."""
+        check_unheld(self._writer, LEASE, self._plan.digest)
+
+    def check(self, *, replace: bool) -> None:
+        """Find what is wrong with the output place; what is tried there is gone afterwards.
+
+        Raises:
+            TargetError: it is taken, cannot be written to, holds another plan's unfinished run, or takes no
+                objects of such a size.
+        """
+        self._check_sizes()
+        found = self._listed()
+        if not self._is_tried:
+            check_writable(self._writer, RECORD)
+            self._is_tried = True
+        keys = {each.key for each in found}
+        if is_empty(keys) or self._is_ours(found):
+            return
+        if not is_checkpoint(keys, self._manifest()):
+            what = f"there are {len(keys)} other objects here, such as {min(keys)}."
+            raise TargetError(
+                Problem(self.name, what, "Choose another -o: no checkpoint is there to replace.")
+            )
+        if replace:
+            self._check_strangers(keys)
+            return
+        if self._is_unfinished(keys):
+            difference_found = difference(self._manifest(), self._plan.manifest)
+            raise TargetError(
+                Problem(
+                    self.name,
+                    f"an unfinished run is here, and it was of another plan: {difference_found}.",
+                    "Go back to that recipe and those sources to resume it, or give --replace to discard it.",
+                )
+            )
+        raise TargetError(
+            Problem(
+                self.name,
+                "this place is not empty.",
+                "Choose another -o, or give --replace to delete what is there before the merge begins: an "
+                "object store cannot keep it until the new one is verified.",
+            )
+        )
+
+    @property
+    def ledger_path(self) -> Path:
+        """Where the ledger is, once it was fetched; raises TargetError where that is refused."""
+        if not self._is_fetched:
+            self.fetch()
+        return super().ledger_path
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of memory that a lane takes for the shard that it uploads."""
+        orders = self._orders
+        kept = (0 if self._scratch is not None else each.early_bytes for each in orders)
+        return max((k + stream_bytes(each.nbytes) for k, each in zip(kept, orders, strict=True)), default=0)
+
+    @cached_property
+    def _orders(self) -> tuple[ShardOrder, ...]:
+        """How each shard is made; of a large plan it takes seconds to find out."""
+        return shard_orders(self._plan)
+
+    def missing_bytes(self) -> int:
+        """0: nobody knows how much room a store has."""
+        return 0
+
+    def fetch(self) -> None:
+        """Have in the control directory what an unfinished run of this plan left, as far as it is read."""
+        self._is_fetched = True
+        shutil.rmtree(self.root, ignore_errors=True)
+        if not self._is_ours(self._listed()):
+            return
+        for key in _FETCHED:
+            if (found := self._writer.get(key)) is not None:
+                path = self.root / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(found[0])
+        RemoteLedger.fetch(self.ledger_path, self._writer, RECORD, self.mark)
+
+    def shards(self, store: LocalStore) -> RemoteShards:
+        """The shards, whose headers come into ``store``, the control directory."""
+        self._shards = RemoteShards(self._plan, self._orders, store, self._writer, self.mark)
+        return self._shards
+
+    def work(self, segments: SegmentWork) -> ShardWork:
+        """What workers are to do."""
+        return ShardWork(segments, str(self.place), self._scratch, self._orders)
+
+    def publish(self, *, replace: bool) -> None:  # noqa: ARG002 - what was there is gone
+        """Write all small files, and last the index, or the config where there is none.
+
+        Raises:
+            IncompleteError: a shard is no longer the one that was made, or the place that of this run.
+        """
+        last = next((key for key in (INDEX_FILE, CONFIG_FILE) if (self.root / key).is_file()), None)
+        own = self._plan["shards"].column("name").to_pylist()
+        files = [path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()]
+        small = sorted(set(files) - {last, _BEGUN, *own}, key=lambda key: (key == CONFIG_FILE, key))
+        for key in small:
+            # All of them together may take longer than it takes to be taken for dead.
+            self._confirm()
+            self._upload(key)
+        wanted = {*own, *small, last, LEASE}
+        # Of what an earlier attempt left, nothing is to be taken for a part of the checkpoint.
+        left = sorted((self._parts() - wanted) | self._probes)
+        self._confirm()
+        self._writer.delete(key for key in left if key.endswith(_WEIGHTS))
+        if self._shards is not None:
+            self._shards.check()
+        self._confirm()
+        if last is not None:
+            self._upload(last)
+        self._is_published = True
+        # It is in its place: a signal ends no more than the clearing up.
+        with suppress(KeyboardInterrupt, IncompleteError):
+            self._confirm()
+            self._writer.delete(key for key in left if _is_record(key))
+            self._abort_uploads(small)
+
+    def discard(self) -> None:
+        """Delete the checkpoint at the place, or what there is of it, but for the lease: first what makes it
+        one, last what says whose it is, so that after a crash no receipt is believed."""
+        keys = self._parts()
+        first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
+        # While the ledger tells that they are parts.
+        first += sorted(key for key in keys if "/" in key and not _is_record(key))
+        ledger = [key for key in keys if key.startswith(f"{RECORD}/ledger")]
+        manifest = [key for key in keys if key == MANIFEST]
+        with self._journal.lock:
+            for some in (first, ledger, sorted({*keys} - {*first, *ledger, *manifest}), manifest):
+                self._writer.delete(some)
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _confirm(self) -> None:
+        """See by what lies there that the place is still that of this run; raises IncompleteError."""
+        if self._lease is not None:
+            self._lease.confirm()
+        check_mark(self._writer, self.mark)
+
+    def _abort_uploads(self, files: Collection[str] = ()) -> None:
+        """Abort what killed processes left of shards, of the record and of these files."""
+        ours = {*self._plan["shards"].column("name").to_pylist(), *files}
+        self._writer.abort_uploads(
+            lambda key: key in ours or _is_record(key) or _SHARD.fullmatch(key) is not None
+        )
+
+    def _upload(self, key: str) -> None:
+        """Write a file of the control directory; a large one as a stream, which takes no memory for it."""
+        path = self.root / key
+        if path.stat().st_size <= _AT_ONCE:
+            self._writer.put(key, path.read_bytes())
+            return
+        with path.open("rb") as file, self._writer.stream(key, path.stat().st_size) as stream:
+            done = 0
+            while chunk := file.read(_AT_ONCE):
+                stream.write(done, chunk)
+                done += len(chunk)
+            stream.finish()
+
+    def _listed(self) -> list[FileInfo]:
+        """Every object at the place but those that come and go."""
+        passing = (LEASE, _PROBES)
+        return [each for each in self._writer.files() if not each.key.startswith(passing)]
+
+    def _parts(self) -> set[str]:
+        """Every object at the place that is the checkpoint's, or of a run towards it."""
+        keys = {each.key for each in self._listed()}
+        return keys - {*strangers(keys, self._writer)}
+
+    def _check_strangers(self, keys: Collection[str]) -> None:
+        """See that all that is at the place may be deleted; raises TargetError."""
+        if found := strangers(keys, self._writer):
+            what = f"{len(found)} objects here are no part of the checkpoint, such as {found[0]}."
+            remedy = "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
+            raise TargetError(Problem(self.name, what, remedy))
+
+    def _is_ours(self, found: Collection[FileInfo]) -> bool:
+        """Whether these are an unfinished run of this plan."""
+        is_open = self._is_unfinished({each.key for each in found})
+        return is_open and self._manifest().get("digest") == self._plan.digest
+
+    def _is_mine(self) -> bool:
+        """Whether the place is that of this run, begun or published."""
+        begun = self._asides.get(_BEGUN)
+        return self._is_published if begun is None else begun[0].decode("ascii", "replace") == self.mark
+
+    def _is_unfinished(self, keys: Collection[str]) -> bool:
+        """Whether a run is on its way there: the mark of its beginning goes when it is published."""
+        return _BEGUN in keys or (MANIFEST in keys and not {CONFIG_FILE, INDEX_FILE} & {*keys})
+
+    def _manifest(self) -> Mapping[str, Any]:
+        found = self._writer.get(MANIFEST)
+        try:
+            record = json.loads(found[0]) if found is not None else {}
+        except (ValueError, RecursionError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _check_sizes(self) -> None:
+        shards = self._plan["shards"].select(["name", "nbytes"]).to_pylist()
+        large = [each for each in shards if each["nbytes"] > LARGEST_OBJECT]
+        if large:
+            nbytes, most = format_size(large[0]["nbytes"]), format_size(LARGEST_OBJECT)
+            what = f"the shard {large[0]['name']} has {nbytes}, and an object has at most {most}."
+            raise TargetError(Problem(self.name, what, "Give a smaller shard_size in the recipe."))
+
+
+def _is_record(key: str) -> bool:
+    return key.startswith(f"{RECORD}/")

@@ -1,0 +1,1 @@
+"""Where a run goes: this machine, a running Ray cluster, its Jobs API, Kubernetes."""

@@ -1,0 +1,294 @@
+"""The API server of Kubernetes, spoken to in plain JSON.
+
+lightkube gives what differs from cluster to cluster: the configuration, TLS, and credentials, with plugins
+and tokens that rotate. Requests are made here: RayJobs have no models, and a service of the cluster is
+reached through the server's proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from raymerge.errors import OptionError, Problem
+
+Json = dict[str, Any]
+
+WHERE = "kubernetes"
+"""What messages call the cluster."""
+_TRIES = 5
+_FIRST_PAUSE = 0.2
+"""Seconds before a request is made again; doubled each time."""
+_PASSING = frozenset({429, 500, 502, 503, 504})
+"""Answers that may be others a moment later."""
+_SECONDS = 20.0
+"""That an answer may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of object, as the server names it."""
+
+    group: str
+    """API group; "" for the core."""
+    version: str
+    """Of the group."""
+    plural: str
+    """In addresses."""
+    namespaced: bool = True
+    """Whether each namespace has its own."""
+
+    @property
+    def base(self) -> str:
+        """Beginning of its addresses."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+
+RAY_JOBS = Kind("ray.io", "v1", "rayjobs")
+CONFIG_MAPS = Kind("", "v1", "configmaps")
+PODS = Kind("", "v1", "pods")
+EVENTS = Kind("", "v1", "events")
+SECRETS = Kind("", "v1", "secrets")
+NAMESPACES = Kind("", "v1", "namespaces", namespaced=False)
+SERVICE_ACCOUNTS = Kind("", "v1", "serviceaccounts")
+CLAIMS = Kind("", "v1", "persistentvolumeclaims")
+QUEUES = Kind("kueue.x-k8s.io", "v1beta1", "localqueues")
+PRIORITIES = Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
+
+
+class AnswerError(Exception):
+    """The server refused a request."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """HTTP status."""
+        self.is_passing = code in _PASSING
+        """Whether the same request may succeed later."""
+        self.reason = reason
+        """The server's word for it: ``NotFound``, ``Forbidden``, ``AlreadyExists``."""
+
+
+class AwayError(OptionError):
+    """The server does not answer; it may in a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One API server and one namespace."""
+
+    client: Any
+    """HTTP client of lightkube, with the server's address, TLS and credentials."""
+    namespace: str
+    """Of all namespaced objects that are asked for."""
+    url: str
+    """The server's address, for messages."""
+
+    def read(self, kind: Kind, name: str) -> Json | None:
+        """An object; None where there is none of this name.
+
+        Raises:
+            AnswerError: it may not be read.
+            OptionError: the server does not answer.
+        """
+        try:
+            return self._asked("GET", self._path(kind, name))
+        except AnswerError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def select(self, kind: Kind, *, labels: str = "", fields: str = "") -> list[Json]:
+        """The objects of a kind that selectors choose; AnswerError, OptionError."""
+        chosen = {"labelSelector": labels, "fieldSelector": fields}
+        query = {key: value for key, value in chosen.items() if value}
+        found: list[Json] = self._asked("GET", self._path(kind), query=query)["items"]
+        return found
+
+    def create(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
+        """Add an object; with ``dry_run`` the server only says whether it would.
+
+        A field that the server does not know is refused, which it otherwise would leave out.
+
+        Raises:
+            AnswerError: it is refused.
+            OptionError: the server does not answer.
+        """
+        query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        return self._asked("POST", self._path(kind), query=query, body=body)
+
+    def replace(self, kind: Kind, body: Json) -> Json:
+        """Put an object in the place of the one of its name; AnswerError, OptionError."""
+        query = {"fieldValidation": "Strict"}
+        return self._asked("PUT", self._path(kind, body["metadata"]["name"]), query=query, body=body)
+
+    def delete(self, kind: Kind, name: str) -> bool:
+        """Delete an object after all that belongs to it; False where there was none."""
+        how = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        try:
+            self._asked("DELETE", self._path(kind, name), body=how)
+        except AnswerError as error:
+            if error.code == 404:
+                return False
+            raise
+        return True
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the server knows a kind of object."""
+        try:
+            listed = self._asked("GET", kind.base)
+        except AnswerError as error:
+            if error.code == 404:
+                return False
+            raise
+        return any(each["name"] == kind.plural for each in listed["resources"])
+
+    def permits(self, verb: str, kind: Kind, subresource: str = "") -> bool:
+        """Whether the credentials allow something in the namespace."""
+        asked = {"namespace": self.namespace, "verb": verb, "group": kind.group, "resource": kind.plural}
+        if subresource:
+            asked["subresource"] = subresource
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }
+        answer = self._asked("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+        return bool(answer.get("status", {}).get("allowed"))
+
+    def wait_for_change(self, kind: Kind, name: str, version: str, seconds: float) -> None:
+        """Wait until an object is no longer of a version, or so many seconds.
+
+        Whatever happens to the watch, this only ends early: how things are is read afterwards.
+        """
+        until = time.monotonic() + seconds
+        with suppress(*_lost(), ValueError, KeyError):
+            for event in self._watched(kind, name, version, seconds):
+                if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                    return
+                if event["type"] == "ERROR":
+                    break
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    def service(
+        self, name: str, path: str, headers: Mapping[str, str], *, method: str = "GET"
+    ) -> tuple[int, str]:
+        """Ask a service of the namespace over HTTP, through the server; status and text of the answer.
+
+        Args:
+            name: service and port, ``NAME:PORT``.
+            path: what to ask for, without a slash before it.
+            headers: the server takes ``Authorization`` for itself, and forwards the others.
+            method: of HTTP.
+        """
+        address = f"/api/v1/namespaces/{self.namespace}/services/{name}/proxy/{path}"
+        try:
+            answer = self.client.request(method, address, headers=dict(headers), timeout=_SECONDS)
+        except _lost() as error:
+            raise self._unreachable(error) from None
+        return answer.status_code, answer.text
+
+    def _path(self, kind: Kind, name: str = "") -> str:
+        place = f"/namespaces/{self.namespace}" if kind.namespaced else ""
+        return f"{kind.base}{place}/{kind.plural}{'/' if name else ''}{name}"
+
+    def _watched(self, kind: Kind, name: str, version: str, seconds: float) -> Iterator[Json]:
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "fieldSelector": f"metadata.name={name}",
+            "resourceVersion": version,
+            "timeoutSeconds": str(max(1, round(seconds))),
+        }
+        # One that says nothing at all for longer than it was to last is dead.
+        with self.client.stream("GET", self._path(kind), params=query, timeout=seconds + 2) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                yield json.loads(line)
+
+    def _asked(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Json | None = None
+    ) -> Json:
+        pause = _FIRST_PAUSE
+        for left in reversed(range(_TRIES)):
+            try:
+                answer = self.client.request(method, path, params=query, json=body, timeout=_SECONDS)
+            except _lost() as error:
+                if not left:
+                    raise self._unreachable(error) from None
+            else:
+                if answer.is_success:
+                    value: Json = answer.json()
+                    return value
+                if not left or answer.status_code not in _PASSING:
+                    raise _refusal(answer)
+            time.sleep(pause)
+            pause *= 2
+        raise AssertionError("the last try returns or raises")
+
+    def _unreachable(self, error: Exception) -> AwayError:
+        what = f"the API server at {self.url} does not answer: {error or type(error).__name__}."
+        remedy = "See that `kubectl get namespaces` works from here with the same configuration."
+        return AwayError(Problem(WHERE, what, remedy))
+
+
+def open_server(namespace: str | None) -> Server:
+    """The server that the standard chain leads to: ``KUBECONFIG``, ``~/.kube/config``, or that of this pod.
+
+    Args:
+        namespace: where objects go; None takes that of the configuration.
+
+    Raises:
+        OptionError: lightkube is not installed, or there is no configuration that it can use.
+    """
+    try:
+        from lightkube.config.client_adapter import Client, ConnectionParams
+        from lightkube.core.exceptions import ConfigError
+    except ImportError:
+        what = "the target kubernetes needs lightkube, which is not installed."
+        raise OptionError(Problem(WHERE, what, "Run `pip install 'raymerge[kubernetes]'`.")) from None
+    try:
+        config = _configuration()
+        client = Client(config, ConnectionParams())
+    except (ConfigError, OSError, ValueError, KeyError, AssertionError, yaml.YAMLError) as error:
+        what = f"no configuration of a cluster can be used: {' '.join(str(error).split())}."
+        remedy = "Set KUBECONFIG to one that `kubectl` works with."
+        raise OptionError(Problem(WHERE, what, remedy)) from None
+    # Requests are seconds apart: a connection that is kept is one that may be dead by then.
+    client.headers["Connection"] = "close"
+    return Server(client, namespace or config.namespace, config.cluster.server)
+
+
+def _configuration() -> Any:
+    from lightkube.config.kubeconfig import KubeConfig
+
+    # As kubectl has it: what is named comes before what the pod has of its own.
+    named = os.environ.get("KUBECONFIG", "")
+    if os.pathsep in named:
+        raise ValueError("KUBECONFIG names several files; `kubectl config view --flatten` makes one of them")
+    return (KubeConfig.from_file(named) if named else KubeConfig.from_env()).get()
+
+
+def _refusal(answer: Any) -> AnswerError:
+    try:
+        status = answer.json()
+        reason, message = status["reason"], status["message"]
+    except (ValueError, KeyError, TypeError):
+        reason, message = "Unknown", answer.text.strip()[:500] or f"status {answer.status_code}"
+    return AnswerError(answer.status_code, reason, message)
+
+
+def _lost() -> tuple[type[Exception], ...]:
+    """What is raised where there is no answer, or half of one."""
+    import httpx2 as httpx
+    from lightkube.core.exceptions import ConfigError
+
+    # A plugin that gives no credentials is told of by the request that needs them.
+    return (httpx.HTTPError, httpx.StreamError, ConfigError, OSError)

@@ -1,0 +1,299 @@
+"""Places that pyarrow reads: HDFS, and every file system that fsspec knows. Read only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.addresses import parse_place, shown
+from raymerge.storage.buffers import ALIGNMENT, room_for
+from raymerge.storage.patience import Patience
+from raymerge.storage.refusals import changed, ends_before, reading
+from raymerge.storage.store import NO_FILES, FileInfo, is_key
+from raymerge.storage.transfers import as_bytes
+
+_PIECE_NBYTES = 4 << 20
+_HDFS = ("hdfs", "viewfs")
+_WEB = ("http", "https")
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    NotADirectoryError: errno.ENOTDIR,
+    PermissionError: errno.EACCES,
+}
+"""Refusals that another attempt does not change."""
+
+_Result = TypeVar("_Result")
+
+
+class ArrowStore:
+    """Files below a place of a file system of pyarrow. Thread-safe; pickles as its place and what it expects.
+
+    These systems cannot be asked for a version. A file's time and size are compared when it is opened, and
+    again by ``check_expected``.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        patience: Patience | None = None,
+        expected: Mapping[str, FileInfo] = NO_FILES,
+    ) -> None:
+        """
+        Args:
+            place: the address of a directory.
+            patience: how often to try again; None for the usual.
+            expected: files as they must be when they are opened; others may be as they like.
+
+        Raises:
+            OptionError: no package that is installed reads such addresses.
+        """
+        self.root = place.rstrip("/")
+        self._top = shown(self.root)
+        self._patience = patience or Patience()
+        self._expected = dict(expected)
+        self._lock = threading.Lock()
+        self._open: dict[str, Any] = {}
+        self._system, self._base = _file_system(place)
+
+    def __getstate__(self) -> tuple[str, dict[str, FileInfo]]:
+        return self.root, self._expected
+
+    def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
+        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
+
+    def __enter__(self) -> ArrowStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what is open; the store may be used again afterwards."""
+        with self._lock:
+            # Those in use are closed by the collector when their last reader is done.
+            self._open.clear()
+
+    @property
+    def is_far(self) -> bool:
+        """Requests go to a server."""
+        return True
+
+    def location(self, key: str) -> str:
+        """The address of ``key``, for messages.
+
+        Raises:
+            ValueError: the key is empty, absolute or leads out of the place.
+        """
+        if not is_key(key):
+            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
+        path = os.path.normpath(key)
+        return self._top if path == "." else f"{self._top}/{path}"
+
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every file below the place, sorted by key; what lies in hidden directories is left out.
+
+        Raises:
+            CheckpointError: it cannot be listed.
+        """
+        from pyarrow.fs import FileSelector
+
+        def listed() -> list[FileInfo]:
+            selector = FileSelector(self._base, recursive=True)
+            return list(self._found(self._system.get_file_info(selector)))
+
+        with reading(self._top, 0):
+            return tuple(sorted(self._tried(listed, self._top, "listing"), key=lambda info: info.key))
+
+    def info(self, key: str) -> FileInfo | None:
+        """One file as it is now; None where there is none."""
+        path, location = self._path(key), self.location(key)
+        with reading(location, 0):
+            found = self._tried(lambda: self._system.get_file_info(path), location, "looking")
+        return _info(key, found) if found.is_file else None
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        """Several files as they are now; None for those that are not there."""
+        return {key: self.info(key) for key in keys}
+
+    def read(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
+        data = bytearray(nbytes)
+        self.read_into(key, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole ``buffer`` from ``offset``.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+            CheckpointError: it ends before the buffer is full, or is not the one expected.
+            TransientError: the storage failed for longer than is waited.
+        """
+        view, location = as_bytes(buffer), self.location(key)
+        for start in range(0, len(view), _PIECE_NBYTES):
+            self._fill(key, location, offset + start, view[start : start + _PIECE_NBYTES])
+
+    def read_extent(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        buffer: memoryview,
+        *,
+        again: bool = False,
+        like: int | None = None,
+    ) -> int:
+        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
+
+        Returns:
+            Position of the first byte in the buffer: ``like % ALIGNMENT`` where that was given, else
+            ``offset % ALIGNMENT``.
+
+        Raises:
+            CheckpointError: as ``read_into`` does.
+            TransientError: as ``read_into`` does.
+            ValueError: the buffer is too small.
+        """
+        del again
+        view = as_bytes(buffer)
+        if view.nbytes < room_for(nbytes):
+            raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
+        begin = (offset if like is None else like) % ALIGNMENT
+        self.read_into(key, offset, view[begin : begin + nbytes])
+        return begin
+
+    def check_expected(self) -> None:
+        """See that the files which were read are still those that were expected.
+
+        Raises:
+            CheckpointError: one was written to meanwhile, or another took its place.
+        """
+        with self._lock:
+            read = tuple(self._open)
+        for key in read:
+            found = self.info(key)
+            # What is gone was read whole all the same; whoever wants more of it will say so.
+            if found is not None:
+                self._compare(key, found)
+
+    def _fill(self, key: str, location: str, offset: int, view: memoryview) -> None:
+        def read() -> int:
+            data = memoryview(self._opened(key).read_at(len(view), offset))
+            view[: len(data)] = data
+            return len(data)
+
+        with reading(location, offset):
+            done = self._tried(read, location, "reading", offset, key=key)
+        if done < len(view):
+            found = self.info(key)
+            nbytes = offset + done if found is None else found.nbytes
+            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=nbytes))
+
+    def _opened(self, key: str) -> Any:
+        with self._lock:
+            file = self._open.get(key)
+        if file is not None:
+            return file
+        path = self._path(key)
+        if key in self._expected:
+            found = self._system.get_file_info(path)
+            if found.is_file:
+                self._compare(key, _info(key, found))
+        file = self._system.open_input_file(path)
+        with self._lock:
+            return self._open.setdefault(key, file)
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._open.pop(key, None)
+
+    def _compare(self, key: str, found: FileInfo) -> None:
+        wanted = self._expected.get(key)
+        if wanted is not None and found != wanted:
+            raise CheckpointError(changed(self.location(key)))
+
+    def _found(self, infos: list[Any]) -> Iterator[FileInfo]:
+        for each in infos:
+            key = os.path.relpath(each.path, self._base)
+            is_hidden = any(part.startswith(".") for part in key.split("/")[:-1])
+            if each.is_file and is_key(key) and not is_hidden:
+                yield _info(key, each)
+
+    def _path(self, key: str) -> str:
+        self.location(key)
+        return f"{self._base}/{key}"
+
+    def _tried(
+        self,
+        attempt: Callable[[], _Result],
+        location: str,
+        doing: str,
+        offset: int = 0,
+        *,
+        key: str | None = None,
+    ) -> _Result:
+        """The result of an attempt, or of a later one with the file ``key`` opened anew."""
+
+        def asked() -> _Result:
+            try:
+                return attempt()
+            except OSError as error:
+                raise _numbered(error) from error
+
+        def forget(_: str) -> None:
+            if key is not None:
+                self._forget(key)
+
+        return self._patience.have(asked, path=location, doing=doing, offset=offset, again=forget)
+
+
+def _info(key: str, found: Any) -> FileInfo:
+    return FileInfo(key, int(found.size), f"{found.mtime_ns}-{found.size}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200].rstrip(".")
+
+
+def _numbered(error: OSError) -> OSError:
+    """The error with a number: libraries raise some without, of connections most likely."""
+    if error.errno is not None:
+        return error
+    for kind, number in _NUMBERS.items():
+        if isinstance(error, kind):
+            return OSError(number, os.strerror(number))
+    return OSError(errno.EIO, str(error)[:200])
+
+
+def _file_system(place: str) -> tuple[Any, str]:
+    """pyarrow's file system for a place, and the place's path there."""
+    from pyarrow import fs
+
+    address = parse_place(place)
+    if address.scheme in _WEB:
+        what = "is an address of the web, where directories cannot be listed."
+        remedy = "Write ORG/NAME or hf://ORG/NAME for a model of the Hub; copy others to a directory."
+        raise OptionError(Problem(shown(place), what, remedy))
+    try:
+        if address.scheme in _HDFS:
+            system, path = fs.FileSystem.from_uri(place)
+            return system, path.rstrip("/")
+        import fsspec
+
+        found, path = fsspec.core.url_to_fs(place)
+    except ValueError as error:
+        what = f"addresses of the kind {address.scheme}:// are not known."
+        remedy = "Give a local path, or an address of s3, gs, az, hf, hdfs or a file system of fsspec."
+        raise OptionError(Problem(shown(place), what, remedy)) from error
+    except (ImportError, OSError) as error:
+        what = f"what reads {address.scheme}:// addresses does not work here: {_first_line(error)}."
+        raise OptionError(Problem(shown(place), what, "Install what it names, on every machine.")) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(found)), path.rstrip("/")

@@ -1,0 +1,156 @@
+"""Connections to object stores, with the credentials that this machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.addresses import Address, shown
+from raymerge.storage.options import StoreOptions
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+    from obstore.store import RetryConfig
+
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
+_CHAINS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the files in ~/.aws, SSO, a web identity, and the "
+    "role of the container or machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, the files of gcloud, and the service account of the machine",
+    "az": "the AZURE_STORAGE_* variables, a workload identity, and the managed identity of the machine",
+}
+"""Where each store's own chain looks for credentials, in words."""
+READ_SECONDS = 30.0
+"""How long a server may be silent before a request is given up."""
+_CONNECT_SECONDS = 10
+_WHOLE_SECONDS = 600
+_RETRIES = 3
+"""What the client tries again by itself; ``Patience`` goes on from there."""
+_RETRY_SECONDS = 60
+_MOST_WAIT_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectClient:
+    """A connection to a bucket, and where in it a place is."""
+
+    store: Client = field(repr=False)
+    """obstore's client of the bucket; its paths begin with ``prefix``. Thread-safe."""
+    prefix: str
+    """Path of the place in the bucket, without slashes at its ends; "" for the bucket itself."""
+
+    def path(self, key: str) -> str:
+        """Path of a key in the bucket."""
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+
+def object_client(
+    address: Address,
+    *,
+    read_seconds: float = READ_SECONDS,
+    retries: int = _RETRIES,
+    whole_seconds: float = _WHOLE_SECONDS,
+) -> ObjectClient:
+    """A connection to the bucket of an address; nothing is sent yet.
+
+    Args:
+        address: of a scheme in ``OBJECT_SCHEMES``.
+        read_seconds: how long the server may be silent before a request is given up.
+        retries: how often the client repeats a request by itself.
+        whole_seconds: how long one request may take.
+
+    Raises:
+        OptionError: the package that speaks to such stores is not installed, or an option is none of its.
+        CheckpointError: there are no credentials.
+    """
+    try:
+        from obstore.exceptions import BaseError
+    except ImportError as error:
+        raise OptionError(_missing(address, "obstore")) from error
+    try:
+        return ObjectClient(_client(address, read_seconds, retries, whole_seconds), address.prefix)
+    except BaseError as error:
+        said = str(error).partition("\n")[0]
+        what = f"the client of the store does not take its settings: {said}."
+        remedy = "Check storage: in the profile, and the environment variables of the store."
+        raise OptionError(Problem(shown(str(address)), what, remedy)) from error
+
+
+def _client(address: Address, read_seconds: float, retries: int, whole_seconds: float) -> Client:
+    from obstore import store as stores
+
+    # As settings of the store: options of the client would put aside what the environment says of it.
+    config: Any = {
+        "timeout": _duration(whole_seconds),
+        "connect_timeout": _duration(min(_CONNECT_SECONDS, whole_seconds)),
+        "read_timeout": _duration(read_seconds),
+    }
+    if address.options.allow_http:
+        config["allow_http"] = "true"
+    if address.options.anonymous:
+        config["skip_signature"] = True
+    retry: RetryConfig = {
+        "max_retries": retries,
+        "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+        "backoff": {"max_backoff": timedelta(seconds=_MOST_WAIT_SECONDS)},
+    }
+    if address.scheme == "s3":
+        own, provider = _s3(address)
+        config |= own
+        return stores.S3Store(address.bucket, config=config, credential_provider=provider, retry_config=retry)
+    kind = stores.GCSStore if address.scheme == "gs" else stores.AzureStore
+    return kind(address.bucket, config=config, retry_config=retry)
+
+
+def _duration(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"
+
+
+def chain_of(scheme: str) -> str:
+    """Where credentials of a store are looked for, as a phrase for messages."""
+    return _CHAINS[scheme]
+
+
+def _s3(address: Address) -> tuple[dict[str, Any], Any]:
+    """Settings of a client of S3, and what gives it credentials; None for the client's own means."""
+    options = address.options
+    config = {"endpoint": options.endpoint, "region": options.region}
+    given = {name: value for name, value in config.items() if value is not None}
+    provider = None if options.anonymous else _boto3_provider(address, options)
+    return given, provider
+
+
+def _boto3_provider(address: Address, options: StoreOptions) -> Any:
+    """Credentials by boto3's chain, which knows more kinds than the client; None without boto3."""
+    try:
+        import boto3
+        import botocore.exceptions
+    except ImportError as error:
+        if options.profile is None:
+            return None
+        raise OptionError(_missing(address, "boto3")) from error
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        session = boto3.Session(profile_name=options.profile, region_name=options.region)
+        if session.get_credentials() is None:
+            raise CheckpointError(_no_credentials(address))
+        return Boto3CredentialProvider(session)
+    except botocore.exceptions.BotoCoreError as error:
+        where, what = "storage: profile", f"AWS gives no credentials: {error}."
+        remedy = "Check the profile and the files in ~/.aws of this machine."
+        raise OptionError(Problem(where, what, remedy)) from error
+
+
+def _no_credentials(address: Address) -> Problem:
+    what = f"there are no credentials. Asked were {chain_of(address.scheme)}."
+    remedy = "Give them there, or set anonymous: true in storage: for a bucket that anybody may read."
+    return Problem(shown(str(address)), what, remedy)
+
+
+def _missing(address: Address, package: str) -> Problem:
+    extra = _EXTRAS[address.scheme]
+    what = f"{package}, which reads {address.scheme}:// places, is not installed."
+    return Problem(shown(str(address)), what, f"Run: pip install 'raymerge[{extra}]'")

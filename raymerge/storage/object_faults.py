@@ -1,0 +1,123 @@
+"""What object stores refuse, in words; and what of it may go well when it is tried again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError
+from raymerge.storage.addresses import parse_place, shown
+from raymerge.storage.object_client import chain_of
+from raymerge.storage.refusals import changed
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_REASON = re.compile(r" - (?P<reason>[^<\n]{1,200})")
+_REFUSED = frozenset({"401", "403"})
+_TRIED_AGAIN = frozenset({"408", "429"})
+_ELSEWHERE = frozenset({"301", "307"})
+_OF_CREDENTIALS = re.compile(r"credential|sso|token has expired|metadata", re.IGNORECASE)
+
+
+@contextmanager
+def asking(place: str, location: str) -> Iterator[None]:
+    """Says of what an object store refuses what it means.
+
+    Args:
+        place: the place that is asked, with its options.
+        location: the object, or the place itself, for messages.
+
+    Raises:
+        OSError: what may be tried again, with a number that ``Patience`` knows; or that the object is gone.
+        CheckpointError: what will not change by itself: the object is another, there is no such bucket, the
+            credentials do not do, or there are none.
+        OptionError: the server may not be asked without TLS.
+    """
+    from obstore.exceptions import BaseError, PreconditionError
+
+    try:
+        yield
+    except PreconditionError as error:
+        raise CheckpointError(changed(location)) from error
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise CheckpointError(_no_bucket(place)) from error
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location) from error
+    except BaseError as error:
+        raise _meant(error, place, location) from error
+    except OSError as error:
+        # What the client's streams end with is of no kind of its own, and has no number.
+        if error.errno is not None:
+            raise
+        raise _meant(error, place, location) from error
+
+
+def told(error: Exception) -> str:
+    """What a server said, without what the client adds to it: ``503 SlowDown``, or the client's own words."""
+    # Behind the first empty line the client shows its inner state.
+    text = str(error).partition("\n\n")[0]
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None:
+        return f"{status.group(1)} {code.group(1)}" if code is not None else f"status {status.group(1)}"
+    reason = _REASON.search(text)
+    return (reason["reason"] if reason else text[:200]).strip()
+
+
+def _meant(error: Exception, place: str, location: str) -> Exception:
+    text = str(error).partition("\n\n")[0]
+    found = _STATUS.search(text)
+    status = found.group(1) if found is not None else ""
+    if "NoSuchBucket" in text:
+        return CheckpointError(_no_bucket(place))
+    if status in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        return UnreadableError(_denied(place, location, told(error)))
+    if status in _ELSEWHERE or "AuthorizationHeaderMalformed" in text or "configured region" in text:
+        return CheckpointError(_elsewhere(place))
+    if not status and _OF_CREDENTIALS.search(text):
+        return UnreadableError(_denied(place, location, told(error)))
+    if status.startswith("4") and status not in _TRIED_AGAIN:
+        what = f"cannot be read: the server says {told(error)}."
+        return UnreadableError(Problem(location, what, "Check the place and the options in storage:."))
+    if "builder error" in text:
+        return OptionError(_without_tls(place))
+    if not status and "error sending request" in text:
+        return OSError(errno.EHOSTUNREACH, f"the server cannot be reached{_at(place)}")
+    if not status and "timed out" in text:
+        return OSError(errno.ETIMEDOUT, "the server did not answer in time")
+    return OSError(errno.EIO if status else errno.ECONNRESET, told(error))
+
+
+def _no_bucket(place: str) -> Problem:
+    what = f"there is no bucket '{parse_place(place).bucket}'{_at(place)}."
+    return Problem(shown(place), what, "Check its name, and the endpoint and region in storage:.")
+
+
+def _at(place: str) -> str:
+    """Which server is asked, as far as the user's options say it."""
+    endpoint = parse_place(place).options.endpoint
+    return f" at {endpoint}" if endpoint else ""
+
+
+def _without_tls(place: str) -> Problem:
+    what = "the address of its server is none that may be asked: it is no URL, or one without TLS."
+    remedy = "Take https://, or allow it: allow_http: true in storage:, or AWS_ALLOW_HTTP=true."
+    return Problem(shown(place), what, remedy)
+
+
+def _denied(place: str, location: str, said: str) -> Problem:
+    address = parse_place(place)
+    if address.options.anonymous:
+        what = f"may not be read by everybody: the server says {said}."
+        return Problem(location, what, "Take anonymous out of storage:, and give credentials.")
+    chain = chain_of(address.scheme)
+    what = f"may not be read with the credentials of this machine: the server says {said}."
+    remedy = f"Looked for were {chain}. Give credentials there that may list and read it."
+    return Problem(location, what, remedy)
+
+
+def _elsewhere(place: str) -> Problem:
+    what = f"the bucket '{parse_place(place).bucket}' is in another region than the one that was asked."
+    return Problem(shown(place), what, "Set its region in storage:, or AWS_REGION.")

@@ -1,0 +1,88 @@
+"""From what a recipe calls a model to the place that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
+from raymerge.storage.hub import resolve_model, snapshot_revision
+from raymerge.storage.hub_places import hub_place, is_hub_place
+from raymerge.storage.options import NO_OPTIONS, StoreOptions
+
+Commits = Mapping[str, str]
+"""What revisions on the Hub meant when they were last looked up: a commit for each ``hf://`` address."""
+NO_COMMITS: Commits = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How the places of models are found."""
+
+    offline: bool = False
+    """Whether no server is asked: of the Hub only its local cache is."""
+    options: StoreOptions = NO_OPTIONS
+    """How object stores are reached."""
+    commits: Commits = field(default_factory=lambda: NO_COMMITS)
+    """Those that are to be taken, whatever their revisions mean now."""
+
+
+USUAL = Lookup()
+"""The Hub is asked, and everything else is as the environment has it."""
+
+
+def resolve_source(
+    path: str, revision: str | None = None, *, lookup: Lookup = USUAL, pickled: bool = False
+) -> str:
+    """The place of a model that a recipe names: a directory, or an address that can be opened.
+
+    A Hub name (``org/name``) is fetched into the Hub's cache, and its directory there is the place. An
+    address of the Hub (``hf://``) becomes the one of a commit, and nothing is fetched.
+
+    Args:
+        path: a directory, a Hub name or an address.
+        revision: what is named behind ``@``, or apart from the path.
+        lookup: how it is found.
+        pickled: whether a model that has no safetensors is fetched with its pickled weights.
+
+    Raises:
+        CheckpointError: there is no such model, the address says no place, or it may not be asked for.
+        TransientError: the Hub does not answer.
+    """
+    if is_hub_place(path):
+        from raymerge.storage.hub_cache import at_commit
+
+        place = hub_place(path, revision)
+        known = lookup.commits.get(str(place))
+        return str(at_commit(place, offline=lookup.offline) if known is None else place.at(known))
+    if not is_remote(path):
+        return str(resolve_model(_local(path), revision, offline=lookup.offline, pickled=pickled))
+    if lookup.offline:
+        what = "lies on a server, and nothing is asked of servers here unless you say so."
+        raise CheckpointError(Problem(shown(path), what, f"Say so: --source 'NAME={shown(path)}'."))
+    if revision is not None:
+        what = f"revision {revision!r} is asked for, but only models of the Hub have revisions."
+        remedy = "Take it out; where '@' belongs to the address, write {path: ADDRESS}."
+        raise CheckpointError(Problem(shown(path), what, remedy))
+    try:
+        return str(parse_place(with_options(path, lookup.options)))
+    except OptionError as error:
+        raise CheckpointError(error.problems) from error
+
+
+def _local(path: str) -> str:
+    """A path or Hub name, also where it is written as a ``file://`` address."""
+    try:
+        return parse_place(path).text
+    except OptionError as error:
+        raise CheckpointError(error.problems) from error
+
+
+def commit_asked(path: str, revision: str | None, root: str) -> tuple[str, str] | None:
+    """The ``hf://`` address that a recipe names, and the commit that was taken; None for what is none."""
+    if not is_hub_place(path):
+        return None
+    commit = snapshot_revision(root)
+    return None if commit is None else (str(hub_place(path, revision)), commit)

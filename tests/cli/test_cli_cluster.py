@@ -1,0 +1,121 @@
+"""``raymerge cluster render``: what a submission would make, and the files of ``cluster/kuberay``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from kits.command_line import run_command
+from kits.crd import schema_errors
+from kits.kubernetes_profiles import RECIPE
+
+from raymerge.manifests import broken_rules
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERAY = ROOT / "cluster" / "kuberay"
+RENDERED = {
+    "kubernetes-gpu": ("kubernetes-gpu", "--recipe", "cluster/kuberay/recipe-volume.yml"),
+    "kubernetes-cpu-s3": ("kubernetes-cpu-s3", "--recipe", "cluster/kuberay/recipe-s3.yml"),
+    "raycluster-gpu": ("kubernetes-gpu", "--kind", "raycluster"),
+}
+PROFILE = """\
+target: kubernetes
+output: s3://models/merged
+kubernetes:
+  image: registry.example/raymerge:1
+  ray_version: 2.60.0
+  workers: [{name: cpu, cpu: 8, memory: 32Gi}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with a profile and a recipe."""
+    (tmp_path / "p.yml").write_text(PROFILE)
+    (tmp_path / "r.yml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_manifests_of_the_repository_are_the_output_for_its_profiles(name: str) -> None:
+    """``UPDATE_GOLDEN=1`` writes them."""
+    profile, *options = RENDERED[name]
+    outcome = run_command("cluster", "render", f"configs/run/{profile}.yml", *options, cwd=ROOT)
+    assert outcome.code == 0, outcome.text
+    path = KUBERAY / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.write_text(outcome.text, encoding="utf-8")
+    assert outcome.text == path.read_text(encoding="utf-8")
+    manifests = list(yaml.safe_load_all(outcome.text))
+    rays = [each for each in manifests if each["kind"] != "ConfigMap"]
+    assert len(rays) == 1
+    assert schema_errors(rays[0]) == []
+    assert broken_rules(rays[0]) == []
+
+
+def test_the_folder_holds_nothing_else() -> None:
+    found = {path.name for path in KUBERAY.iterdir()}
+    assert found == {
+        "README.md",
+        "recipe-s3.yml",
+        "recipe-volume.yml",
+        *(f"{name}.yaml" for name in RENDERED),
+    }
+
+
+def test_files_are_written_one_for_each_object(folder: Path) -> None:
+    outcome = run_command("cluster", "render", "p.yml", "--recipe", "r.yml", "-o", "made/here", cwd=folder)
+    assert (outcome.code, outcome.text) == (0, "")
+    made = {path.name: yaml.safe_load(path.read_text()) for path in (folder / "made" / "here").iterdir()}
+    assert {name: each["kind"] for name, each in made.items()} == {
+        "configmap.yaml": "ConfigMap",
+        "rayjob.yaml": "RayJob",
+    }
+    assert made["configmap.yaml"]["data"]["recipe.yml"] == RECIPE
+
+
+def test_without_a_recipe_it_is_a_cluster_that_stands(folder: Path) -> None:
+    outcome = run_command("cluster", "render", "p.yml", cwd=folder)
+    assert outcome.code == 0
+    assert yaml.safe_load(outcome.text)["kind"] == "RayCluster"
+
+
+@pytest.mark.parametrize(
+    ("profile", "recipe", "options", "said"),
+    [
+        (PROFILE, RECIPE, ("--kind", "rayjob"), "--kind rayjob: a run needs a recipe."),
+        (PROFILE.replace("output", "# output"), RECIPE, ("--recipe", "r.yml"), "does not say where the new"),
+        ("target: local\noutput: s3://b/x", RECIPE, ("--recipe", "r.yml"), "has no section 'kubernetes'"),
+        (
+            PROFILE.replace("image", "imag"),
+            RECIPE,
+            (),
+            "p.yml:4:3: unknown key 'imag'.",
+        ),
+        (
+            PROFILE,
+            RECIPE.replace("s3://models/a", "./a"),
+            ("--recipe", "r.yml"),
+            "r.yml:3:5: './a' is",
+        ),
+        (PROFILE, "merge_method: x", ("--recipe", "r.yml"), "r.yml:1:1"),
+        (
+            PROFILE,
+            RECIPE,
+            ("--recipe", "q.yml"),
+            "q.yml: there is no such file.",
+        ),
+        (PROFILE, RECIPE, ("-o", "p.yml"), "nothing can be written there"),
+        (PROFILE, RECIPE, ("--kind", "pod"), "--kind"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_in_words(
+    folder: Path, profile: str, recipe: str, options: tuple[str, ...], said: str
+) -> None:
+    (folder / "p.yml").write_text(profile)
+    (folder / "r.yml").write_text(recipe)
+    outcome = run_command("cluster", "render", "p.yml", *options, cwd=folder)
+    assert outcome.code == 2
+    assert said in outcome.text

@@ -1,0 +1,385 @@
+"""A Kubernetes API server on 127.0.0.1: strict about what it is sent, and faulty where it is told to be."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kits.kube_store import ACCOUNT, EVERY, NAMESPACE, POD, Admit, Json, RefusalError, Resource, Store
+
+TOKEN = "a-token-of-the-cluster-71c0"
+"""What the kubeconfig has; nothing else is let in."""
+_WATCH_SECONDS = 30.0
+_VERBS = {"GET": "get", "POST": "create", "PUT": "update", "DELETE": "delete"}
+
+
+@dataclass
+class Fault:
+    """What is wrong with the next answers."""
+
+    how: str
+    """``500``, ``429``, or ``drop``: no answer at all."""
+    method: str
+    part: str
+    """Of the address that was asked for."""
+    times: int
+
+
+@dataclass
+class KubeApi:
+    """The server."""
+
+    store: Store
+    url: str
+    namespace: str
+    tls: Path | None = None
+    """Certificate and key; without them it speaks plainly."""
+    denied: set[tuple[str, str]] = field(default_factory=set)
+    """Verb and plural (``rayjobs``, ``services/proxy``) that the token's holder may not."""
+    faults: list[Fault] = field(default_factory=list)
+    asked: list[tuple[str, str, Json]] = field(default_factory=list)
+    """Method, address and body of every request."""
+    proxied: dict[str, str] = field(default_factory=dict)
+    """Where services really are, by ``NAME:PORT``."""
+    proxied_headers: list[Mapping[str, str]] = field(default_factory=list)
+    """Headers of what went to services, as the server forwards them."""
+    pod_logs: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, how: str, part: str, *, method: str = "GET", times: int = 1) -> None:
+        """Let the next requests fail whose address has ``part`` in it."""
+        self.faults.append(Fault(how, method, part, times))
+
+    def fault_for(self, method: str, path: str) -> str | None:
+        """How this request fails; None if it does not."""
+        for fault in self.faults:
+            if fault.times and fault.method == method and fault.part in path:
+                fault.times -= 1
+                return fault.how
+        return None
+
+    def kubeconfig(self, path: Path) -> Path:
+        """Write a configuration that leads here."""
+        authority = "" if self.tls is None else f", certificate-authority: {self.tls}"
+        text = f"""apiVersion: v1
+kind: Config
+current-context: fake
+clusters: [{{name: fake, cluster: {{server: "{self.url}"{authority}}}}}]
+users: [{{name: me, user: {{token: {TOKEN}}}}}]
+contexts: [{{name: fake, context: {{cluster: fake, user: me, namespace: {self.namespace}}}}}]
+"""
+        path.write_text(text)
+        return path
+
+
+@contextmanager
+def kube_api(
+    *, namespace: str = "merges", admits: Mapping[str, Admit] | None = None, tls: Path | None = None
+) -> Iterator[KubeApi]:
+    """A server with one namespace, ended when it is left.
+
+    Args:
+        namespace: beside ``default``.
+        admits: what objects of a kind have to pass.
+        tls: a directory for a certificate; then it speaks TLS.
+    """
+    store = Store(dict(admits or {}))
+    api = KubeApi(store, "", namespace, None if tls is None else _certificate(tls))
+    for name in ("default", namespace):
+        store.create(
+            NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, strict=True
+        )
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        store.create(ACCOUNT, name, account)
+
+    class Bound(_Handler):
+        server_api = api
+
+    with _Server(("127.0.0.1", 0), Bound) as server:
+        api.url = f"{'https' if api.tls else 'http'}://127.0.0.1:{server.server_address[1]}"
+        if api.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(api.tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield api
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # Connections of clients that went away are not waited for.
+    block_on_close = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients may hang up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request is about."""
+
+    resource: Resource
+    namespace: str
+    name: str = ""
+    sub: str = ""
+    """What comes after the name."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_api: KubeApi
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def do_PUT(self) -> None:
+        self._answer(self._put)
+
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+    def _answer(self, verb: Callable[[_Asked], Json | None]) -> None:
+        api, parts = self.server_api, urlsplit(self.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        self.raw = self.rfile.read(length)
+        self.query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        with suppress(ValueError):
+            api.asked.append((self.command, self.path, json.loads(self.raw or b"{}")))
+        how = api.fault_for(self.command, self.path)
+        if how == "drop":
+            self.close_connection = True
+            return
+        try:
+            if how is not None:
+                raise RefusalError(int(how), "InternalError", "the server has a bad day")
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                raise RefusalError(401, "Unauthorized", "Unauthorized")
+            if (found := self._found(parts.path)) is not None:
+                self._send(200, found)
+                return
+            asked = _parsed(parts.path, api.store)
+            self._permitted(asked)
+            if (result := verb(asked)) is not None:
+                self._send(201 if self.command == "POST" else 200, result)
+        except RefusalError as refused:
+            self._send(refused.code, refused.status())
+
+    def _send(self, code: int, value: Json) -> None:
+        self._send_bytes(code, json.dumps(value).encode(), "application/json")
+
+    def _send_bytes(self, code: int, body: bytes, kind: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _found(self, path: str) -> Json | None:
+        """What is not an object: discovery, and what one may do."""
+        store = self.server_api.store
+        here = [each for each in EVERY if each.group not in store.absent]
+        if path == "/version":
+            return {"major": "1", "minor": "33", "gitVersion": "v1.33.0-fake"}
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "/apis":
+            groups = sorted({(each.group, each.version) for each in here if each.group})
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(*each) for each in groups]}
+        if path.endswith("/selfsubjectaccessreviews"):
+            asked = json.loads(self.raw)["spec"]["resourceAttributes"]
+            plural = "/".join(filter(None, (asked["resource"], asked.get("subresource", ""))))
+            allowed = (asked["verb"], plural) not in self.server_api.denied
+            return {**json.loads(self.raw), "status": {"allowed": allowed}}
+        group = path.removeprefix("/apis/") if path.startswith("/apis/") else path.removeprefix("/api/")
+        of_it = [each for each in here if each.api_version == group]
+        if not of_it:
+            return None
+        return {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": group,
+            "resources": [_listed(each) for each in of_it],
+        }
+
+    def _permitted(self, asked: _Asked) -> None:
+        verb = _VERBS[self.command]
+        if verb == "get" and not asked.name:
+            verb = "watch" if self.query.get("watch") in ("1", "true") else "list"
+        sub = asked.sub.partition("/")[0]
+        plural = "/".join(filter(None, (asked.resource.plural, sub)))
+        if (verb, plural) in self.server_api.denied:
+            what = f'{plural} is forbidden: User "me" cannot {verb} resource "{plural}"'
+            where = f'in API group "{asked.resource.group}" in the namespace "{asked.namespace}"'
+            raise RefusalError(403, "Forbidden", f"{what} {where}")
+
+    def _get(self, asked: _Asked) -> Json | None:
+        store, resource = self.server_api.store, asked.resource
+        if asked.sub.startswith("proxy/"):
+            return self._proxy(asked)
+        if asked.resource is POD and asked.sub == "log":
+            store.get(POD, asked.namespace, asked.name)
+            text = self.server_api.pod_logs.get(asked.name, "")
+            self._send_bytes(200, text.encode(), "text/plain")
+            return None
+        if asked.name:
+            return store.get(resource, asked.namespace, asked.name)
+        if self.query.get("watch") in ("1", "true"):
+            return self._watch(asked)
+        with store.changed:
+            found = [each for each in store.list(resource, asked.namespace) if self._selected(each)]
+            version = {"resourceVersion": str(store.version)}
+        return {
+            "kind": f"{resource.kind}List",
+            "apiVersion": resource.api_version,
+            "metadata": version,
+            "items": found,
+        }
+
+    def _post(self, asked: _Asked) -> Json | None:
+        if asked.sub.startswith("proxy/"):
+            return self._proxy(asked)
+        dry = self.query.get("dryRun") == "All"
+        return self.server_api.store.create(
+            asked.resource, asked.namespace, json.loads(self.raw), strict=self._strict(), dry=dry
+        )
+
+    def _put(self, asked: _Asked) -> Json | None:
+        given = json.loads(self.raw)
+        if asked.sub == "status":
+            return self.server_api.store.set_status(
+                asked.resource, asked.namespace, asked.name, given.get("status", {})
+            )
+        return self.server_api.store.update(asked.resource, asked.namespace, given, strict=self._strict())
+
+    def _delete(self, asked: _Asked) -> Json | None:
+        how = json.loads(self.raw or b"{}").get("propagationPolicy") or self.query.get("propagationPolicy")
+        return self.server_api.store.delete(
+            asked.resource, asked.namespace, asked.name, foreground=how == "Foreground"
+        )
+
+    def _strict(self) -> bool:
+        # Without it the real server takes the object, and leaves out the fields that it does not know.
+        return self.query.get("fieldValidation") == "Strict"
+
+    def _selected(self, value: Json) -> bool:
+        labels = value["metadata"].get("labels", {})
+        for rule in filter(None, self.query.get("labelSelector", "").split(",")):
+            key, _, wanted = rule.partition("=")
+            if labels.get(key) != wanted.lstrip("="):
+                return False
+        for rule in filter(None, self.query.get("fieldSelector", "").split(",")):
+            key, _, wanted = rule.partition("=")
+            found: Any = value
+            for part in key.split("."):
+                found = found.get(part, "") if isinstance(found, dict) else ""
+            if found != wanted.lstrip("="):
+                return False
+        return True
+
+    def _watch(self, asked: _Asked) -> None:
+        store = self.server_api.store
+        until = time.monotonic() + float(self.query.get("timeoutSeconds", _WATCH_SECONDS))
+        since = int(self.query.get("resourceVersion") or store.version)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for what, value in store.watch(asked.resource, asked.namespace, since, until):
+            if what == "BOOKMARK" and self.query.get("allowWatchBookmarks") not in ("1", "true"):
+                continue
+            if what in ("BOOKMARK", "ERROR") or self._selected(value):
+                line = json.dumps({"type": what, "object": value}).encode() + b"\n"
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                self.wfile.flush()
+            if self.server_api.fault_for("WATCH", self.path) is not None:
+                # In the middle of an answer: no last chunk.
+                self.close_connection = True
+                return
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _proxy(self, asked: _Asked) -> None:
+        """Forward to a service, as the real server does: without the header that let the client in."""
+        api = self.server_api
+        base = api.proxied.get(asked.name)
+        if base is None:
+            raise RefusalError(
+                503, "ServiceUnavailable", f'no endpoints available for service "{asked.name}"'
+            )
+        headers = {key: value for key, value in self.headers.items() if key.lower() != "authorization"}
+        api.proxied_headers.append(headers)
+        for name in ("Host", "Content-Length", "Connection"):
+            headers = {key: value for key, value in headers.items() if key.lower() != name.lower()}
+        query = urlsplit(self.path).query
+        address = f"{base}/{asked.sub.removeprefix('proxy/')}{'?' if query else ''}{query}"
+        ask = urllib.request.Request(address, self.raw or None, headers, method=self.command)
+        try:
+            with urllib.request.urlopen(ask, timeout=20) as answer:
+                self._send_bytes(answer.status, answer.read(), answer.headers.get_content_type())
+        except urllib.error.HTTPError as error:
+            with error:
+                self._send_bytes(error.code, error.read(), error.headers.get_content_type())
+        except OSError as error:
+            raise RefusalError(503, "ServiceUnavailable", f"error trying to reach service: {error}") from None
+
+
+def _certificate(directory: Path) -> Path:
+    """One that the server signs itself, with its key, in one file."""
+    made = directory / "server.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=fake"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(made), "-out", f"{made}.cert"]
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
+    made.write_text(made.read_text() + Path(f"{made}.cert").read_text())
+    return made
+
+
+def _parsed(path: str, store: Store) -> _Asked:
+    parts = path.strip("/").split("/")
+    group = "" if parts[0] == "api" else parts[1]
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    version = parts[1] if parts[0] == "api" else "/".join(parts[1:3])
+    namespace = ""
+    if rest and rest[0] == "namespaces" and len(rest) > 2:
+        namespace, rest = rest[1], rest[2:]
+    for each in EVERY:
+        if rest and each.plural == rest[0] and each.api_version == version and group not in store.absent:
+            name = rest[1] if len(rest) > 1 else ""
+            return _Asked(each, namespace, name, "/".join(rest[2:]))
+    raise RefusalError(404, "NotFound", "the server could not find the requested resource")
+
+
+def _group(group: str, version: str) -> Json:
+    one = {"groupVersion": f"{group}/{version}", "version": version}
+    return {"name": group, "versions": [one], "preferredVersion": one}
+
+
+def _listed(resource: Resource) -> Json:
+    return {
+        "name": resource.plural,
+        "singularName": resource.kind.lower(),
+        "namespaced": resource.namespaced,
+        "kind": resource.kind,
+        "verbs": ["create", "delete", "get", "list", "update", "watch"],
+        "shortNames": list(resource.short),
+    }

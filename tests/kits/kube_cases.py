@@ -1,0 +1,70 @@
+"""Profiles and submissions for the fake Kubernetes, and what its server admits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kits.crd import schema_errors, with_defaults
+from kits.kube_api import KubeApi
+from kits.kube_store import CLAIM, Admit, Json
+
+from raymerge.profiles import Profile, profile_from_mapping
+from raymerge.runtime.targets.target import Submission, new_run_name
+
+IMAGE = "registry.example/raymerge:0.1.0-cpu"
+CLAIMED = "data"
+"""The claim that profiles name."""
+
+
+def admits() -> dict[str, Admit]:
+    """KubeRay's definitions: what a server with them takes."""
+    return {"RayJob": _admit, "RayCluster": _admit}
+
+
+def claim(api: KubeApi) -> None:
+    """Make the claim."""
+    metadata = {"name": CLAIMED}
+    api.store.create(
+        CLAIM, api.namespace, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
+    )
+
+
+def kube_profile(data: Path, **kubernetes: Any) -> dict[str, Any]:
+    """A profile for the server's namespace, as its YAML would have it.
+
+    Args:
+        data: where the claim is mounted; models and outputs are below it.
+        kubernetes: further fields of its section.
+    """
+    return {
+        "target": "kubernetes",
+        "run": {"workers": 1, "threads": 1, "memory": "16MiB", "device": "cpu"},
+        "kubernetes": {
+            "namespace": "merges",
+            "image": IMAGE,
+            "ray_version": "2.60.0",
+            "workers": [{"name": "cpu", "replicas": 1, "cpu": 1, "memory": "2Gi"}],
+            "volumes": [{"name": "data", "mount_path": str(data), "pvc": CLAIMED}],
+            **kubernetes,
+        },
+    }
+
+
+def profile_of(data: Path, **kubernetes: Any) -> Profile:
+    """The same, read."""
+    return profile_from_mapping(kube_profile(data, **kubernetes))
+
+
+def submission(recipe: Mapping[str, Any], output: Path | str, profile: Profile) -> Submission:
+    """One of a recipe, with a fresh name."""
+    return Submission(yaml.safe_dump(dict(recipe)), "recipe.yml", str(output), profile, new_run_name())
+
+
+def _admit(given: Json, strict: bool) -> tuple[Json, list[str]]:
+    wrong = schema_errors(given)
+    if not strict:
+        wrong = [each for each in wrong if "Additional properties" not in each]
+    return with_defaults(given), wrong

@@ -1,0 +1,294 @@
+"""The objects of a fake Kubernetes: versions, finalizers, owners, watches, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+Json = dict[str, Any]
+Admit = Callable[[Json, bool], tuple[Json, list[str]]]
+"""Object, and whether unknown fields are refused, to the object with defaults and what is wrong with it."""
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_KEPT_EVENTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object that the server has."""
+
+    group: str
+    """Its API group; "" for the core."""
+    version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+    has_status: bool = False
+    """Whether its status can only be changed by itself."""
+    short: tuple[str, ...] = ()
+
+    @property
+    def api_version(self) -> str:
+        """Group and version as objects have them."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+RAYJOB = Resource("ray.io", "v1", "RayJob", "rayjobs", has_status=True)
+RAYCLUSTER = Resource("ray.io", "v1", "RayCluster", "rayclusters", has_status=True)
+CONFIGMAP = Resource("", "v1", "ConfigMap", "configmaps", short=("cm",))
+POD = Resource("", "v1", "Pod", "pods", has_status=True, short=("po",))
+EVENT = Resource("", "v1", "Event", "events")
+SECRET = Resource("", "v1", "Secret", "secrets")
+SERVICE = Resource("", "v1", "Service", "services")
+NAMESPACE = Resource("", "v1", "Namespace", "namespaces", namespaced=False)
+ACCOUNT = Resource("", "v1", "ServiceAccount", "serviceaccounts")
+CLAIM = Resource("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims", short=("pvc",))
+QUEUE = Resource("kueue.x-k8s.io", "v1beta1", "LocalQueue", "localqueues")
+PRIORITY = Resource("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses", namespaced=False)
+EVERY = (
+    RAYJOB,
+    RAYCLUSTER,
+    CONFIGMAP,
+    POD,
+    EVENT,
+    SECRET,
+    SERVICE,
+    NAMESPACE,
+    ACCOUNT,
+    CLAIM,
+    QUEUE,
+    PRIORITY,
+)
+
+
+class RefusalError(Exception):
+    """What the server answers instead: a Status."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason = code, reason
+
+    def status(self) -> Json:
+        """It as an object."""
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": str(self),
+            "reason": self.reason,
+            "code": self.code,
+        }
+
+
+Key = tuple[str, str, str]
+"""Plural, namespace, name."""
+
+
+@dataclass
+class Store:
+    """All objects, and every change of the last while."""
+
+    admits: dict[str, Admit] = field(default_factory=dict)
+    """What objects of a kind have to pass."""
+    absent: set[str] = field(default_factory=set)
+    """API groups that are not installed."""
+    objects: dict[Key, Json] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    log: list[tuple[int, str, str, Json]] = field(default_factory=list)
+    """Version, plural, what happened, the object after it."""
+    oldest: int = 0
+    """Versions before it cannot be watched from any more."""
+    _versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    version: int = 0
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Json:
+        """An object; NotFound."""
+        with self.changed:
+            found = self.objects.get((resource.plural, namespace, name))
+            if found is None:
+                raise RefusalError(404, "NotFound", f'{_full(resource)} "{name}" not found')
+            return copy.deepcopy(found)
+
+    def list(self, resource: Resource, namespace: str = "") -> list[Json]:
+        """The objects of a kind, of one namespace or all."""
+        with self.changed:
+            found = [
+                value
+                for (plural, place, _), value in sorted(self.objects.items())
+                if plural == resource.plural and namespace in ("", place)
+            ]
+            return copy.deepcopy(found)
+
+    def create(
+        self, resource: Resource, namespace: str, given: Json, *, strict: bool = True, dry: bool = False
+    ) -> Json:
+        """Add an object."""
+        made = copy.deepcopy(given)
+        meta = made.setdefault("metadata", {})
+        if "generateName" in meta and not meta.get("name"):
+            meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
+        name = meta.get("name", "")
+        if not _NAME.fullmatch(name):
+            raise RefusalError(
+                422, "Invalid", f'{resource.kind} "{name}" is invalid: metadata.name: Invalid value: "{name}"'
+            )
+        if resource.namespaced and meta.setdefault("namespace", namespace) != namespace:
+            raise RefusalError(400, "BadRequest", "the namespace of the object does not match the request")
+        made = self._admitted(resource, made, strict=strict)
+        with self.changed:
+            if resource.namespaced and (NAMESPACE.plural, "", namespace) not in self.objects:
+                raise RefusalError(404, "NotFound", f'namespaces "{namespace}" not found')
+            if (resource.plural, namespace, name) in self.objects:
+                raise RefusalError(409, "AlreadyExists", f'{_full(resource)} "{name}" already exists')
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now, "generation": 1}
+            if resource.has_status:
+                # What a client says of the status of a new object is not taken.
+                made.pop("status", None)
+            if dry:
+                return made
+            return self._put(resource, namespace, made, "ADDED")
+
+    def update(self, resource: Resource, namespace: str, given: Json, *, strict: bool = True) -> Json:
+        """Put an object in the place of one; its status stays as it is."""
+        with self.changed:
+            old = self.get(resource, namespace, given["metadata"]["name"])
+            _same_version(resource, old, given)
+            made = self._admitted(resource, copy.deepcopy(given), strict=strict)
+            made["metadata"] |= {key: old["metadata"][key] for key in ("uid", "creationTimestamp")}
+            if "deletionTimestamp" in old["metadata"]:
+                made["metadata"]["deletionTimestamp"] = old["metadata"]["deletionTimestamp"]
+            changed = old.get("spec") != made.get("spec")
+            made["metadata"]["generation"] = old["metadata"]["generation"] + changed
+            if resource.has_status:
+                made.pop("status", None)
+                if "status" in old:
+                    made["status"] = old["status"]
+            if "deletionTimestamp" in made["metadata"] and not made["metadata"].get("finalizers"):
+                return self._remove(resource, namespace, made)
+            return self._put(resource, namespace, made, "MODIFIED")
+
+    def set_status(self, resource: Resource, namespace: str, name: str, status: Mapping[str, Any]) -> Json:
+        """Change fields of an object's status; those that are None go."""
+        with self.changed:
+            made = self.get(resource, namespace, name)
+            merged = {**made.get("status", {}), **status}
+            made["status"] = {key: value for key, value in merged.items() if value is not None}
+            return self._put(resource, namespace, made, "MODIFIED")
+
+    def delete(self, resource: Resource, namespace: str, name: str, *, foreground: bool = False) -> Json:
+        """Delete an object, at once or when its finalizers are gone."""
+        with self.changed:
+            made = self.get(resource, namespace, name)
+            if foreground:
+                self._remove_owned(made)
+            if made["metadata"].get("finalizers"):
+                now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                made["metadata"].setdefault("deletionTimestamp", now)
+                return self._put(resource, namespace, made, "MODIFIED")
+            return self._remove(resource, namespace, made)
+
+    def watch(
+        self, resource: Resource, namespace: str, since: int, until: float
+    ) -> Iterator[tuple[str, Json]]:
+        """Changes after a version, as they come, until a moment of ``time.monotonic``.
+
+        One that is too old gives one ``ERROR``; once a while, and at the end, there is a ``BOOKMARK``.
+        """
+        while True:
+            with self.changed:
+                lost = since < self.oldest
+                news = [each for each in self.log if each[0] > since]
+                left = until - time.monotonic()
+                if not lost and not news and left > 0:
+                    self.changed.wait(left)
+                    continue
+                last = self.version
+            if lost:
+                yield (
+                    "ERROR",
+                    RefusalError(410, "Expired", f"too old resource version: {since} ({last})").status(),
+                )
+                return
+            for _, plural, what, value in news:
+                if plural == resource.plural and namespace in ("", value["metadata"].get("namespace", "")):
+                    yield what, value
+            since = max(since, last)
+            mark = {"resourceVersion": str(since)}
+            yield (
+                "BOOKMARK",
+                {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": mark},
+            )
+            if left <= 0:
+                return
+
+    def compact(self) -> None:
+        """Forget all changes until now."""
+        with self.changed:
+            self.log.clear()
+            self.oldest = self.version
+
+    def _admitted(self, resource: Resource, made: Json, *, strict: bool) -> Json:
+        if (made.get("apiVersion"), made.get("kind")) != (resource.api_version, resource.kind):
+            raise RefusalError(400, "BadRequest", f"the object is no {resource.api_version} {resource.kind}")
+        admit = self.admits.get(resource.kind)
+        if admit is None:
+            return made
+        made, wrong = admit(made, strict)
+        if wrong:
+            name = made["metadata"]["name"]
+            raise RefusalError(422, "Invalid", f'{resource.kind} "{name}" is invalid: {"; ".join(wrong)}')
+        return made
+
+    def _put(self, resource: Resource, namespace: str, made: Json, what: str) -> Json:
+        self.version = next(self._versions)
+        made["metadata"]["resourceVersion"] = str(self.version)
+        self.objects[resource.plural, namespace, made["metadata"]["name"]] = made
+        self._note(resource, what, made)
+        return copy.deepcopy(made)
+
+    def _remove(self, resource: Resource, namespace: str, made: Json) -> Json:
+        self.version = next(self._versions)
+        made["metadata"]["resourceVersion"] = str(self.version)
+        del self.objects[resource.plural, namespace, made["metadata"]["name"]]
+        self._note(resource, "DELETED", made)
+        self._remove_owned(made)
+        return copy.deepcopy(made)
+
+    def _remove_owned(self, owner: Json) -> None:
+        for (plural, namespace, name), value in list(self.objects.items()):
+            owners = value["metadata"].get("ownerReferences", ())
+            if any(each["uid"] == owner["metadata"]["uid"] for each in owners):
+                kind = next(each for each in EVERY if each.plural == plural)
+                if (plural, namespace, name) in self.objects:
+                    self.delete(kind, namespace, name)
+
+    def _note(self, resource: Resource, what: str, made: Json) -> None:
+        self.log.append((self.version, resource.plural, what, copy.deepcopy(made)))
+        if len(self.log) > _KEPT_EVENTS:
+            self.oldest = self.log[0][0]
+            del self.log[0]
+        self.changed.notify_all()
+
+
+def _full(resource: Resource) -> str:
+    return f"{resource.plural}.{resource.group}" if resource.group else resource.plural
+
+
+def _same_version(resource: Resource, old: Json, given: Json) -> None:
+    version = given["metadata"].get("resourceVersion")
+    if version not in (None, old["metadata"]["resourceVersion"]):
+        name = given["metadata"]["name"]
+        what = "the object has been modified; please apply your changes to the latest version and try again"
+        raise RefusalError(
+            409, "Conflict", f'Operation cannot be fulfilled on {_full(resource)} "{name}": {what}'
+        )

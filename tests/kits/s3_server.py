@@ -1,0 +1,364 @@
+"""An S3 server on this machine that fails when told to, and says what was asked of it.
+
+moto keeps the objects; in front of it stands a proxy, which counts requests and injects faults. The proxy
+also mends moto's answer to CompleteMultipartUpload, whose root element is not that of S3.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from raymerge.storage.options import StoreOptions
+
+BUCKET = "models"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "AKIDTESTING",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret-access-key",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/nonexistent/config",
+    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent/credentials",
+}
+"""Dummy credentials, and nothing of this machine's own."""
+_CHUNK = 64 << 10
+_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
+
+Kind = Literal["error", "throttle", "forbid", "reset", "cut", "tear", "delay", "hang"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, as the proxy saw it."""
+
+    method: str
+    """GET, HEAD, PUT, POST or DELETE."""
+    key: str
+    """The object; "" for a request about the bucket."""
+    query: str
+    """What stands behind the question mark."""
+    range: tuple[int, int] | None
+    """First byte and first byte behind, as asked for."""
+    if_match: str | None
+    """The version that was asked for."""
+    received: int
+    """Bytes of the request's body."""
+    status: int
+    """What was answered; 0 where the connection was broken off."""
+    sent: int
+    """Bytes of the answer's body that went out."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """What goes wrong, and with which requests."""
+
+    kind: Kind
+    """``error`` 500, ``throttle`` 503 SlowDown, ``forbid`` 403, ``reset`` in place of an answer, ``cut`` in
+    the middle of the body and ``tear`` there with a reset, which loses bytes that were sent; ``delay``
+    answers after ``seconds``, ``hang`` never, but breaks off then."""
+    method: str = "GET"
+    """The method it strikes."""
+    key: str = ""
+    """A part of the keys it strikes."""
+    times: int = 1
+    """How many more requests it strikes."""
+    every: int = 1
+    """It strikes each so-manieth of them."""
+    seconds: float = 0.0
+    """How long it lasts."""
+    met: int = 0
+    """Requests that it could have struck so far."""
+
+    def strikes(self, method: str, key: str) -> bool:
+        """Whether it strikes a request; counts it."""
+        if method != self.method or self.key not in key or self.times <= 0:
+            return False
+        self.met += 1
+        if self.met % self.every:
+            return False
+        self.times -= 1
+        return True
+
+
+@dataclass
+class S3Server:
+    """The server, seen by a test."""
+
+    endpoint: str
+    """Address of the proxy."""
+    behind: str
+    """Address of moto itself, where nothing is counted and nothing fails."""
+    bucket: str = BUCKET
+    """The bucket that is there."""
+    requests: list[Request] = field(default_factory=list)
+    """What was asked so far, in the order of the answers."""
+    faults: list[Fault] = field(default_factory=list)
+    """What goes wrong from now on."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    most_at_once: int = 0
+    """The most requests that were under way at one time."""
+    now: int = 0
+    """Requests that are under way."""
+    page: int | None = None
+    """Objects that a listing gives at once; None for as many as S3 does."""
+    before: Callable[[str, str], None] | None = None
+    """Called with method and key before each request is passed on."""
+
+    @property
+    def options(self) -> StoreOptions:
+        """How raymerge reaches it."""
+        return StoreOptions(region="us-east-1", endpoint=self.endpoint, allow_http=True)
+
+    def place(self, path: str) -> str:
+        """The place of a path in the bucket, with the options in it."""
+        from raymerge.storage.addresses import with_options
+
+        return with_options(f"s3://{self.bucket}/{path}", self.options)
+
+    def fail(self, kind: Kind, **how: Any) -> None:
+        """Have requests fail from now on."""
+        with self.lock:
+            self.faults.append(Fault(kind, **how))
+
+    def calm(self) -> None:
+        """Forget what was asked and what was to fail."""
+        with self.lock:
+            self.requests.clear()
+            self.faults.clear()
+            self.before = self.page = None
+            self.most_at_once = 0
+
+    def client(self) -> Any:
+        """boto3's client of moto itself."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.behind,
+            region_name="us-east-1",
+            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+        )
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object."""
+        self.client().put_object(Bucket=self.bucket, Key=key, Body=data)
+
+    def upload(self, directory: Path, prefix: str) -> str:
+        """Copy a directory to the server; its place there, with the options in it."""
+        client = self.client()
+        for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+            key = f"{prefix}/{path.relative_to(directory).as_posix()}"
+            client.put_object(Bucket=self.bucket, Key=key, Body=path.read_bytes())
+        return self.place(prefix)
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
+        """Every object below a prefix, by key."""
+        client = self.client()
+        found = client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+        keys = [each["Key"] for page in found for each in page.get("Contents", ())]
+        return {key: client.get_object(Bucket=self.bucket, Key=key)["Body"].read() for key in keys}
+
+    def uploads(self) -> list[str]:
+        """Keys of the multipart uploads that are neither complete nor aborted."""
+        found = self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
+        return [each["Key"] for each in found]
+
+    def asked(self, method: str, key: str = "") -> list[Request]:
+        """The requests of a method so far whose keys hold a text."""
+        with self.lock:
+            return [each for each in self.requests if each.method == method and key in each.key]
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """A server with an empty bucket; credentials are the caller's to set (``ENVIRONMENT``)."""
+    from moto.server import ThreadedMotoServer
+
+    # moto reads credentials itself, and a fixture of wide scope has no monkeypatch.
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        server = S3Server("", f"http://{host}:{port}")
+        server.client().create_bucket(Bucket=server.bucket)
+        with _proxy(server):
+            yield server
+    finally:
+        moto.stop()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that go away are what the tests are about."""
+
+
+@contextmanager
+def _proxy(server: S3Server) -> Iterator[None]:
+    listener = _Listener(("127.0.0.1", 0), _handler(server))
+    server.endpoint = f"http://127.0.0.1:{listener.server_address[1]}"
+    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown()
+        listener.server_close()
+        thread.join()
+
+
+def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(_Proxy):
+        s3 = server
+
+    return Handler
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    s3: S3Server
+    behind: http.client.HTTPConnection | None = None
+
+    def setup(self) -> None:
+        super().setup()
+        # Answers go out in two pieces; waiting for the first to be acknowledged takes 40 ms.
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def finish(self) -> None:
+        if self.behind is not None:
+            self.behind.close()
+        with suppress(OSError):
+            super().finish()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def serve(self) -> None:
+        with self.s3.lock:
+            self.s3.now += 1
+            self.s3.most_at_once = max(self.s3.most_at_once, self.s3.now)
+        try:
+            self._serve()
+        finally:
+            with self.s3.lock:
+                self.s3.now -= 1
+
+    def _serve(self) -> None:
+        body = self._body()
+        parts = urlsplit(self.path)
+        key = unquote(parts.path).lstrip("/").partition("/")[2]
+        self.about = (key, parts.query, len(body))
+        if self.s3.before is not None:
+            self.s3.before(self.command, key)
+        with self.s3.lock:
+            struck = [each for each in self.s3.faults if each.strikes(self.command, key)]
+        kinds = {each.kind for each in struck}
+        for each in struck:
+            if each.kind in ("delay", "hang"):
+                time.sleep(each.seconds)
+        if "reset" in kinds or "hang" in kinds:
+            self._break(0)
+        elif "error" in kinds:
+            self._refuse(500, "InternalError")
+        elif "throttle" in kinds:
+            self._refuse(503, "SlowDown")
+        elif "forbid" in kinds:
+            self._refuse(403, "AccessDenied")
+        else:
+            self._pass_on(body, end=next(iter(kinds & {"cut", "tear"}), None))
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815
+
+    def _body(self) -> bytes:
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            pieces = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(pieces)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _pass_on(self, body: bytes, *, end: str | None) -> None:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        parts = urlsplit(self.s3.behind)
+        if self.behind is None:
+            self.behind = http.client.HTTPConnection(parts.hostname or "", parts.port)
+        path = self.path if self.s3.page is None else f"{self.path}&max-keys={self.s3.page}"
+        self.behind.request(self.command, path, body, {**headers, "Content-Length": str(len(body))})
+        answer = self.behind.getresponse()
+        data = answer.read()
+        if self.command == "POST" and b"CompleteMultipartUploadRes" in data:
+            data = data.replace(b"CompleteMultipartUploadResponse", b"CompleteMultipartUploadResult")
+        self._answer(answer.status, answer.getheaders(), data, end=end)
+
+    def _answer(
+        self, status: int, headers: Sequence[tuple[str, str]], data: bytes, *, end: str | None
+    ) -> None:
+        length = str(len(data))
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            elif name.lower() not in _HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if end and data:
+            half = data[: len(data) // 2]
+            self.wfile.write(half)
+            self.wfile.flush()
+            self._break(len(half), status, lossy=end == "tear")
+            return
+        self._note(status, len(data))
+        with suppress(OSError):
+            for start in range(0, len(data), _CHUNK):
+                self.wfile.write(data[start : start + _CHUNK])
+
+    def _refuse(self, status: int, code: str) -> None:
+        said = f"<Error><Code>{code}</Code><Message>as the test has it</Message></Error>"
+        self._answer(status, [("Content-Type", "application/xml")], said.encode(), end=None)
+
+    def _break(self, sent: int, status: int = 0, *, lossy: bool = True) -> None:
+        """End the connection, with a reset rather than in order where that is wanted."""
+        self._note(status, sent)
+        self.close_connection = True
+        if not lossy:
+            return
+        with suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+
+    def _note(self, status: int, sent: int) -> None:
+        key, query, received = self.about
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        asked = (int(found.group(1)), int(found.group(2)) + 1) if found else None
+        note = Request(self.command, key, query, asked, self.headers.get("If-Match"), received, status, sent)
+        with self.s3.lock:
+            self.s3.requests.append(note)

@@ -1,0 +1,233 @@
+"""The client of the API server, against a server that is strict, slow, faulty, or away."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kits.kube_api import TOKEN, KubeApi, kube_api
+from kits.kube_store import RAYJOB
+
+from raymerge.errors import OptionError
+from raymerge.runtime.targets import kubernetes_api
+from raymerge.runtime.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, AnswerError, Server, open_server
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[KubeApi]:
+    with kube_api() as server:
+        yield server
+
+
+@pytest.fixture
+def server(api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path / "config")))
+    monkeypatch.setattr(kubernetes_api, "_FIRST_PAUSE", 0.01)
+    api.store.objects = {key: value for key, value in api.store.objects.items() if key[0] != "rayjobs"}
+    api.faults.clear()
+    api.denied.clear()
+    return open_server(None)
+
+
+def _job(name: str = "one", **labels: str) -> dict[str, Any]:
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": {}}
+
+
+def test_objects_are_made_read_chosen_and_deleted(server: Server) -> None:
+    assert server.namespace == "merges"
+    made = server.create(RAY_JOBS, _job("one", colour="red"))
+    server.create(RAY_JOBS, _job("two", colour="blue"))
+    assert server.read(RAY_JOBS, "one") == made
+    assert [each["metadata"]["name"] for each in server.select(RAY_JOBS, labels="colour=blue")] == ["two"]
+    assert len(server.select(RAY_JOBS, fields="metadata.name=one")) == 1
+    assert server.delete(RAY_JOBS, "one")
+    assert not server.delete(RAY_JOBS, "one")
+    assert server.read(RAY_JOBS, "one") is None
+
+
+def test_a_dry_run_leaves_nothing_and_asks_for_strict_fields(server: Server, api: KubeApi) -> None:
+    server.create(RAY_JOBS, _job(), dry_run=True)
+    assert server.select(RAY_JOBS) == []
+    assert [path for method, path, _ in api.asked if method == "POST"][-1].endswith(
+        "?fieldValidation=Strict&dryRun=All"
+    )
+
+
+@pytest.mark.parametrize("how", ["500", "429", "drop"])
+def test_what_fails_for_a_moment_is_asked_again(server: Server, api: KubeApi, how: str) -> None:
+    api.fail(how, "rayjobs", times=3)
+    assert server.select(RAY_JOBS) == []
+    api.fail(how, "rayjobs", method="POST", times=2)
+    assert server.create(RAY_JOBS, _job())["metadata"]["name"] == "one"
+
+
+def test_a_server_that_goes_on_failing_is_given_up(server: Server, api: KubeApi) -> None:
+    api.fail("500", "rayjobs", times=99)
+    with pytest.raises(AnswerError, match="bad day") as failed:
+        server.select(RAY_JOBS)
+    assert failed.value.code == 500
+    api.faults.clear()
+    api.fail("drop", "rayjobs", times=99)
+    with pytest.raises(OptionError, match=rf"the API server at {api.url} does not answer"):
+        server.select(RAY_JOBS)
+
+
+def test_refusals_carry_the_words_of_the_server(server: Server, api: KubeApi) -> None:
+    server.create(RAY_JOBS, _job())
+    with pytest.raises(AnswerError, match="already exists") as taken:
+        server.create(RAY_JOBS, _job())
+    assert (taken.value.code, taken.value.reason) == (409, "AlreadyExists")
+    made = server.create(CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}})
+    server.replace(CONFIG_MAPS, {**made, "data": {"a": "1"}})
+    with pytest.raises(AnswerError, match="has been modified"):
+        server.replace(CONFIG_MAPS, made)
+    api.denied.add(("list", "rayjobs"))
+    with pytest.raises(AnswerError, match="cannot list") as denied:
+        server.select(RAY_JOBS)
+    assert denied.value.code == 403
+
+
+def test_what_one_may_do_is_asked_of_the_server(server: Server, api: KubeApi) -> None:
+    api.denied |= {("create", "rayjobs"), ("get", "services/proxy")}
+    assert not server.permits("create", RAY_JOBS)
+    assert server.permits("get", RAY_JOBS)
+    assert not server.permits("get", kubernetes_api.Kind("", "v1", "services"), "proxy")
+
+
+def test_a_kind_is_there_or_not(server: Server, api: KubeApi) -> None:
+    assert server.has(RAY_JOBS)
+    api.store.absent.add("ray.io")
+    try:
+        assert not server.has(RAY_JOBS)
+    finally:
+        api.store.absent.clear()
+
+
+@pytest.mark.parametrize("trouble", ["none", "dropped", "gone", "refused"])
+def test_a_change_is_waited_for_whatever_becomes_of_the_watch(
+    server: Server, api: KubeApi, trouble: str
+) -> None:
+    version = server.create(RAY_JOBS, _job())["metadata"]["resourceVersion"]
+    if trouble == "dropped":
+        api.fail("drop", "watch", method="WATCH")
+    if trouble == "gone":
+        api.store.compact()
+        version = "0"
+    if trouble == "refused":
+        api.fail("500", "watch=true", times=9)
+    is_told = trouble in ("none", "dropped")
+    change = threading.Timer(0.2, api.store.set_status, (RAYJOB, "merges", "one", {"jobStatus": "RUNNING"}))
+    change.start()
+    began = time.monotonic()
+    server.wait_for_change(RAY_JOBS, "one", version, 30.0 if is_told else 0.5)
+    seconds = time.monotonic() - began
+    if not is_told:
+        change.join()
+    found = server.read(RAY_JOBS, "one")
+    change.join()
+    # Told of the change, and not before; or at the end of the wait.
+    assert seconds < 25 if is_told else seconds >= 0.5
+    assert found is not None
+    assert found["status"]["jobStatus"] == "RUNNING"
+
+
+def test_a_wrong_token_is_refused(api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = api.kubeconfig(tmp_path / "config")
+    path.write_text(path.read_text().replace(TOKEN, "another"))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(AnswerError) as refused:
+        open_server(None).select(RAY_JOBS)
+    assert refused.value.code == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "not found"),
+        ("a: [", "while parsing"),
+        ("{}", "'clusters'"),
+        ("{clusters: [], contexts: [], current-context: x}", "Context 'x' not found"),
+        (
+            "{clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}], users: [], "
+            "contexts: [{name: x, context: {cluster: c}}], current-context: x}",
+            "Missing user",
+        ),
+    ],
+)
+def test_a_configuration_that_leads_nowhere_is_told(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(OptionError, match="no configuration of a cluster can be used") as failed:
+        open_server(None)
+    assert said in str(failed.value)
+    assert "Set KUBECONFIG" in str(failed.value)
+
+
+def test_several_files_in_one_variable_are_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/a:/b")
+    with pytest.raises(OptionError, match="kubectl config view --flatten"):
+        open_server(None)
+
+
+def test_without_lightkube_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = builtins.__import__
+
+    def without(name: str, *given: Any, **named: Any) -> Any:
+        if name.startswith("lightkube"):
+            raise ImportError(name)
+        return imports(name, *given, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(OptionError, match=r"pip install 'raymerge\[kubernetes\]'"):
+        open_server(None)
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kube_api() as gone:
+        monkeypatch.setenv("KUBECONFIG", str(gone.kubeconfig(tmp_path / "config")))
+    monkeypatch.setattr(kubernetes_api, "_FIRST_PAUSE", 0.01)
+    with pytest.raises(OptionError, match=r"does not answer: .*refused.*kubectl get namespaces"):
+        open_server(None).select(RAY_JOBS)
+
+
+def test_a_service_is_reached_through_the_server(server: Server, api: KubeApi) -> None:
+    # The server itself plays the service: it answers what is asked of it without its own token.
+    api.proxied["head:8265"] = api.url
+    code, text = server.service("head:8265", "version", {"x-ray-authorization": "Bearer ray"})
+    assert (code, json.loads(text)["reason"]) == (401, "Unauthorized")
+    assert api.proxied_headers[-1]["x-ray-authorization"] == "Bearer ray"
+    assert "authorization" not in {key.lower() for key in api.proxied_headers[-1]}
+    assert server.service("nobody:8265", "version", {})[0] == 503
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_kubectl_takes_it_for_a_server_too(tmp_path: Path) -> None:
+    with kube_api(tls=tmp_path) as api:
+        api.store.create(RAYJOB, "merges", _job())
+        api.store.set_status(RAYJOB, "merges", "one", {"jobStatus": "RUNNING"})
+        environment = {"KUBECONFIG": str(api.kubeconfig(tmp_path / "config")), "HOME": str(tmp_path)}
+        shown = "jsonpath={.items[*].metadata.name} {.items[*].status.jobStatus}"
+        done = subprocess.run(
+            ["kubectl", "get", "rayjobs", "-o", shown],
+            env={**environment, "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert done.stdout == "one RUNNING", done.stderr

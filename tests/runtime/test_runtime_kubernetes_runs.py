@@ -1,0 +1,210 @@
+"""Runs on Kubernetes from end to end: the operator really runs their drivers, on a Ray head of this machine.
+
+Where ``KUBECONFIG`` names a real cluster, it is asked too; and where ``RAYMERGE_TEST_PROFILE`` names a
+profile for it, one run goes there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from kits.command_line import Outcome, run_command
+from kits.kube_api import TOKEN, KubeApi, kube_api
+from kits.kube_cases import admits, claim, kube_profile, profile_of
+from kits.kube_operator import Operator, operator
+from kits.kube_store import CONFIGMAP, RAYCLUSTER, RAYJOB
+from kits.merge_cases import INLINE, Family, digests, recipes
+from kits.ray_head import RayHead, ray_head
+
+from raymerge.api import submit, verify
+from raymerge.manifests import rayjob
+from raymerge.runtime.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, open_server
+from raymerge.runtime.targets.target import new_run_name
+
+pytestmark = pytest.mark.ray
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(cpus=2) as made:
+        yield made
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeApi]:
+    with kube_api(admits=admits()) as server:
+        claim(server)
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        yield server
+
+
+@pytest.fixture
+def keeper(api: KubeApi, head: RayHead, tmp_path: Path) -> Iterator[Operator]:
+    with operator(api, tmp_path / "mounts", head) as made:
+        yield made
+
+
+def _write(folder: Path, recipe: Mapping[str, Any], shared: Path, **kubernetes: Any) -> tuple[str, str]:
+    """Recipe and profile as files."""
+    (folder / "recipe.yml").write_text(yaml.safe_dump(dict(recipe)))
+    (folder / "profile.yml").write_text(yaml.safe_dump(kube_profile(shared, **kubernetes)))
+    return str(folder / "recipe.yml"), str(folder / "profile.yml")
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def _halted(
+    keeper: Operator, run: str, output: Path, *, after: psutil.Process | None = None
+) -> psutil.Process:
+    """The worker of a run, stopped in its tracks once it has done something.
+
+    Args:
+        keeper: looks after the run.
+        run: its name.
+        output: its output place.
+        after: the worker of the attempt before, which may still be there.
+    """
+    worker, had, until = None, _done(output), time.monotonic() + SECONDS
+    while True:
+        worker = worker or _worker(keeper, after)
+        if worker is not None and _done(output) > had + 1:
+            worker.suspend()
+            return worker
+        assert time.monotonic() < until, "no segment is done"
+        assert (run, "Failed") not in keeper.seen, _message(keeper, run)
+        time.sleep(0.002 if worker else 0.2)
+
+
+def _message(keeper: Operator, run: str) -> str:
+    return str(keeper.api.store.get(RAYJOB, "merges", run)["status"].get("message"))
+
+
+def _done(output: Path) -> int:
+    """Lines of the ledger."""
+    ledgers = output.parent.glob(f".{output.name}.raymerge-*/raymerge/ledger.jsonl")
+    return max((len(each.read_bytes().splitlines()) for each in ledgers), default=0)
+
+
+def _worker(keeper: Operator, besides: psutil.Process | None) -> psutil.Process | None:
+    """A worker of this head: others of this machine may have some too."""
+    assert keeper.head is not None
+    for process in psutil.Process(keeper.head.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if process != besides and "".join(process.cmdline()[:1]).startswith("ray::MergeWorker"):
+                return process
+    return None
+
+
+def _until(keeper: Operator, state: tuple[str, str]) -> None:
+    until = time.monotonic() + SECONDS
+    while state not in keeper.seen:
+        assert time.monotonic() < until, keeper.seen
+        time.sleep(0.02)
+
+
+def test_a_run_that_fails_is_tried_again_is_stopped_and_goes_on_to_the_same_bytes(
+    keeper: Operator, api: KubeApi, medium: Family, tmp_path: Path
+) -> None:
+    recipe = recipes(medium)["linear"]
+    shared = Path(os.path.commonpath([medium.base, tmp_path]))
+    output, files = tmp_path / "there", _write(tmp_path, recipe, shared)
+    submit(files[0], tmp_path / "here", INLINE)
+
+    def command(verb: str, *args: str) -> Outcome:
+        return run_command(verb, *args, cwd=tmp_path)
+
+    sending = ("submit", files[0], "-o", str(output), "--profile", files[1])
+    sent = command(*sending, "--detach", "--json")
+    assert sent.code == 0, sent.text
+    run = _events(sent.text)[-1]["run"]
+
+    # The driver dies; the operator begins again with a new cluster, which goes on.
+    first = _halted(keeper, run, output)
+    keeper.driver(run).kill()
+    _until(keeper, (run, "Retrying"))
+    _halted(keeper, run, output, after=first)
+    told = command("status", run, "--json")
+    (report,) = _events(told.text)
+    assert (report["state"], report["details"]["attempt"]) == ("running", "2 of 3")
+    made = int(report["details"]["segments"].partition(" of ")[0])
+    assert made >= 2
+    assert "attempt 2 of 3" in report["message"]
+
+    # Somebody else submits the same, and stops it: nothing of it is left in the cluster.
+    again = command(*sending, "--detach", "--json")
+    assert _events(again.text)[-1] == {
+        "event": "submitted",
+        "run": run,
+        "target": "kubernetes",
+        "output": str(output),
+        "is_new": False,
+    }
+    stopped = command("stop", run, "--json")
+    assert (stopped.code, _events(stopped.text)[-1]["state"]) == (0, "stopped")
+    assert [api.store.list(each) for each in (RAYJOB, RAYCLUSTER, CONFIGMAP)] == [[], [], []]
+    assert not output.exists()
+
+    # Submitted once more, and followed, it ends with what a run on this machine makes.
+    ended = command(*sending, "--json")
+    assert ended.code == 0, ended.text
+    events = _events(ended.text)
+    (started,) = (each for each in events if each["event"] == "started")
+    assert started["done_segments"] >= made
+    assert events[-1]["event"] == "published"
+    assert digests(output) == digests(tmp_path / "here")
+    assert verify(output).problems == ()
+    done = command("status", events[0]["run"])
+    assert "succeeded" in done.text
+    assert TOKEN not in str(api.asked)
+    assert keeper.head is not None
+    assert keeper.head.token not in ended.text + str([body for _, _, body in api.asked])
+
+
+def test_a_driver_that_finds_no_source_fails_with_its_words_and_code(
+    keeper: Operator, api: KubeApi, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "not-there")
+    recipe = {"merge_method": "linear", "models": [{"model": missing, "parameters": {"weight": 1}}]}
+    files = _write(tmp_path, {**recipe, "dtype": "float32"}, tmp_path, backoff_limit=0)
+    ended = run_command("submit", files[0], "-o", str(tmp_path / "out"), "--profile", files[1], cwd=tmp_path)
+    assert ended.code == 2, ended.text
+    assert "not-there" in ended.text
+    (job,) = api.store.list(RAYJOB)
+    told = run_command("status", job["metadata"]["name"], cwd=tmp_path)
+    assert "failed" in told.text
+    assert "not-there" in told.text
+
+
+@pytest.mark.skipif("KUBECONFIG" not in os.environ, reason="KUBECONFIG names no cluster")
+def test_a_real_cluster_would_take_the_manifests(tmp_path: Path) -> None:
+    server = open_server(None)
+    if not server.has(RAY_JOBS):
+        pytest.skip(f"no KubeRay at {server.url}")
+    profile = profile_of(tmp_path, namespace=server.namespace)
+    recipe = "merge_method: linear\nmodels: [{model: org/name, parameters: {weight: 1}}]\ndtype: float32\n"
+    config, job = rayjob(profile, recipe, str(tmp_path / "out"), new_run_name())
+    for kind, body in ((CONFIG_MAPS, config), (RAY_JOBS, job)):
+        server.create(kind, body, dry_run=True)
+
+
+@pytest.mark.skipif("RAYMERGE_TEST_PROFILE" not in os.environ, reason="no real cluster is named")
+def test_a_run_on_a_real_cluster(tmp_path: Path) -> None:
+    """``RAYMERGE_TEST_RECIPE`` and ``RAYMERGE_TEST_OUTPUT`` say what is merged there and where to."""
+    profile, recipe = os.environ["RAYMERGE_TEST_PROFILE"], os.environ["RAYMERGE_TEST_RECIPE"]
+    output = os.environ["RAYMERGE_TEST_OUTPUT"]
+    ended = run_command("submit", recipe, "-o", output, "--profile", profile, "--json", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert _events(ended.text)[-1]["event"] == "published"

@@ -1,0 +1,726 @@
+"""Outputs in an object store: the bytes of a local run, whole or absent, by one run at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import moto.s3.models as moto_s3
+import pytest
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.command_line import run_command
+from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, digests, merge, recipes
+from kits.quantised_merges import MAKERS
+from kits.s3_server import ENVIRONMENT, S3Server, s3_server
+
+from raymerge.api import extract_lora, plan, submit, verify
+from raymerge.errors import (
+    CheckpointError,
+    IncompleteError,
+    NonFiniteError,
+    OptionError,
+    RaymergeError,
+    TargetError,
+    VerificationError,
+)
+from raymerge.execute.segment import SegmentRunner
+from raymerge.runtime import ray_pool, remote_lease, remote_staging
+from raymerge.runtime.events import Event, Planned, Published, SegmentDone, ShardDone, Started, WorkerLost
+from raymerge.runtime.holder import myself
+from raymerge.runtime.ledger import Ledger
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.remote_lease import leased
+from raymerge.runtime.remote_ledger import RemoteLedger
+from raymerge.runtime.remote_staging import RemoteStaging
+from raymerge.runtime.shard_order import shard_orders
+from raymerge.runtime.worker import MergeWorker
+from raymerge.storage import object_stream
+from raymerge.storage.object_writer import ObjectWriter
+
+INDEX = "out/model.safetensors.index.json"
+LEASE = "out/raymerge/lease.json"
+BEGUN = "out/raymerge/begun"
+_PART = 256 << 10
+CASES = ("duplicates", "DeepSeek-V3 F32", "gpt-oss")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(server: S3Server) -> Iterator[S3Server]:
+    """The server, empty."""
+    _clear(server)
+    yield server
+    server.calm()
+    assert [key for key in server.uploads() if key.startswith("out/")] == []
+
+
+@pytest.fixture(scope="module")
+def recipe(medium: Family) -> dict[str, Any]:
+    """A merge into eight shards of several segments each."""
+    return {**recipes(medium)["linear"], "shard_size": "1MB"}
+
+
+@pytest.fixture(scope="module")
+def expected(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the local output."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    merge(recipe, output)
+    return digests(output)
+
+
+def _clear(server: S3Server) -> None:
+    server.calm()
+    client = server.client()
+    for key in server.objects():
+        client.delete_object(Bucket=server.bucket, Key=key)
+
+
+def _digests(s3: S3Server, prefix: str = "out") -> dict[str, str]:
+    """Of every object that must be reproduced, as ``digests`` gives them of a directory."""
+    found = {key.removeprefix(f"{prefix}/"): data for key, data in s3.objects(f"{prefix}/").items()}
+    return {key: hashlib.sha256(data).hexdigest() for key, data in found.items() if key not in NOT_REPRODUCED}
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of 1 MB are uploads of several parts, as larger ones are."""
+    monkeypatch.setattr(object_stream, "SMALLEST_PART", _PART)
+    monkeypatch.setattr(moto_s3, "S3_UPLOAD_PART_MIN_SIZE", 1)
+
+
+def _put(s3: S3Server) -> list[str]:
+    """Keys that were written, in order: at once, or as uploads that were completed."""
+    ends = {"PUT": lambda query: "partNumber=" not in query, "POST": lambda query: "uploadId=" in query}
+    written = (each for each in s3.requests if each.status == 200 and each.method in ends)
+    return [each.key for each in written if ends[each.method](each.query)]
+
+
+def _pieces_put(s3: S3Server) -> int:
+    """Pieces of the ledger that are there."""
+    return len([each for each in s3.asked("PUT", "/ledger/") if each.status == 200])
+
+
+def _shards_put(s3: S3Server) -> list[str]:
+    return [key for key in _put(s3) if key.endswith(".safetensors")]
+
+
+# The bytes, and the order in which they come
+
+
+@pytest.mark.usefixtures("parts")
+def test_an_output_is_that_of_a_local_run_and_its_index_comes_last(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
+) -> None:
+    merged = merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+    assert min(len(s3.asked("PUT", f"{number:05d}-of-")) for number in range(1, 8)) > 2
+    put = [key for key in _put(s3) if not key.endswith("/events.jsonl")]
+    assert put[-1] == INDEX
+    assert put.index("out/config.json") > max(put.index(key) for key in put if "plan/" in key)
+    assert sorted(_shards_put(s3)) == sorted(
+        f"out/{key}" for key in expected if key.endswith("-00008.safetensors")
+    )
+    assert len(merged.of(SegmentDone)) == merged.of(Planned)[0].segments
+    kept = {key for key in s3.objects("out/raymerge/") if "plan/" not in key}
+    names = ("events.jsonl", "ledger.jsonl", "numerics.json", "provenance.json", "recipe.yml", "run.json")
+    assert kept == {f"out/raymerge/{name}" for name in names}
+    assert merged.of(Published)[0].path == "s3://models/out"
+    verdict = verify(merged.result.output)
+    assert (verdict.path, verdict.against_plan, verdict.problems) == ("s3://models/out", True, ())
+
+
+def test_a_model_of_one_file_has_its_config_last(s3: S3Server, medium: Family, tmp_path: Path) -> None:
+    whole = recipes(medium)["linear"]
+    merge(whole, tmp_path / "out")
+    merge(whole, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == digests(tmp_path / "out")
+    put = [key for key in _put(s3) if not key.endswith("/events.jsonl")]
+    assert put[-1] == "out/config.json"
+
+
+def _case(name: str, root: Path) -> dict[str, Any]:
+    """A merge whose bytes are equal in several places, or that makes codes with scales."""
+    if name == "duplicates":
+        model = tiny_llama(root / "one", 0, hidden=64, layers=2)
+        span = {"sources": [{"model": str(model), "layer_range": [0, 1]}]}
+        return {"merge_method": "passthrough", "slices": [span, span, span], "shard_size": "200KB"}
+    parents = [str(MAKERS[name](root / each, seed).root) for seed, each in enumerate(("a", "b"))]
+    entries = [{"model": each, "parameters": {"weight": 0.5}} for each in parents]
+    return {"merge_method": "linear", "models": entries, "shard_size": "100KB"}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The merges of ``_case``."""
+    root = tmp_path_factory.mktemp("cases")
+    return {name: _case(name, root / name.split()[0]) for name in CASES}
+
+
+@pytest.mark.parametrize(
+    ("name", "most_early"),
+    [("duplicates", 0), ("duplicates", 1 << 20), ("DeepSeek-V3 F32", 0), ("gpt-oss", 1 << 20)],
+)
+def test_what_lies_in_several_shards_is_made_for_each(
+    s3: S3Server,
+    cases: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    most_early: int,
+) -> None:
+    monkeypatch.setattr(remote_staging, "shard_orders", partial(shard_orders, most_early=most_early))
+    case = cases[name]
+    merge(case, tmp_path / "out")
+    merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == digests(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_of_a_shard_is_made_once_and_little_is_kept(
+    cases: dict[str, dict[str, Any]], name: str
+) -> None:
+    case = plan(cases[name])
+    rows = case["rows"].select(["shard", "nbytes"]).to_pylist()
+    for most in (0, 3000, 1 << 20):
+        orders = shard_orders(case, most_early=most)
+        assert max(order.early_bytes for order in orders) <= most
+        for shard, order in enumerate(orders):
+            written = [row for _, makings in order.steps for _, some in makings for row in some]
+            assert sorted(written) == [n for n, row in enumerate(rows) if row["shard"] == shard]
+            for _, makings in order.steps:
+                assert len({maker for maker, _ in makings}) == len(makings)
+    # With room for them, scales are made with their codes, and copies with the first of them.
+    assert sum(len(makings) for order in orders for _, makings in order.steps) < len(rows)
+
+
+def test_scratch_holds_a_shard_until_it_is_uploaded(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    held: list[str] = []
+    s3.before = lambda method, key: held.extend(
+        path.name for path in scratch.rglob("*.part") if method == "PUT" and "-of-" in key
+    )
+    merge(recipe, s3.place("out"), RunOptions(inline=True, scratch=str(scratch)))  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+    assert len(set(held)) == 8
+    assert list(scratch.iterdir()) == []
+
+
+def test_scratch_that_cannot_be_written_is_refused(
+    s3: S3Server, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    options = RunOptions(inline=True, scratch=str(tmp_path / "file" / "scratch"))
+    with pytest.raises(OptionError, match=r"nothing can be written there: Not a directory\. Choose another"):
+        merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
+
+
+def test_uploads_are_in_the_memory_that_is_promised(
+    s3: S3Server, medium: Family, recipe: dict[str, Any]
+) -> None:
+    tight = RunOptions(inline=True, memory=24 << 20)
+    merged = merge(recipe, s3.place("out"), tight)  # type: ignore[arg-type]
+    assert 0 < merged.of(Planned)[0].projected_peak <= 24 << 20
+    with pytest.raises(OptionError, match="too little for any merge"):
+        merge(recipes(medium)["linear"], s3.place("other"), RunOptions(inline=True, memory=17 << 20))  # type: ignore[arg-type]
+
+
+# Faults
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_store_that_fails_now_and_then_changes_no_byte(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
+) -> None:
+    for kind, every in (("error", 7), ("throttle", 5), ("reset", 9)):
+        for method in ("PUT", "GET", "HEAD", "POST", "DELETE"):
+            s3.fail(kind, method=method, times=6, every=every)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+    assert LEASE not in s3.objects("out/")
+
+
+@pytest.mark.usefixtures("parts")
+def test_what_fails_in_the_middle_of_a_shard_leaves_none_of_it(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = next(order.segments[-1] for order in shard_orders(plan(recipe)) if len(order.segments) > 1)
+    name = next(order.name for order in shard_orders(plan(recipe)) if victim in order.segments)
+    made = SegmentRunner.made
+
+    def failing(self: SegmentRunner, segment: int, *arguments: Any, **more: Any) -> Any:
+        if segment == victim:
+            raise KeyError("as the test has it")
+        return made(self, segment, *arguments, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SegmentRunner, "made", failing)
+        with pytest.raises(KeyError):
+            merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert f"out/{name}" not in s3.objects("out/")
+    assert INDEX not in s3.objects("out/")
+    # Where it was begun, which decides on what device it goes on.
+    staging = RemoteStaging(s3.place("out"), plan(recipe))
+    begun = Ledger.conditions(staging.ledger_path)
+    assert begun is not None
+    assert begun["numerics"]["device"] == "cpu"
+    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+
+
+def test_a_source_that_changes_meanwhile_is_refused_before_its_shard_is_there(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(tmp_path / "one", 0, hidden=32, layers=1)
+    case = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 0.5}}]}
+    made = SegmentRunner.made
+
+    def changing(self: SegmentRunner, *arguments: Any, **more: Any) -> Any:
+        receipt = made(self, *arguments, **more)
+        write_checkpoint(model, read_tensors(model), json.loads((model / "config.json").read_text()))
+        return receipt
+
+    monkeypatch.setattr(SegmentRunner, "made", changing)
+    with pytest.raises(CheckpointError, match="changed while it was merged"):
+        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert not [key for key in s3.objects("out/") if key.endswith(".safetensors")]
+
+
+def test_what_is_not_finite_leaves_nothing(s3: S3Server, tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "one", 0, hidden=32, layers=1)
+    tensors = read_tensors(model)
+    tensors["model.norm.weight"][0] = float("nan")
+    write_checkpoint(model, tensors, json.loads((model / "config.json").read_text()))
+    case = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 0.5}}]}
+    with pytest.raises(NonFiniteError):
+        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert s3.objects("out/") == {}
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_shard_that_somebody_else_writes_is_not_published(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
+) -> None:
+    first = "out/model-00001-of-00008.safetensors"
+
+    def meddle(event: Event) -> None:
+        if isinstance(event, ShardDone) and first not in met:
+            met.append(first)
+            s3.put(first, b"x" * len(s3.objects(first)[first]))
+
+    met: list[str] = []
+    with pytest.raises(
+        IncompleteError, match=r"00001-of-00008\.safetensors: is not the object that was written"
+    ):
+        submit(recipe, s3.place("out"), INLINE, on_event=meddle)
+    assert INDEX not in s3.objects("out/")
+    s3.calm()
+    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _shards_put(s3) == [first]
+    assert _digests(s3) == expected
+
+
+def _again(s3: S3Server, key: str, data: bytes) -> None:
+    """Write a shard in one part, bearing the mark of the run that is there: it has another tag."""
+    mark = s3.objects(BEGUN)[BEGUN].decode()
+    s3.client().put_object(Bucket=s3.bucket, Key=key, Body=data, Metadata={"raymerge": mark})
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_shard_that_another_worker_of_the_run_completes_late_is_as_good(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
+) -> None:
+    def repeat(event: Event) -> None:
+        if isinstance(event, ShardDone):
+            key = f"out/{event.shard}"
+            _again(s3, key, s3.objects(key)[key])
+
+    submit(recipe, s3.place("out"), INLINE, on_event=repeat)
+    assert _digests(s3) == expected
+
+
+def test_a_shard_that_does_not_begin_as_planned_is_told(s3: S3Server, recipe: dict[str, Any]) -> None:
+    first = "out/model-00001-of-00008.safetensors"
+
+    def meddle(event: Event) -> None:
+        if isinstance(event, SegmentDone) and first in (found := s3.objects(first)):
+            # As valid as before: a name of a tensor has another letter.
+            _again(s3, first, found[first].replace(b"weight", b"weighs", 1))
+
+    with pytest.raises(VerificationError, match=r"00001-of-00008\.safetensors: the object does not begin as"):
+        submit(recipe, s3.place("out"), INLINE, on_event=meddle)
+    assert INDEX not in s3.objects("out/")
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_worker_of_a_run_that_is_gone_completes_nothing(s3: S3Server, recipe: dict[str, Any]) -> None:
+    def begin_another(method: str, key: str) -> None:
+        if method == "PUT" and "-of-" in key:
+            s3.put(BEGUN, b"another")
+
+    s3.before = begin_another
+    with pytest.raises(IncompleteError, match="this is no longer the run that the worker writes for"):
+        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert not [key for key in s3.objects("out/") if key.endswith(".safetensors")]
+
+
+# Runs that are killed
+
+
+_IN_PARTS = f"""
+from raymerge.storage import object_stream
+object_stream.SMALLEST_PART = {_PART}
+from raymerge.cli.main import main
+main()
+"""
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_killed_driver_is_resumed_by_any_machine(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    drivers: list[subprocess.Popen[bytes]] = []
+
+    def stop(method: str, key: str) -> None:
+        if method == "PUT" and "-of-" in key and _pieces_put(s3) >= 3:
+            drivers[0].kill()
+
+    s3.before = stop
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    command = ["submit", "recipe.yml", "-o", s3.place("out"), "--inline", "--json"]
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
+    drivers.append(
+        subprocess.Popen(
+            [sys.executable, "-c", _IN_PARTS, *command],
+            cwd=tmp_path,
+            env=settings,
+            stdout=subprocess.DEVNULL,
+        )
+    )
+    assert drivers[0].wait(60) == -signal.SIGKILL
+    assert INDEX not in s3.objects("out/")
+    assert LEASE in s3.objects("out/")
+    pieces = s3.objects("out/raymerge/ledger/").values()
+    lines = [json.loads(line) for piece in pieces for line in piece.decode().splitlines()]
+    kept = {line["shard"] for line in lines if "shard" in line}
+    assert len(kept) >= 3
+    assert [key for key in s3.uploads() if "-of-" in key]
+    s3.calm()
+    merged = merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert merged.of(Started)[0].done_segments > 0
+    assert not {f"out/{name}" for name in kept} & set(_shards_put(s3))
+    assert len(_shards_put(s3)) == 8 - len(kept)
+    assert _digests(s3) == expected
+
+
+@pytest.mark.ray
+def test_a_killed_worker_is_replaced_and_shards_that_are_there_stay(
+    s3: S3Server,
+    recipe: dict[str, Any],
+    expected: dict[str, str],
+    ray_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    token = tmp_path / "killed"
+
+    class Dying(MergeWorker):
+        def open(self, work: Any) -> dict[str, Any]:
+            # As a node's own credentials: Ray may have been started before there were any.
+            os.environ.update(ENVIRONMENT)
+            ready: dict[str, Any] = super().open(work)
+            return ready
+
+        def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
+            done: dict[str, Any] = super().run(number, budget)
+            if number == 5:
+                try:
+                    token.touch(exist_ok=False)
+                except FileExistsError:
+                    return done
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+    monkeypatch.setattr(ray_pool, "RayPool", partial(ray_pool.RayPool, worker=Dying))
+    options = RunOptions(workers=2, memory=96 << 20)
+    merged = merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
+    assert len(merged.of(WorkerLost)) == 1
+    assert _digests(s3) == expected
+
+
+# One run at a time
+
+
+def test_a_place_that_is_held_is_told(s3: S3Server, recipe: dict[str, Any]) -> None:
+    writer = ObjectWriter(s3.place("out"))
+    with leased(writer, "raymerge/lease.json", plan(recipe).digest):
+        with pytest.raises(
+            TargetError, match=r"s3://models/out: another run makes this very checkpoint here"
+        ):
+            merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+        assert list(s3.objects("out/")) == [LEASE]
+    assert s3.objects("out/") == {}
+
+
+def _stranger(s3: S3Server, digest: str) -> None:
+    holder = replace(myself(digest), host="elsewhere", machine="elsewhere")
+    s3.put(LEASE, json.dumps({"holder": asdict(holder), "beats": 1}).encode())
+
+
+def test_the_lease_of_a_machine_that_died_is_taken_over(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lease, "DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(remote_lease, "_LOOK_SECONDS", 0.05)
+    _stranger(s3, "another")
+    merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+
+
+def test_a_machine_that_shows_that_it_lives_is_not_taken_over_from(
+    s3: S3Server, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lease, "_LOOK_SECONDS", 0.2)
+    _stranger(s3, "another")
+    beats = count()
+
+    def beat(method: str, key: str) -> None:
+        if method == "GET" and key == LEASE:
+            s3.put(LEASE, f"beat {next(beats)}".encode())
+
+    s3.before = beat
+    with pytest.raises(TargetError, match="another run holds it"):
+        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+
+
+def test_a_run_whose_lease_is_gone_publishes_nothing(
+    s3: S3Server, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lease, "BEAT_SECONDS", 0.01)
+
+    def take(method: str, key: str) -> None:
+        if method == "PUT" and key.endswith("00008.safetensors") and "00001" in key:
+            _stranger(s3, "another")
+
+    s3.before = take
+    with pytest.raises(
+        IncompleteError, match=r"the lease of this run is gone, another run took it over: process"
+    ):
+        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert INDEX not in s3.objects("out/")
+    assert b"elsewhere" in s3.objects(LEASE)[LEASE]
+    s3.client().delete_object(Bucket=s3.bucket, Key=LEASE)
+
+
+@pytest.mark.parametrize("during", ["out/raymerge/recipe.yml", "out/config.json"])
+def test_a_run_that_is_taken_over_while_it_publishes_publishes_nothing(
+    s3: S3Server, small: Family, during: str
+) -> None:
+    met: list[str] = []
+
+    def take_over(method: str, key: str) -> None:
+        # The record is written when the run begins, and once more when it is published.
+        if method == "PUT" and key == during and "out/raymerge/provenance.json" in _put(s3) and not met:
+            met.append(key)
+            for each in s3.objects("out/"):
+                s3.client().delete_object(Bucket=s3.bucket, Key=each)
+            _stranger(s3, "another")
+
+    s3.before = take_over
+    case = {**recipes(small)["linear"], "shard_size": "20KB"}
+    with pytest.raises(IncompleteError, match="the lease of this run is gone, another run took it over"):
+        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert {*s3.objects("out/")} == {LEASE, during}
+
+
+def test_a_run_whose_beginning_is_another_publishes_nothing(s3: S3Server, small: Family) -> None:
+    def begin_another(method: str, key: str) -> None:
+        if method == "PUT" and key == "out/config.json":
+            s3.put(BEGUN, b"another")
+
+    s3.before = begin_another
+    case = {**recipes(small)["linear"], "shard_size": "20KB"}
+    with pytest.raises(IncompleteError, match="another began there"):
+        merge(case, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert INDEX not in s3.objects("out/")
+
+
+def test_nobody_writes_over_what_another_recorded(s3: S3Server, tmp_path: Path) -> None:
+    writer = ObjectWriter(s3.place("out"))
+
+    def ledger(name: str, mark: str) -> RemoteLedger:
+        path = tmp_path / name / "ledger.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        return RemoteLedger(path, {"versions": []}, writer, "raymerge", mark)
+
+    def fetched(mark: str) -> set[str]:
+        path = tmp_path / f"of {mark}" / "ledger.jsonl"
+        RemoteLedger.fetch(path, writer, "raymerge", mark)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return {line["shard"] for line in lines if "shard" in line}
+
+    woken, successor, other = ledger("woken", "one"), ledger("successor", "one"), ledger("other", "two")
+    successor.record_shard("b", "v", ())
+    other.record_shard("c", "v", ())
+    woken.record_shard("a", "v", ())
+    successor.record_shard("d", "v", ())
+    assert (fetched("one"), fetched("two")) == ({"a", "b", "d"}, {"c"})
+
+
+# What is there
+
+
+def test_a_place_with_a_checkpoint_is_replaced_only_when_asked(
+    s3: S3Server, small: Family, recipe: dict[str, Any], expected: dict[str, str]
+) -> None:
+    merge({**recipes(small)["linear"], "shard_size": "20KB"}, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    before = s3.objects("out/")
+    with pytest.raises(TargetError, match=r"s3://models/out: this place is not empty.*--replace"):
+        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert s3.objects("out/") == before
+    s3.put("out-2/config.json", b"a neighbour")
+    deleted: list[set[str]] = []
+    s3.before = lambda method, _: deleted.append({*s3.objects("out/")}) if method == "POST" else None
+    merge(recipe, s3.place("out"), replace(INLINE, replace=True))  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+    # What makes it a checkpoint goes before anything else does.
+    assert deleted[1] | {INDEX, "out/config.json"} >= {key for key in before if "probe" not in key}
+    assert s3.objects("out-2/") == {"out-2/config.json": b"a neighbour"}
+
+
+def test_an_unfinished_run_of_another_plan_is_told_and_discarded_only_when_asked(
+    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], medium: Family
+) -> None:
+    def broken(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        submit({**recipe, "dtype": "float16"}, s3.place("out"), INLINE, on_event=broken)
+    s3.calm()
+    with pytest.raises(TargetError, match="an unfinished run is here, and it was of another plan"):
+        merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    merge(recipe, s3.place("out"), replace(INLINE, replace=True))  # type: ignore[arg-type]
+    assert _digests(s3) == expected
+
+
+def test_what_is_no_checkpoint_is_never_replaced(s3: S3Server, recipe: dict[str, Any]) -> None:
+    s3.put("out/other/config.json", b"{}")
+    s3.put("out/notes.txt", b"mine")
+    mine = s3.client().create_multipart_upload(Bucket=s3.bucket, Key="out/model-00001-of-00008.safetensors")
+    for options in (INLINE, replace(INLINE, replace=True)):
+        with pytest.raises(TargetError, match=r"there are 2 other objects here, such as notes.txt"):
+            merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
+    assert len(s3.objects("out/")) == 2
+    with pytest.raises(TargetError, match="2 other objects"):
+        RemoteStaging(s3.place("out"), plan(recipe)).prepare({}, replace=False)
+    assert "out/model-00001-of-00008.safetensors" in s3.uploads()
+    s3.client().abort_multipart_upload(Bucket=s3.bucket, Key=mine["Key"], UploadId=mine["UploadId"])
+
+
+def test_uploads_to_other_places_go_on(s3: S3Server, small: Family) -> None:
+    client = s3.client()
+    keys = ("out/photo.jpg", "out/sub/model.safetensors", "out/model.safetensors", "out/raymerge/run.json")
+    for key in keys:
+        client.create_multipart_upload(Bucket=s3.bucket, Key=key)
+    merge(recipes(small)["linear"], s3.place("out"), INLINE)  # type: ignore[arg-type]
+    left = client.list_multipart_uploads(Bucket=s3.bucket)["Uploads"]
+    left = [each for each in left if each["Key"].startswith("out/")]
+    for each in left:
+        client.abort_multipart_upload(Bucket=s3.bucket, Key=each["Key"], UploadId=each["UploadId"])
+    assert {each["Key"] for each in left} == {*keys[:2]}
+
+
+# What is refused before anything is made
+
+
+def test_places_that_cannot_be_written_to(
+    s3: S3Server, recipe: dict[str, Any], medium: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(output: str, kind: type[RaymergeError], words: str, **more: Any) -> None:
+        with pytest.raises(kind, match=words) as found:
+            merge({**recipe, **more}, output, INLINE)  # type: ignore[arg-type]
+        assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in str(found.value)
+        assert "?" not in str(found.value)
+
+    told("hf://org/name", OptionError, "nothing can be written there")
+    told(s3.place("out").replace("//models/", "//absent/"), TargetError, "there is no bucket 'absent'")
+    s3.fail("forbid", method="PUT", times=3)
+    told(s3.place("out"), TargetError, "the store refuses it to the credentials of this machine: 403")
+    s3.calm()
+    monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1000)
+    told(s3.place("out"), TargetError, r"an object has at most 1.00 kB.*smaller shard_size")
+    monkeypatch.setattr(ObjectWriter, "put_new", ObjectWriter.put)
+    monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1 << 40)
+    told(s3.place("out"), TargetError, "this store has no conditional writes")
+    assert s3.objects("out/") == {}
+
+
+def test_results_between_want_a_directory(s3: S3Server, medium: Family) -> None:
+    tune = str(medium.tunes[0])
+    steps = [
+        {"name": "first", "merge_method": "linear", "models": [{"model": tune, "parameters": {"weight": 1}}]},
+        {"merge_method": "linear", "models": [{"model": "first", "parameters": {"weight": 1}}]},
+    ]
+    with pytest.raises(OptionError, match="this recipe has results between"):
+        merge(steps, s3.place("out"), INLINE)  # type: ignore[arg-type]
+    assert s3.objects("out/") == {}
+
+
+def test_an_adapter_wants_a_directory(s3: S3Server, small: Family) -> None:
+    with pytest.raises(OptionError, match="an adapter is written to a directory of this machine"):
+        extract_lora(small.tunes[0], small.base, s3.place("out"))
+    assert s3.objects("out/") == {}
+
+
+# The command line
+
+
+def test_the_command_line(
+    s3: S3Server, recipe: dict[str, Any], expected: Mapping[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    place = s3.place("out")
+    dry = run_command("submit", "recipe.yml", "-o", place, "--inline", "--dry-run", cwd=tmp_path)
+    assert (dry.code, "can be made" in dry.text) == (0, True)
+    assert s3.objects("out/") == {}
+    done = run_command("submit", "recipe.yml", "-o", place, "--inline", cwd=tmp_path)
+    assert done.code == 0, done.text
+    made = _digests(s3)
+    # Of a recipe in a file there is its very text.
+    apart = {f"raymerge/{name}" for name in ("plan/manifest.json", "provenance.json", "recipe.yml")}
+    assert {key: each for key, each in made.items() if key not in {*apart, "README.md"}} == {
+        key: each for key, each in expected.items() if key not in {*apart, "README.md"}
+    }
+    sound = run_command("verify", place, cwd=tmp_path)
+    assert (sound.code, "s3://models/out is sound" in sound.text) == (0, True)
+    audited = run_command("verify", place, "--level", "audit", "--sample", "1", "--inline", cwd=tmp_path)
+    assert (audited.code, "read again and compared with the digests" in audited.text) == (0, True), (
+        audited.text
+    )
+    third = "out/model-00003-of-00008.safetensors"
+    s3.put(third, s3.objects(third)[third][:-2] + b"xy")
+    audited = run_command("verify", place, "--level", "audit", "--inline", cwd=tmp_path)
+    assert (audited.code, "s3://models/out" in audited.text) == (2, True)
+    s3.client().delete_object(Bucket=s3.bucket, Key=third)
+    assert run_command("verify", place, cwd=tmp_path).code == 2
+    everything = b"".join(s3.objects("out/").values())
+    for secret in (ENVIRONMENT["AWS_SECRET_ACCESS_KEY"], ENVIRONMENT["AWS_ACCESS_KEY_ID"]):
+        assert secret.encode() not in everything
+        assert secret not in dry.text + done.text + sound.text + audited.text

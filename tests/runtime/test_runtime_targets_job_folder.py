@@ -1,0 +1,97 @@
+"""What is sent along with a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raymerge.errors import OptionError
+from raymerge.profiles import parse_profile
+from raymerge.runtime.targets import job_folder
+from raymerge.runtime.targets.job_server import JobServer
+from raymerge.runtime.targets.target import Submission
+
+RUN = "raymerge-0123456789ab"
+RECIPE = "merge_method: linear\nmodels: [{model: /mnt/a, parameters: {weight: 1}}]\n"
+
+
+class _Server:
+    """A client that keeps what the working directory of a job had."""
+
+    sent: Mapping[str, bytes]
+
+    def get_version(self) -> str:
+        return "1"
+
+    def list_jobs(self) -> list[Any]:
+        return []
+
+    def submit_job(self, *, runtime_env: Mapping[str, Any], **_: Any) -> None:
+        root = Path(runtime_env["working_dir"])
+        self.sent = {str(each.relative_to(root)): each.read_bytes() for each in root.rglob("*.*")}
+
+
+def _sent(along: Path) -> Mapping[str, bytes]:
+    profile = parse_profile(f"{{target: job, job: {{working_dir: '{along}'}}}}")
+    server = _Server()
+    target = JobServer("http://head:8265", {}, connect=lambda *_: server)
+    submission = Submission(RECIPE, "recipe.yml", "/mnt/out", profile, RUN)
+    target.check(submission)
+    target.submit(submission)
+    return server.sent
+
+
+def test_a_directory_goes_along_with_what_its_links_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    along = tmp_path / "along"
+    (along / "deep").mkdir(parents=True)
+    (along / "deep" / "a.txt").write_bytes(b"a")
+    (along / "link.txt").symlink_to("deep/a.txt")
+    (along / ".#edited.py").symlink_to("nowhere.1234")
+    os.mkfifo(along / "pipe.fifo")
+    # Links are relative to where they are, and not to where the command runs.
+    monkeypatch.chdir(tmp_path)
+    sent = _sent(along)
+    assert set(sent) == {"deep/a.txt", "link.txt", "recipe.yml", "profile.yml"}
+    assert sent["link.txt"] == b"a"
+
+
+def test_a_directory_that_is_too_large_is_refused_beforehand(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(100_000_001)
+    with pytest.raises(OptionError, match=r"holds more than 100.* MB, and a job is sent no more\. Name a"):
+        _sent(tmp_path)
+
+
+def test_a_circle_of_links_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_folder, "_MOST_NBYTES", 100_000)
+    for name in ("one", "other"):
+        (tmp_path / name).symlink_to(tmp_path)
+    with pytest.raises(OptionError, match="holds more than"):
+        _sent(tmp_path)
+
+
+def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").touch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shutil.copyfile", refuse)
+    with pytest.raises(OptionError, match=r"cannot be copied: .*/a\.txt: .*Permission denied\. See"):
+        _sent(tmp_path)
+
+
+def test_what_ray_says_of_packages_is_not_shown() -> None:
+    from raymerge.runtime.targets.job_server import _connect
+
+    with pytest.raises(ConnectionError):
+        _connect("http://127.0.0.1:1", {})
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging"):
+        assert not logging.getLogger(name).isEnabledFor(logging.WARNING)

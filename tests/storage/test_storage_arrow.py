@@ -1,0 +1,110 @@
+"""Reading through pyarrow: a file system of fsspec that is held in memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
+from raymerge.storage.arrow import ArrowStore
+from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.open import open_store
+from raymerge.storage.patience import Patience
+
+LARGE = os.urandom((5 << 20) + 3)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for path, data in {"a/large": LARGE, "a/sub/b": b"bytes", "a/.hidden/c": b"c"}.items():
+        system.pipe(f"/models/{path}", data)
+    yield system
+    system.rm("/models", recursive=True)
+
+
+def test_what_lies_below_a_place(memory: Any) -> None:
+    with open_store("memory://models/a") as store:
+        assert isinstance(store, ArrowStore)
+        assert [(file.key, file.nbytes) for file in store.files()] == [("large", len(LARGE)), ("sub/b", 5)]
+        assert store.info("sub/b") == store.files()[1]
+        assert store.infos(["sub", "absent"]) == {"sub": None, "absent": None}
+
+
+def test_reading(memory: Any) -> None:
+    with open_store("memory://models/a") as store:
+        assert store.read("large", 3, len(LARGE) - 3) == LARGE[3:]
+        buffer = aligned_buffer(room_for(1000))
+        begin = store.read_extent("large", 5001, 1000, buffer)
+        assert begin == 5001 % ALIGNMENT
+        assert buffer[begin : begin + 1000] == LARGE[5001:6001]
+        with pytest.raises(
+            CheckpointError, match=r"memory://models/a/sub/b: ends at byte 5, but bytes 3 to 7"
+        ):
+            store.read("sub/b", 3, 4)
+        with pytest.raises(UnreadableError, match="memory://models/a/absent: cannot be read at byte 0"):
+            store.read("absent", 0, 1)
+    assert pickle.loads(pickle.dumps(store)).read("sub/b", 0, 5) == b"bytes"
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path: Any) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"before")
+    place = f"local://{tmp_path}"
+    with open_store(place) as store:
+        (before,) = store.files()
+    with open_store(place, expected={"a": before}) as store:
+        assert store.read("a", 0, 6) == b"before"
+        store.check_expected()
+        path.write_bytes(b"longer than before")
+        with pytest.raises(CheckpointError, match="was changed while it was merged"):
+            store.check_expected()
+    with open_store(place, expected={"a": before}) as store, pytest.raises(CheckpointError, match="changed"):
+        store.read("a", 0, 6)
+
+
+def test_what_fails_for_a_moment_is_tried_again(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    failures = iter([OSError("connection lost"), OSError("connection lost")])
+    whole = MemoryFileSystem._open
+
+    def open_it(*args: Any, **more: Any) -> Any:
+        for error in failures:
+            raise error
+        return whole(*args, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", open_it)
+    patience = Patience(sleep=lambda _: None)
+    with ArrowStore("memory://models/a", patience=patience) as store:
+        assert store.read("sub/b", 0, 5) == b"bytes"
+    assert sum(patience.take_faults().values()) == 2
+    failures = iter([OSError("connection lost")] * 9)
+    with (
+        ArrowStore("memory://models/a", patience=patience) as store,
+        pytest.raises(TransientError, match="sub/b: reading at byte 0 failed 8 times"),
+    ):
+        store.read("sub/b", 0, 5)
+
+
+def test_a_place_that_is_not_there(memory: Any) -> None:
+    with ArrowStore("memory://models/none") as store:
+        with pytest.raises(CheckpointError, match=r"byte 0: No such file or directory\."):
+            store.files()
+        with pytest.raises(UnreadableError, match=r"byte 0: No such file or directory\."):
+            store.read("absent", 0, 1)
+
+
+def test_schemes_that_nobody_knows() -> None:
+    with pytest.raises(OptionError, match=r"nonsense://x: addresses of the kind nonsense:// are not known"):
+        open_store("nonsense://x")
+    with pytest.raises(OptionError, match=r"^https://hub\.example/org/name: is an address of the web"):
+        open_store("https://hub.example/org/name")
+    with pytest.raises(OptionError, match=r"what reads hdfs:// addresses does not work here"):
+        open_store("hdfs://127.0.0.1:1/x")

@@ -1,0 +1,373 @@
+"""Merges of models on the Hub: the same bytes as of local ones, of the commits that a run began with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+from kits.adapter_maker import tiny_lora
+from kits.checkpoint_maker import read_tensors
+from kits.hub_server import HubServer, hub_server
+from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
+from kits.s3_server import s3_server
+
+from raymerge.api import audit, plan, plan_for, replay, submit
+from raymerge.checkpoints.source import open_checkpoint
+from raymerge.errors import IncompleteError, PlanError
+from raymerge.runtime.chain import steps_directory
+from raymerge.runtime.commits import commits_taken
+from raymerge.runtime.events import Event, SegmentDone, Started, StorageFailed
+from raymerge.runtime.options import RunOptions
+
+METHOD = "task_arithmetic"
+RECORD = ("README.md", "raymerge/")
+"""Files of an output that tell what its sources are called."""
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"), hidden=256, files=2)
+
+
+@pytest.fixture(scope="module")
+def local(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The merge of the models as they lie in directories."""
+    output = tmp_path_factory.mktemp("local") / "out"
+    merge(recipes(family)[METHOD], output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    with hub_server(tmp_path_factory.mktemp("cache")) as found:
+        yield found
+
+
+@pytest.fixture
+def hub(server: HubServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The server with the models and an empty cache, as if nothing had been asked."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    server.repositories.clear()
+    for model in (family.base, *family.tunes):
+        server.push(f"org/{model.name}", model)
+    server.forget()
+    return server
+
+
+def on_hub(family: Family, revision: str = "") -> dict[str, Any]:
+    """The recipe with the models' addresses on the Hub."""
+    text = json.dumps(recipes(family)[METHOD])
+    for model in (family.base, *family.tunes):
+        text = text.replace(json.dumps(str(model)), json.dumps(f"hf://org/{model.name}{revision}"))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def checkpoint_of(output: Path) -> dict[str, str]:
+    """Digests of the files of an output that do not tell what its sources are called."""
+    return {key: digest for key, digest in digests(output).items() if not key.startswith(RECORD)}
+
+
+def begun(
+    recipe: Any, output: Path | str, act: Callable[[Event], None], events: list[Event] | None = None
+) -> list[Event]:
+    """A run whose events are collected and acted upon."""
+    events = [] if events is None else events
+
+    def told(event: Event) -> None:
+        events.append(event)
+        act(event)
+
+    submit(recipe, output, INLINE, on_event=told)
+    return events
+
+
+def test_a_merge_is_the_local_one_and_each_byte_of_the_weights_is_served_once(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path
+) -> None:
+    def forget(event: Event) -> None:
+        if isinstance(event, Started):
+            hub.forget()
+
+    begun(on_hub(family), tmp_path / "out", forget)
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
+    for model in (family.base, *family.tunes):
+        checkpoint = open_checkpoint(model, model.name)
+        for file in checkpoint.files:
+            begin = min(each.offset for each in checkpoint.tensors.values() if each.key == file.key)
+            ranges = hub.ranges(f"org/{model.name}", file.key)
+            assert ranges[0][0] == begin
+            ends = [offset + nbytes for offset, nbytes in ranges]
+            assert ends == [*(offset for offset, _ in ranges[1:]), file.nbytes]
+
+
+def test_planning_reads_headers_only(hub: HubServer, family: Family) -> None:
+    plan(on_hub(family))
+    served = sum(each.nbytes for each in hub.asked)
+    sizes = sum(path.stat().st_size for path in family.base.parent.rglob("*.safetensors"))
+    assert served < sizes
+    for model in (family.base, *family.tunes):
+        of_model = [each for each in hub.asked if f"/{model.name}/" in each.path]
+        # Its commit and its files; config and index; and the begin of each file of weights: where, and what.
+        assert len(of_model) <= 2 + 2 * 2 + 3 * len(list(model.glob("*.safetensors")))
+
+
+def test_faults_on_the_way_change_nothing(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path
+) -> None:
+    hub.fail("GET /api", "500")
+    hub.fail("HEAD .*config", "reset")
+
+    def fail(event: Event) -> None:
+        if isinstance(event, Started):
+            hub.fail("GET .*tune1.*safetensors", "cut", "500", "reset")
+            hub.fail("HEAD .*tune2.*safetensors", "429")
+            hub.expire()
+
+    events = begun(on_hub(family), tmp_path / "out", fail)
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
+    assert any(isinstance(event, StorageFailed) for event in events)
+
+
+def test_what_was_made_of_is_recorded(hub: HubServer, family: Family, tmp_path: Path) -> None:
+    merge(on_hub(family), tmp_path / "out")
+    commit = hub.repositories["org/base"].refs["main"]
+    told = json.loads((tmp_path / "out" / "raymerge" / "provenance.json").read_text())
+    (base,) = [each for each in told["sources"] if each["name"] == "hf://org/base"]
+    assert base["revision"] == commit
+    assert all(len(file["sha256"]) == 64 for file in base["files"])
+    story = json.loads((tmp_path / "out" / "raymerge" / "run.json").read_text())
+    assert story["places"]["hf://org/base"] == f"hf://org/base@{commit}"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"- `org/base`, revision `{commit}`" in card
+    assert "base_model:\n- org/base\n- org/tune1\n" in card
+
+
+def test_a_branch_that_moves_changes_nothing_in_a_run_and_in_what_resumes_it(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path
+) -> None:
+    """The run loses its access in the midst of it, after the branch moved; then it has it again."""
+    repository = hub.repositories["org/tune1"]
+    old = repository.refs["main"]
+
+    def move(event: Event) -> None:
+        if isinstance(event, Started):
+            hub.push("org/tune1", family.tunes[1])
+        if isinstance(event, SegmentDone):
+            repository.refusal = (403, "GatedRepo", "no")
+            hub.expire()
+
+    with pytest.raises(IncompleteError, match="granted access"):
+        begun(on_hub(family), tmp_path / "out", move)
+    assert repository.refs["main"] != old
+    repository.refusal = None
+    hub.forget()
+    done = merge(on_hub(family), tmp_path / "out").of(Started)[0].done_segments
+    assert done > 0
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
+    assert not [each for each in hub.asked if repository.refs["main"] in each.path]
+
+
+def test_a_run_towards_an_object_store_goes_on_with_its_commits(
+    hub: HubServer, family: Family, local: Path
+) -> None:
+    def lose(event: Event) -> None:
+        if isinstance(event, Started):
+            hub.push("org/tune1", family.tunes[1])
+            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
+            hub.expire()
+
+    with s3_server() as s3:
+        place = s3.place("merged")
+        with pytest.raises(IncompleteError, match="granted access"):
+            begun(on_hub(family), place, lose)
+        hub.repositories["org/tune1"].refusal = None
+        submit(on_hub(family), place, INLINE)
+        made = {key.removeprefix("merged/"): text for key, text in s3.objects("merged/").items()}
+    weights = [key for key in checkpoint_of(local) if key.endswith(".safetensors")]
+    assert weights
+    assert all(made[key] == (local / key).read_bytes() for key in weights)
+
+
+def test_a_new_run_and_one_that_replaces_take_the_commits_of_now(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    def lose(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
+            hub.expire()
+
+    with pytest.raises(IncompleteError):
+        begun(on_hub(family), tmp_path / "out", lose)
+    hub.repositories["org/tune1"].refusal = None
+    old = hub.repositories["org/tune1"].refs["main"]
+    new = hub.push("org/tune1", family.tunes[1])
+    places = [
+        (tmp_path / "out", RunOptions(inline=True), old),
+        (tmp_path / "out", RunOptions(inline=True, replace=True), new),
+        (tmp_path / "other", RunOptions(inline=True), new),
+    ]
+    for output, options, commit in places:
+        (merged,) = plan_for(on_hub(family), output, options)
+        roots = [source.checkpoint.root for source in merged.sources]
+        assert f"hf://org/tune1@{commit}" in roots
+
+
+def test_a_commit_in_the_recipe_stays_what_it_is(hub: HubServer, family: Family, tmp_path: Path) -> None:
+    commit = hub.repositories["org/tune1"].refs["main"]
+    recipe = json.loads(json.dumps(on_hub(family)).replace("org/tune1", f"org/tune1@{commit}"))
+    hub.push("org/tune1", family.tunes[1])
+    hub.forget()
+    (planned,) = plan_for(recipe, tmp_path / "out")
+    assert f"hf://org/tune1@{commit}" in {source.checkpoint.root for source in planned.sources}
+    assert f"hf://org/tune1@{commit}" not in commits_taken(planned.sources)
+    # Nobody has to be asked what a commit is.
+    assert len([each for each in hub.asked if each.path.startswith("/api/models/org/tune1/")]) == 1
+
+
+def test_a_whole_cache_does_without_a_network_and_proves_what_was_made(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(on_hub(family), tmp_path / "ranges")
+    assert "servers are asked only for what you name" in str(replay(tmp_path / "ranges").problems)
+    for model in (family.base, *family.tunes):
+        snapshot_download(f"org/{model.name}")
+    hub.forget()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    merge(on_hub(family), tmp_path / "cached")
+    assert checkpoint_of(tmp_path / "cached") == checkpoint_of(local)
+    assert digests(tmp_path / "cached") == digests(tmp_path / "ranges")
+    assert replay(tmp_path / "ranges").problems == ()
+    assert audit(tmp_path / "ranges", options=INLINE).require().problems == ()
+    assert hub.asked == []
+
+
+def test_names_without_a_scheme_are_fetched_into_the_cache(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path
+) -> None:
+    recipe = json.loads(json.dumps(on_hub(family)).replace("hf://", ""))
+    merge(recipe, tmp_path / "out")
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
+    assert len(list((tmp_path / "cache").glob("models--org--*/snapshots/*/*.safetensors"))) == 5
+
+
+def test_what_is_wrong_with_several_models_is_said_at_once(hub: HubServer, family: Family) -> None:
+    hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
+    text = json.dumps(on_hub(family)).replace("org/tune2", "org/none").replace("tune3", "tune3@v9")
+    with pytest.raises(PlanError) as caught:
+        plan(json.loads(text))
+    said = [problem.what for problem in caught.value.problems]
+    assert said == [
+        "the Hub gives it only to those who were granted access.",
+        "the Hub has no such repository, or it is private.",
+        "the repository has no such revision.",
+    ]
+
+
+def test_the_token_and_signed_addresses_are_nowhere(
+    hub: HubServer,
+    family: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "raymerge")
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    for repository in hub.repositories.values():
+        repository.refusal = (401, "RepoNotFound", "no")
+
+    def lose(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            monkeypatch.setenv("HF_TOKEN", f"{hub.token}x")
+            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", f"no, {hub.token}")
+            hub.expire()
+
+    events: list[Event] = []
+    with pytest.raises(IncompleteError) as caught:
+        begun(on_hub(family), tmp_path / "out", lose, events)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    done = merge(on_hub(family), tmp_path / "out")
+    texts = [str(caught.value), *(json.dumps(event.to_json()) for event in (*events, *done.events))]
+    texts += [record.getMessage() for record in caplog.records if record.name.startswith("raymerge")]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for secret in (hub.token, "X-Signature"):
+        assert not [text for text in texts if secret in text]
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    first = {"name": "first", **on_hub(family)}
+    last = _linear("first", "hf://org/tune3@main")
+    old = {name: each.refs["main"] for name, each in hub.repositories.items()}
+
+    def lose(event: Event) -> None:
+        if isinstance(event, SegmentDone):
+            hub.repositories["org/tune1"].refusal = (403, "GatedRepo", "no")
+            hub.expire()
+
+    with pytest.raises(IncompleteError):
+        begun([first, last], tmp_path / "out", lose)
+    hub.repositories["org/tune1"].refusal = None
+    for name in ("org/tune1", "org/tune3"):
+        hub.push(name, family.tunes[1])
+    merges = plan_for([first, last], tmp_path / "out")
+    roots = {source.checkpoint.root for merge in merges for source in merge.sources}
+    assert {f"hf://{name}@{commit}" for name, commit in old.items()} < roots
+    merge([first, last], tmp_path / "out")
+    merges = plan_for([first, last], tmp_path / "out")
+    now = hub.repositories["org/tune3"].refs["main"]
+    assert merges[-1].sources[1].checkpoint.root == f"hf://org/tune3@{now}"
+
+
+def test_what_is_kept_of_several_merges_keeps_no_commits(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    chain = [{"name": "first", **_linear("hf://org/tune1@main", "hf://org/tune2")}, _linear("first")]
+    submit(chain, tmp_path / "out", replace(INLINE, keep_intermediates=True))
+    assert (steps_directory(tmp_path / "out") / "first").is_dir()
+    shutil.rmtree(tmp_path / "out")
+    now = hub.push("org/tune1", family.tunes[1])
+    sources = [source for merge in plan_for(chain, tmp_path / "out") for source in merge.sources]
+    assert f"hf://org/tune1@{now}" in {source.checkpoint.root for source in sources}
+
+
+def test_a_file_of_tensors_is_read_at_a_commit_too(hub: HubServer, family: Family, tmp_path: Path) -> None:
+    commit = hub.repositories["org/tune1"].refs["main"]
+    for address in ("hf://org/tune1/model.safetensors", "hf://org/tune1@main/model.safetensors"):
+        (planned,) = plan_for(_linear(address, "hf://org/tune2/model.safetensors"), tmp_path / "out")
+        assert planned.sources[0].checkpoint.is_single_file
+        assert planned.sources[0].checkpoint.root == f"hf://org/tune1@{commit}"
+        assert commits_taken(planned.sources)
+
+
+def _linear(*models: str) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 1}} for m in models]}
+
+
+def test_an_adapter_is_read_by_its_address_too(hub: HubServer, family: Family, tmp_path: Path) -> None:
+    lora = tmp_path / "lora"
+    tiny_lora(lora, read_tensors(family.base), 1)
+    commit = hub.push("org/lora", lora)
+    recipe = {"merge_method": "passthrough", "models": [{"model": "hf://org/base+hf://org/lora@main"}]}
+    (planned,) = plan_for(recipe, tmp_path / "out")
+    (source,) = planned.sources
+    assert source.adapter is not None
+    assert source.adapter.root == f"hf://org/lora@{commit}"
+    assert commits_taken(planned.sources) == {
+        "hf://org/base@main": hub.repositories["org/base"].refs["main"],
+        "hf://org/lora@main": commit,
+    }
+    merge(recipe, tmp_path / "out")
+    merge({**recipe, "models": [{"model": f"{family.base}+{lora}"}]}, tmp_path / "local")
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(tmp_path / "local")
