@@ -14,19 +14,18 @@ BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
-# One more than there are cores, because many tests wait for processes that they start.
-TEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test check format conformance gates bench chaos fuzz
+.PHONY: help quickstart test services check format conformance gates bench chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
 	@echo "make test         install the development tools, then run every check and every test"
+	@echo "make services     run the tests of the Jobs API, of Kubernetes, of Slurm and of growing clusters: real head nodes"
 	@echo "make check        lint, formatting, types and the import contracts only"
 	@echo "make format       rewrite the files as make check wants them"
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
@@ -40,7 +39,10 @@ quickstart: $(VENV)/.installed
 	@$(BIN)/python configs/quickstart/evaluate.py quickstart-out
 
 test: check
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+services: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -m service
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -98,6 +98,7 @@ class _Allocation:
 
 
 @pytest.mark.ray
+@pytest.mark.service
 def test_two_nodes_make_what_one_process_makes(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(yaml.safe_dump(recipes(make_family(tmp_path / "models"))["linear"]))

@@ -30,7 +30,7 @@ from raymerge.manifests import rayjob
 from raymerge.runtime.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, open_server
 from raymerge.runtime.targets.target import new_run_name
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.service]
 SECONDS = 60.0
 
 

@@ -349,7 +349,7 @@ def test_an_address_without_a_cluster_is_refused_soon(address: str) -> None:
         check=True,
     )
     assert done.stdout.startswith(f"--address {address}: no Ray cluster can be reached there (")
-    assert "Give HOST:PORT of a running head node" in done.stdout
+    assert "with HOST:PORT of its head" in done.stdout
 
 
 def test_usage_statistics_are_off(ray_cluster: Any) -> None:

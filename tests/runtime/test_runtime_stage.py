@@ -746,7 +746,7 @@ def test_one_or_two_workers_make_the_same_bytes(
     recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
 ) -> None:
     del cluster
-    events = _on_ray(staged(recipe, output), output, pause=1.0)
+    events = _on_ray(staged(recipe, output), output, pause=0.5)
     assert {event.worker for event in _of(events, UnitDone)} == {"worker-0", "worker-1"}
     _on_ray(staged(recipe, tmp_path / "one"), tmp_path / "one", RunOptions(workers=1, memory=16 << 20))
     _run(staged(recipe, tmp_path / "inline"), tmp_path / "inline", INLINE)

@@ -65,6 +65,7 @@ print(json.dumps(workers))
 
 
 @pytest.mark.ray
+@pytest.mark.service
 def test_workers_join_a_cluster_that_grows(tmp_path: Path) -> None:
     """Of three, one has room at first, one finds room later, and one never does."""
     recipe = tmp_path / "recipe.yml"
@@ -86,7 +87,11 @@ def test_workers_join_a_cluster_that_grows(tmp_path: Path) -> None:
     assert digests(tmp_path / "out") == digests(tmp_path / "expected")
 
 
-def test_a_head_node_that_does_not_answer_is_told_with_the_way_from_outside(tmp_path: Path) -> None:
+def test_a_head_node_that_does_not_answer_is_told_with_the_way_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process that other tests have connected to a cluster would stay connected.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(json.dumps(recipes(make_family(tmp_path / "models"))["linear"]))
     outcome = run_command("submit", str(recipe), "-o", "out", "--address", "127.0.0.1:9", cwd=tmp_path)

@@ -17,7 +17,7 @@ from kits.driver_process import wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 from kits.ray_head import RayHead, ray_head
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.service]
 
 SECRET = "c2VjcmV0LW9mLXRoZS1zdG9yZQ"
 RUN = re.compile(r"raymerge-[0-9a-f]{12}")
