@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
+from urllib.request import urlopen
 
 from raymerge.storage.options import StoreOptions
 
@@ -198,6 +199,8 @@ def s3_server() -> Iterator[S3Server]:
     try:
         host, port = moto.get_host_and_port()
         server = S3Server("", f"http://{host}:{port}")
+        # All servers of a process have one memory, and an earlier file's objects are in it.
+        urlopen(f"{server.behind}/moto-api/reset", data=b"", timeout=10).close()
         server.client().create_bucket(Bucket=server.bucket)
         with _proxy(server):
             yield server
