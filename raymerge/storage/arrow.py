@@ -6,12 +6,11 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.buffers import ALIGNMENT, room_for
+from raymerge.storage.far import FarStore
 from raymerge.storage.patience import Patience
 from raymerge.storage.refusals import changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
@@ -30,7 +29,7 @@ _NUMBERS = {
 _Result = TypeVar("_Result")
 
 
-class ArrowStore:
+class ArrowStore(FarStore):
     """Files below a place of a file system of pyarrow. Thread-safe; pickles as its place and what it expects.
 
     These systems cannot be asked for a version. A file's time and size are compared when it is opened, and
@@ -67,34 +66,13 @@ class ArrowStore:
     def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
-    def __enter__(self) -> ArrowStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close what is open; the store may be used again afterwards."""
         with self._lock:
             # Those in use are closed by the collector when their last reader is done.
             self._open.clear()
 
-    @property
-    def is_far(self) -> bool:
-        """Requests go to a server."""
-        return True
-
-    def location(self, key: str) -> str:
-        """The address of ``key``, for messages.
-
-        Raises:
-            ValueError: the key is empty, absolute or leads out of the place.
-        """
-        if not is_key(key):
-            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
-        path = os.path.normpath(key)
+    def _named(self, path: str) -> str:
         return self._top if path == "." else f"{self._top}/{path}"
 
     def files(self) -> tuple[FileInfo, ...]:
@@ -123,12 +101,6 @@ class ArrowStore:
         """Several files as they are now; None for those that are not there."""
         return {key: self.info(key) for key in keys}
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
-
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``.
 
@@ -140,35 +112,6 @@ class ArrowStore:
         view, location = as_bytes(buffer), self.location(key)
         for start in range(0, len(view), _PIECE_NBYTES):
             self._fill(key, location, offset + start, view[start : start + _PIECE_NBYTES])
-
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,
-        like: int | None = None,
-    ) -> int:
-        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
-
-        Returns:
-            Position of the first byte in the buffer: ``like % ALIGNMENT`` where that was given, else
-            ``offset % ALIGNMENT``.
-
-        Raises:
-            CheckpointError: as ``read_into`` does.
-            TransientError: as ``read_into`` does.
-            ValueError: the buffer is too small.
-        """
-        del again
-        view = as_bytes(buffer)
-        if view.nbytes < room_for(nbytes):
-            raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, view[begin : begin + nbytes])
-        return begin
 
     def check_expected(self) -> None:
         """See that the files which were read are still those that were expected.

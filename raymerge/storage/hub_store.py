@@ -6,21 +6,19 @@ import errno
 import os
 import threading
 from collections.abc import Collection, Mapping
-from types import TracebackType
-from typing import Self
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.buffers import ALIGNMENT, room_for
+from raymerge.storage.far import FarStore
 from raymerge.storage.hub_files import HubFiles
 from raymerge.storage.hub_places import HubPlace
 from raymerge.storage.patience import Patience
 from raymerge.storage.pieces import Pieces
 from raymerge.storage.refusals import ends_before, reading
-from raymerge.storage.store import NO_FILES, FileInfo, is_key
+from raymerge.storage.store import NO_FILES, FileInfo
 from raymerge.storage.transfers import as_bytes
 
 
-class HubStore:
+class HubStore(FarStore):
     """The files of a commit on the Hub. Thread-safe; pickles as its place and what it expects.
 
     A commit never changes, so that what it holds is asked once.
@@ -53,38 +51,17 @@ class HubStore:
         self._lock = threading.Lock()
         self._listed: dict[str, FileInfo] | None = None
 
-    @property
-    def is_far(self) -> bool:
-        """Requests go to a server."""
-        return True
-
     def __getstate__(self) -> tuple[HubPlace, dict[str, FileInfo]]:
         return self._place, self._expected
 
     def __setstate__(self, state: tuple[HubPlace, dict[str, FileInfo]]) -> None:
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the threads; the store may be used again afterwards."""
         self._pieces.close()
 
-    def location(self, key: str) -> str:
-        """The address of ``key``.
-
-        Raises:
-            ValueError: the key is empty, absolute or leads out of the place.
-        """
-        if not is_key(key):
-            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the place")
-        path = os.path.normpath(key)
+    def _named(self, path: str) -> str:
         return self.root if path == "." else self._files.where(path)
 
     def files(self) -> tuple[FileInfo, ...]:
@@ -105,12 +82,6 @@ class HubStore:
         """Several files; None for those that are not there. Raises as ``files`` does."""
         return {key: self.info(key) for key in keys}
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
-
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``, of long ranges several pieces at once.
 
@@ -127,34 +98,6 @@ class HubStore:
             place = self.location(key)
             raise CheckpointError(ends_before(place, offset, wanted=len(view), nbytes=info.nbytes))
         self._pieces.fetch(lambda begin, piece: self._fetch(info, begin, piece), offset, view)
-
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,
-        like: int | None = None,
-    ) -> int:
-        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
-
-        Returns:
-            Position of the first byte in the buffer: that of ``like`` in a page, or of ``offset``.
-
-        Raises:
-            CheckpointError: as ``read_into`` does.
-            TransientError: as ``read_into`` does.
-            ValueError: the buffer is too small.
-        """
-        del again
-        view = as_bytes(buffer)
-        if len(view) < room_for(nbytes):
-            raise ValueError(f"{len(view)} bytes of buffer are too few for {nbytes} to read")
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, view[begin : begin + nbytes])
-        return begin
 
     def check_expected(self) -> None:
         """A commit stays what it is: there is nothing to look at."""

@@ -6,12 +6,11 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.buffers import ALIGNMENT, room_for
+from raymerge.storage.far import FarStore
 from raymerge.storage.object_client import READ_SECONDS, ObjectClient, object_client
 from raymerge.storage.object_faults import asking
 from raymerge.storage.patience import Patience
@@ -33,7 +32,7 @@ _MOST_FILES = 100_000
 _Result = TypeVar("_Result")
 
 
-class ObjectStore:
+class ObjectStore(FarStore):
     """Objects below a place. Thread-safe; pickles as its place and what it expects, without a connection.
 
     Every request for bytes says which version of the object it is for: the one that is expected, or that this
@@ -74,34 +73,13 @@ class ObjectStore:
     def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
-    def __enter__(self) -> ObjectStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Drop the connections; the store may be used again afterwards."""
         self._pieces.close()
         with self._lock:
             self._client = None
 
-    @property
-    def is_far(self) -> bool:
-        """Requests go to a server."""
-        return True
-
-    def location(self, key: str) -> str:
-        """The address of ``key``, for messages: without options.
-
-        Raises:
-            ValueError: the key is empty, absolute or leads out of the place.
-        """
-        if not is_key(key):
-            raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
-        path = os.path.normpath(key)
+    def _named(self, path: str) -> str:
         return self._top if path == "." else f"{self._top}/{path}"
 
     def files(self) -> tuple[FileInfo, ...]:
@@ -147,12 +125,6 @@ class ObjectStore:
         found = {info.key: info for info in self.files()}
         return {key: found.get(key) for key in keys}
 
-    def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
-        data = bytearray(nbytes)
-        self.read_into(key, offset, memoryview(data))
-        return bytes(data)
-
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole ``buffer`` from ``offset``.
 
@@ -168,37 +140,6 @@ class ObjectStore:
         if offset + len(view) > wanted.nbytes:
             raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=wanted.nbytes))
         self._pieces.fetch(lambda at, piece: self._fetch(wanted, location, at, piece), offset, view)
-
-    def read_extent(
-        self,
-        key: str,
-        offset: int,
-        nbytes: int,
-        buffer: memoryview,
-        *,
-        again: bool = False,
-        like: int | None = None,
-    ) -> int:
-        """Read bytes into a page-aligned buffer of at least ``room_for(nbytes)`` bytes.
-
-        Nothing is kept at hand for another time: what is read ``again`` is fetched again.
-
-        Returns:
-            Position of the first byte in the buffer: ``like % ALIGNMENT`` where that was given, else
-            ``offset % ALIGNMENT``.
-
-        Raises:
-            CheckpointError: as ``read_into`` does.
-            TransientError: as ``read_into`` does.
-            ValueError: the buffer is too small.
-        """
-        del again
-        view = as_bytes(buffer)
-        if view.nbytes < room_for(nbytes):
-            raise ValueError(f"{view.nbytes} bytes of buffer are too few for {nbytes} to read")
-        begin = (offset if like is None else like) % ALIGNMENT
-        self.read_into(key, offset, view[begin : begin + nbytes])
-        return begin
 
     def check_expected(self) -> None:
         """Nothing is left to see: every answer was of the version that was asked for."""
