@@ -15,6 +15,9 @@ BENCH ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
 
+# Hundreds of processes of the tests import the package: its sources are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
 define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2

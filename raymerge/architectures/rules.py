@@ -125,11 +125,10 @@ class Rules:
 def load_rules(model_type: str | None) -> Rules:
     """The rules for a family; the general ones alone where it has no table, or is None.
 
-    Reads the tables on every call: hold on to the result.
+    Reads the family's table on every call: hold on to the result.
     """
-    general = _table("general") or {}
-    family = _family(model_type)
-    fused: dict[str, Any] = general["fused"]
+    general, family = _GENERAL, _family(model_type)
+    fused: Mapping[str, Any] = general["fused"]
     return Rules(
         model_type=model_type,
         roles=tuple(
@@ -170,6 +169,10 @@ def _table(name: str) -> dict[str, Any] | None:
         return None
     table = files("raymerge.architectures").joinpath("families", f"{name.replace('-', '_')}.toml")
     return tomllib.loads(table.read_text(encoding="utf-8")) if table.is_file() else None
+
+
+# Read once: a plan asks for rules dozens of times, and this table took half of its time.
+_GENERAL: Mapping[str, Any] = _table("general") or {}
 
 
 def _ties(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:

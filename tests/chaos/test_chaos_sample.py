@@ -19,7 +19,7 @@ LISTED = (*FAULTS, *STORAGE_FAULTS, *NODE_FAULTS)
 
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Yard:
-    return make_yard(tmp_path_factory.mktemp("yard"))
+    return make_yard(tmp_path_factory.mktemp("yard"), layers=12, is_forked=True)
 
 
 @pytest.mark.parametrize(

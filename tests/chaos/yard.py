@@ -52,21 +52,24 @@ class Yard:
     """Digests of the undisturbed output."""
     segments: int
     """Segments of the merge."""
+    is_forked: bool = False
+    """Whether commands without Ray are forked behind their imports; see ``chaos.forked``."""
 
     def place(self, name: str) -> Place:
         """A fresh output place."""
         return Place(self, self.root / name / "out")
 
 
-def make_yard(root: Path) -> Yard:
+def make_yard(root: Path, *, layers: int = 24, is_forked: bool = False) -> Yard:
     """Make sources, write the recipe, and merge once with nothing in the way."""
-    family = make_family(root / "models", hidden=64, layers=24, files=2)
+    family = make_family(root / "models", hidden=64, layers=layers, files=2)
     # Shards this small hold one large tensor each, so that the segments are many.
     recipe = {**recipes(family)["dare_ties"], "shard_size": "8KB"}
     path = root / "recipe.yml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
     undisturbed = submit(path, root / "undisturbed", RunOptions(inline=True))
-    return Yard(root, family, path, digests(root / "undisturbed"), len(undisturbed.receipts))
+    expected = digests(root / "undisturbed")
+    return Yard(root, family, path, expected, len(undisturbed.receipts), is_forked)
 
 
 @dataclass(slots=True)
@@ -210,8 +213,9 @@ class Place:
             flags: further arguments.
             inside: a command that runs the command elsewhere.
             environment: variables, the disk's as a rule, on top of this process's own.
-            is_forked: whether the driver is forked behind its imports; see ``chaos.forked``.
+            is_forked: whether the driver is forked behind its imports, in any yard.
         """
+        is_forked = is_forked or (self.yard.is_forked and "--inline" in flags and not inside)
         self.attempts += 1
         durable, begun = set(self.receipts()), self._begun()
         said, complained = (self.output.parent / f"{self.attempts}.{kind}" for kind in ("out", "err"))

@@ -103,14 +103,13 @@ def here(small: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return {name: digests(root / name) for name in METHODS}
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "4711"])
 def test_the_hash_seed_changes_no_byte(
-    hash_seed: str, small: Family, here: Mapping[str, Mapping[str, str]], tmp_path: Path
+    small: Family, here: Mapping[str, Mapping[str, str]], tmp_path: Path
 ) -> None:
     asked = recipes(small)
     there = tmp_path / "there"
     there.mkdir()
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", _MANY, str(there)],
         input=json.dumps(asked),

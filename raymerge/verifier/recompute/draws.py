@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 from raymerge.verifier.numbers import Floats
 
@@ -45,5 +44,8 @@ def limit_of(density: float) -> int:
 
 def normal_numbers(key: int, indices: Indices) -> Floats:
     """Normal numbers: the inverse of the distribution function at 52 bits of the hash."""
+    # Here, since it takes some tenths of a second of every command, and few draw anything.
+    from scipy.special import ndtri
+
     signed = hashes(key, indices).view(np.int64) >> 12
     return np.asarray(ndtri((signed + 0.5) * 2.0**-52 + 0.5))
