@@ -39,7 +39,7 @@ from raymerge.recipes import (
     recipe_from_mapping,
 )
 from raymerge.runtime.audit_run import Audit, AuditOptions
-from raymerge.runtime.chain import Chain, steps_directory
+from raymerge.runtime.chain import Chain
 from raymerge.runtime.commits import commits_begun
 from raymerge.runtime.events import Event, OnEvent
 from raymerge.runtime.journal import Journal
@@ -48,6 +48,7 @@ from raymerge.runtime.output_place import place_of
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.replay import ReplayVerdict
 from raymerge.runtime.run import RunResult
+from raymerge.runtime.steps_place import steps_directory
 from raymerge.storage.resolve import NO_COMMITS, Lookup
 from raymerge.verifier.compare import Comparison
 from raymerge.verifier.findings import AuditVerdict
@@ -154,8 +155,8 @@ def plan_for(
 
     Args:
         recipes: what to merge.
-        output: where it would be submitted to; results that others use would lie beside it, and an
-            unfinished run there has the commits of the Hub that it began with.
+        output: where it would be submitted to; results that others use would lie beside it unless the options
+            say where, and an unfinished run there has the commits of the Hub that it began with.
         options: how it would be run; None for the usual.
     """
     found = read_recipes(recipes)
@@ -163,7 +164,7 @@ def plan_for(
         raise PlanError(_no_plan(adapters))
     chosen = options or RunOptions()
     place = place_of(output, chosen)
-    steps = steps_directory(place)
+    steps = steps_directory(place, chosen.steps)
     commits = NO_COMMITS if chosen.replace else commits_begun(found, place, steps)
     lookup = Lookup(options=chosen.storage, commits=commits)
     return plan_merges(found, steps, version=version("raymerge"), lookup=lookup)

@@ -68,6 +68,10 @@ class TargetError(UserError, FileExistsError):
     """The output place is taken, or holds an unfinished run of something else."""
 
 
+class HeldError(TargetError):
+    """Another run makes the output place now; when that has ended, the same command may go on."""
+
+
 class UnreadableError(CheckpointError):
     """A file of a checkpoint is not there, or may not be read."""
 
@@ -84,6 +88,10 @@ class IncompleteError(RaymergeError, RuntimeError):
     """The run stopped before the end; the same command goes on where it stopped."""
 
     exit_code = 3
+
+
+class AskedError(IncompleteError):
+    """The run stopped because somebody asked for it at the output place."""
 
 
 class TransientError(IncompleteError):

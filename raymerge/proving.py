@@ -15,9 +15,11 @@ from raymerge.planner.inspection import Inspection, inspect_checkpoint
 from raymerge.planner.sources import open_reference
 from raymerge.recipes import parse_reference
 from raymerge.runtime.budget import free_memory
+from raymerge.runtime.load_copy import copy_to_load
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.output_place import place_of
 from raymerge.runtime.replay import ReplayVerdict, replay_checkpoint
 from raymerge.storage.addresses import shown
-from raymerge.storage.open import local_store
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, load_checkpoint
 
@@ -26,26 +28,37 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 def verify_load(
-    path: str | Path, *, memory: int | None = None, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    memory: int | None = None,
+    trust_remote_code: bool = False,
+    scratch: str | None = None,
 ) -> LoadVerdict:
     """Verify that transformers loads a checkpoint with strict keys, and runs it where it fits the memory.
 
     Args:
-        path: its directory.
+        path: its directory, or its address: then it is copied to a directory for as long as it takes.
         memory: bytes that it may take; None for what is free. Of a larger model only names and shapes are
             compared.
         trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
             know its model.
+        scratch: directory for the copy of one that lies elsewhere; None for that of what is temporary.
 
     Raises:
-        OptionError: it is in no directory of this machine.
+        OptionError: the address says no place, or nothing can be written to ``scratch``.
+        CheckpointError: it lies elsewhere, and cannot be read.
     """
-    free = free_memory()
-    return load_checkpoint(
-        _directory(path),
-        memory=free if memory is None else min(memory, free),
-        trust_remote_code=trust_remote_code,
-    )
+    free, place = free_memory(), str(place_of(path, RunOptions()))
+    room = free if memory is None else min(memory, free)
+    with copy_to_load(place, memory=room, scratch=scratch) as copy:
+        return load_checkpoint(
+            copy.root,
+            # A copy may take memory too: directories of what is temporary are often there.
+            memory=min(room, free_memory()),
+            trust_remote_code=trust_remote_code,
+            name=shown(place),
+            lack=copy.lack,
+        )
 
 
 def replay(
@@ -53,18 +66,19 @@ def replay(
 ) -> ReplayVerdict:
     """Derive the provenance of a checkpoint anew from its recipe and sources, and compare; reads its bytes.
 
-    Nothing is fetched from the Hub: its cache has what is named there, or it is absent.
+    Sources are fetched from nowhere but where the caller says that they are: of the Hub, its cache has what
+    is named there, or it is absent.
 
     Args:
-        path: its directory.
+        path: its directory, or its address.
         sources: where sources are now, by the names that the recipe has for them; others are looked for
             where they were.
         pickled_weights: whether pickled weights may be read, where the recipe in the record says so.
 
     Raises:
-        OptionError: it is in no directory of this machine.
+        OptionError: the address says no place.
     """
-    return replay_checkpoint(_directory(path), sources, pickled=pickled_weights)
+    return replay_checkpoint(place_of(path, RunOptions()), sources, pickled=pickled_weights)
 
 
 def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Comparison:
@@ -93,11 +107,6 @@ def inspect(path: str | Path) -> Inspection:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
     """
     return inspect_checkpoint(_opened(path))
-
-
-def _directory(path: str | Path) -> Path:
-    """What must be a directory of this machine; raises OptionError."""
-    return local_store(str(path)).root
 
 
 def _opened(path: str | Path) -> Checkpoint:

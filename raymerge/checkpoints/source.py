@@ -102,6 +102,9 @@ class Checkpoint:
     """Whether it is one file and not a directory: what lies beside that file is no part of it."""
     packs: Packs | None = None
     """What of it is codes with scales, where ``tensors`` has each of those as one tensor of numbers."""
+    contents: str = ""
+    """A digest of all that is in its files, for one that a merge made on the way to another: made again, it
+    is the same. "" where their versions are all that is known."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -123,6 +126,19 @@ class Checkpoint:
         return not self.config
 
 
+def files_at(store: ReadStore) -> Sequence[FileInfo]:
+    """All files at a place.
+
+    Raises:
+        CheckpointError: there is no such directory, or nothing at all far away.
+    """
+    files = store.files()
+    if not files and store.is_far:
+        where = store.location(".")
+        raise CheckpointError(Problem(where, "there is nothing at this place.", "Check the address."))
+    return files
+
+
 def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Checkpoint:
     """Read the config, index and headers in the directory ``root``.
 
@@ -136,10 +152,7 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
     """
     problems: list[Problem] = []
     with open_store(str(root)) as store:
-        files = store.files()
-        if not files and store.is_far:
-            where = store.location(".")
-            raise CheckpointError(Problem(where, "there is nothing at this place.", "Check the address."))
+        files = files_at(store)
         weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
         config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
     companions = tuple(info.key for info in files if is_companion(info.key))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from raymerge.cli.messages import guarded
+from raymerge.cli.runs import sent_place
 from raymerge.cli.screen import own_stdout
 from raymerge.errors import OptionError, Problem
 
@@ -68,6 +69,7 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
     from raymerge.documents.text import read_file
     from raymerge.manifests import check, raycluster, rayjob, render_name
     from raymerge.recipes.genre import RECIPE
+    from raymerge.storage.addresses import check_output_address
 
     if kind == "raycluster":
         return raycluster(profile, "raymerge")
@@ -76,10 +78,11 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
     if profile.output is None:
         what = "the profile does not say where the new checkpoint goes."
         raise OptionError(Problem(profile.where("output"), what, "Add output: s3://bucket/dir, or a path."))
-    text = read_file(recipe, RECIPE)
+    check_output_address(profile.output)
+    text, output = read_file(recipe, RECIPE), sent_place(profile.output)
     name = render_name(text, profile.as_yaml())
-    check(profile, text, profile.output, name, recipe)
-    return rayjob(profile, text, profile.output, name)
+    check(profile, text, output, name, recipe)
+    return rayjob(profile, text, output, name)
 
 
 def _write(manifests: Sequence[dict[str, Any]], directory: Path) -> None:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from raymerge.cli.messages import STOPPED, Failure, show_failure
 from raymerge.cli.progress import make_progress
 from raymerge.cli.screen import make_console, printable, put_json
-from raymerge.errors import Problem
+from raymerge.errors import OptionError, Problem
 
 if TYPE_CHECKING:
     from raymerge.runtime.targets.target import RunReport, Runs
@@ -40,6 +40,8 @@ class Relay:
         self._others = make_console(sys.stderr)
         self.end: Mapping[str, Any] | None = None
         """The event that says why there is no output; None while there is none."""
+        self.is_silent = True
+        """Whether no line came yet."""
 
     def __enter__(self) -> Relay:
         if not self._as_json:
@@ -59,10 +61,11 @@ class Relay:
 
     def take(self, line: str) -> None:
         """Show one line."""
+        self.is_silent = False
         found = _event(line)
         if found is None:
             if line.strip():
-                self._others.print(printable(line), style="dim", soft_wrap=True)
+                self._others.print(printable(line.expandtabs()), style="dim", soft_wrap=True)
             return
         if found["event"] in _ENDS:
             self.end = found
@@ -87,7 +90,9 @@ class Relay:
         return time.time() if self._now is None else self._now
 
 
-def follow(runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str) -> int:
+def follow(
+    runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str, named: str | None = None
+) -> int:
     """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code.
 
     Args:
@@ -96,6 +101,10 @@ def follow(runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str)
         stdout: where it is shown.
         as_json: its events as JSON.
         output: the output place.
+        named: what the user called it; None where this process began it.
+
+    Raises:
+        OptionError: nobody knows a run that was called so.
     """
     relay = Relay(stdout, as_json=as_json, output=output)
     try:
@@ -105,7 +114,23 @@ def follow(runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str)
     except KeyboardInterrupt:
         make_console(sys.stderr).print(f"\n{detached(run)}", soft_wrap=True)
         return STOPPED
+    if named is not None and relay.is_silent:
+        known(report, named)
     return _ended(report, relay.end, as_json=as_json)
+
+
+def known(report: RunReport, named: str) -> RunReport:
+    """The report of a run that somebody knows.
+
+    Raises:
+        OptionError: nobody does.
+    """
+    from raymerge.runtime.targets.target import RunState
+
+    if report.state is RunState.UNKNOWN:
+        remedy = "Check the name; --profile or --address say where it was sent to."
+        raise OptionError(Problem(named, report.message, remedy))
+    return report
 
 
 def detached(run: str) -> str:

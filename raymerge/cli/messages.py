@@ -14,12 +14,24 @@ from rich.padding import Padding
 from rich.text import Text
 
 from raymerge.cli.screen import make_console, printable, put_json
-from raymerge.errors import Problem, RaymergeError, UserError
+from raymerge.errors import (
+    AskedError,
+    PlanError,
+    Problem,
+    ProfileError,
+    RaymergeError,
+    RecipeError,
+    TargetError,
+    UserError,
+)
 
 STOPPED = 3
 """Exit code of what was stopped before its end."""
 STOPPED_EARLY = "stopped before the end; the same command goes on."
 """What is said then."""
+_FINAL = frozenset({RecipeError, ProfileError, PlanError, TargetError})
+"""What depends on recipe, profile and places as they were given; no kinds of these. All else that a user must
+change may be otherwise on other machines, or a minute later: room, GPUs, credentials, sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class Failure:
     """One or more sentences; empty where the problems say it all."""
     problems: tuple[Problem, ...] = ()
     """What the user must change."""
+    is_final: bool = False
+    """Whether the command is not to be given again before somebody has changed something, or wants it to."""
 
     def to_json(self) -> dict[str, Any]:
         """The error as an event."""
@@ -44,12 +58,15 @@ class Failure:
         }
 
 
-def guarded(verb: Callable[[], int], *, as_json: bool = False) -> int:
+def guarded(
+    verb: Callable[[], int], *, as_json: bool = False, when_final: Callable[[], None] = lambda: None
+) -> int:
     """Run a verb and return its exit code; whatever it raises is shown, never as a traceback.
 
     Args:
         verb: does the work and returns an exit code.
         as_json: errors go to standard output as one event, else to standard error as text.
+        when_final: called behind a failure that another attempt would only meet again.
     """
     try:
         return verb()
@@ -67,15 +84,17 @@ def guarded(verb: Callable[[], int], *, as_json: bool = False) -> int:
             show_failure(make_console(sys.stderr), failure)
     except OSError:
         _forget_stdout()
+    if failure.is_final:
+        when_final()
     return failure.exit_code
 
 
 def failure_of(error: BaseException) -> Failure:
     """What an exception means to the user."""
     if isinstance(error, UserError):
-        return Failure(error.exit_code, "", error.problems)
+        return Failure(error.exit_code, "", error.problems, is_final=_is_final(error))
     if isinstance(error, RaymergeError):
-        return Failure(error.exit_code, str(error))
+        return Failure(error.exit_code, str(error), is_final=isinstance(error, AskedError))
     if isinstance(error, KeyboardInterrupt):
         return Failure(STOPPED, STOPPED_EARLY)
     if isinstance(error, OSError) and error.filename is not None:
@@ -90,6 +109,12 @@ def failure_of(error: BaseException) -> Failure:
         f"this is a bug in raymerge ({fact}). Please report it with the command and the recipe; with "
         "RAYMERGE_TRACEBACK=1 in the environment the same command shows where it is.",
     )
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether another attempt would only meet an error again, and what it came of as well."""
+    cause = error.__cause__
+    return type(error) in _FINAL and (cause is None or _is_final(cause))
 
 
 def show_failure(console: Console, failure: Failure) -> None:

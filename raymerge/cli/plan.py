@@ -29,6 +29,7 @@ from raymerge.cli.simulate import (
     taken_for_recipe,
 )
 from raymerge.runtime.importing import heavy_imports
+from raymerge.storage.addresses import check_alone
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _SIMULATE_HELP = (
     "per_worker=, compute=, threads=, cores=, per_core=, lanes=, memory=, overhead=, driver=, startup=."
 )
 _OUT_HELP = "Where it would be submitted to, to see which merges are made there; RECIPE-merged by default."
+_STEPS_HELP = "Where what stages and merges for others make on the way would be; by default beside OUT."
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Account:
     simulation: Simulation | None = None
     """Its run on the cluster that was asked for, without start-up where another one is run before; None where
     none was asked for, nothing is to be made, or problems are in the way."""
+    steps: str = ""
+    """Where the results between lie, if the user says where; on the last account alone."""
 
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
         """JSON form; of one of several merges also with its name."""
@@ -73,7 +77,8 @@ class Account:
         lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
         simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         listed = {"tensors": lines} if tensors else {}
-        return {**name, **self.explanation.to_json(), **simulated, **listed}
+        steps = {"steps": self.steps} if self.steps else {}
+        return {**name, **self.explanation.to_json(), **steps, **simulated, **listed}
 
 
 def _checked(simulate: list[str] | None) -> list[str] | None:
@@ -100,6 +105,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
     ] = None,
     profile: ProfileFile = None,
+    steps: Annotated[str | None, typer.Option("--steps", metavar="DIR", help=_STEPS_HELP)] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
     simulate: Annotated[
         list[str] | None,
@@ -110,10 +116,11 @@ def plan(
     """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
 
     def verb() -> int:
-        options, named = planned_options(profile, read_memory(memory))
+        options, named = planned_options(profile, read_memory(memory), steps)
         cluster = _cluster(recipe, simulate or (), pairs or ())
         with own_stdout() as stdout:
             place = output or named or default_output(recipe)
+            check_alone(place)
             accounts = explain_all(recipe, place, options, title=recipe)
             if cluster is not None:
                 accounts = _simulated(accounts, cluster)
@@ -180,18 +187,21 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     """The merges of recipes that are called ``title``, in the order in which they are carried out."""
     with heavy_imports():
         from raymerge.api import plan_for
-        from raymerge.runtime.chain import kept_steps
+        from raymerge.runtime.kept import kept_steps
         from raymerge.runtime.output_place import place_of
+        from raymerge.runtime.steps_check import chosen_steps, steps_problems
 
-    merges = plan_for(recipe, output, options)
-    made = kept_steps(merges, place_of(output, options))
-    several = len(merges) > 1
+    merges, place = plan_for(recipe, output, options), place_of(output, options)
+    lacks = tuple(steps_problems(place, options, merges))
+    made = frozenset() if lacks else kept_steps(merges, place, options.steps)
+    several, steps = len(merges) > 1, chosen_steps(place, options, merges)
     return tuple(
         Account(
             merge,
-            _explained(merge, options),
+            _explained(merge, options, lacks if merge is merges[-1] else ()),
             f"{title}{_which(merge.recipe.name, number, len(merges)) if several else ''}",
             merge.recipe.name in made if several else None,
+            steps=steps if merge is merges[-1] else "",
         )
         for number, merge in enumerate(merges, start=1)
     )
@@ -201,15 +211,16 @@ def _which(name: str | None, number: int, total: int) -> str:
     return f", merge {number} of {total}{f': {name}' if name else ''}"
 
 
-def _explained(merge: PlannedMerge, options: RunOptions) -> Explanation:
-    """The account of a plan; a budget that is too small, or what its stages lack, are problems of it too."""
+def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Problem]) -> Explanation:
+    """The account of a plan; a budget that is too small, what its stages lack, and what is said beside it
+    are problems of it too."""
     from raymerge.planner.explain import explain
     from raymerge.planner.sources import reads_far
     from raymerge.runtime.chain import stage_lines
 
     memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))
     stages, lacks = stage_lines(merge, options)
-    found = dict.fromkeys((*problems, *lacks))
+    found = dict.fromkeys((*problems, *lacks, *beside))
     return explain(merge.plan, merge.sources, memory, stages=stages, problems=tuple(found))
 
 
@@ -234,6 +245,9 @@ def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool
         _show_account(stream, account)
         if tensors:
             _show_tensors(make_console(stream), _tensor_lines(account.merge.plan))
+    if accounts[-1].steps:
+        made = f"\nwhat is made on the way lies in {accounts[-1].steps}"
+        make_console(stream).print(printable(made), soft_wrap=True)
     if len(accounts) > 1:
         _show_total(make_console(stream), accounts)
 

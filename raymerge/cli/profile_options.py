@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -39,18 +39,24 @@ class Flags:
     """``--keep-intermediates``."""
     scratch: str | None = None
     """``--scratch``."""
+    steps: str | None = None
+    """``--steps``."""
     run: str | None = None
     """``--run``."""
+    cpu_workers: int | None = None
+    """``--cpu-workers``."""
 
     def settings(self) -> dict[str, Any]:
         """Those that a profile may have too, as far as they are given."""
         said = {
             "workers": self.workers,
+            "cpu_workers": self.cpu_workers,
             "threads": self.threads,
             "memory": self.memory,
             "device": self.device,
             "patience": self.patience,
             "scratch": self.scratch,
+            "steps": self.steps,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -84,17 +90,22 @@ def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunO
         patience=said.get("patience", USUAL_PATIENCE),
         storage=profile.storage,
         scratch=said.get("scratch"),
+        steps=said.get("steps"),
         growing=address is not None and profile.cluster.autoscaling,
         run=flags.run or "",
+        cpu_workers=said.get("cpu_workers", 0),
     )
 
 
-def planned_options(path: str | None, memory: int | None) -> tuple[RunOptions, str | None]:
+def planned_options(
+    path: str | None, memory: int | None, steps: str | None = None
+) -> tuple[RunOptions, str | None]:
     """How a merge would run, and the output place that the profile names, for a plan that is looked at only.
 
     Args:
         path: of a profile; None for none.
         memory: ``--memory``, in bytes.
+        steps: ``--steps``.
 
     Raises:
         OptionError: an option cannot be honoured.
@@ -105,7 +116,7 @@ def planned_options(path: str | None, memory: int | None) -> tuple[RunOptions, s
     profile = Profile() if path is None else load_profile(path)
     # Whatever the target, workers elsewhere are those of a cluster that the driver is in.
     address = None if profile.target == "local" else "auto"
-    return options_from(profile, Flags(memory=memory), address=address), profile.output
+    return options_from(profile, Flags(memory=memory, steps=steps), address=address), profile.output
 
 
 def reached(place: str, path: str | None) -> str:
@@ -116,13 +127,15 @@ def reached(place: str, path: str | None) -> str:
         path: of the profile; None for none.
 
     Raises:
-        OptionError: the address says no place.
+        OptionError: the address says no place, or more than one.
         ProfileError: the profile is not valid.
     """
+    from raymerge.storage.addresses import check_alone, with_options
+
+    check_alone(place)
     if path is None:
         return place
     from raymerge.profiles import load_profile
-    from raymerge.storage.addresses import with_options
 
     return with_options(place, load_profile(path).storage)
 
@@ -133,10 +146,16 @@ def with_flags(profile: Profile, flags: Flags) -> Profile:
     Raises:
         ProfileError: they do not go together.
     """
+    from raymerge.errors import ProfileError
     from raymerge.profiles import profile_from_mapping
 
     given = flags.settings()
     if not given:
         return profile
     plain = profile.model_dump(mode="json", exclude_defaults=True)
-    return profile_from_mapping({**plain, "run": {**plain.get("run", {}), **given}})
+    try:
+        return profile_from_mapping({**plain, "run": {**plain.get("run", {}), **given}})
+    except ProfileError as error:
+        said = {f"profile: run.{name}": f"--{name.replace('_', '-')}" for name in given}
+        problems = (replace(each, where=said.get(each.where, each.where)) for each in error.problems)
+        raise ProfileError(problems) from error

@@ -19,15 +19,14 @@ from raymerge.cli.duplicates import duplicate_lines
 from raymerge.cli.encoding import encoding_lines, encoding_warning
 from raymerge.cli.screen import counted, make_console, make_table, printable, put_json
 from raymerge.cli.tally import Tally
+from raymerge.cli.worker_lines import OfWorkers, worker_lines
 from raymerge.runtime.events import (
     DeviceFailed,
     DuplicatesFound,
     EncodingErrorsFound,
     Event,
-    MemoryShort,
     Planned,
     Published,
-    RoomAwaited,
     SegmentDone,
     StageKept,
     StageReport,
@@ -40,7 +39,6 @@ from raymerge.runtime.events import (
     UnitDone,
     UnitProgress,
     Verified,
-    WorkerLost,
 )
 from raymerge.units import format_duration, format_size
 
@@ -264,13 +262,9 @@ class _Report:
             self._tell_encoded(event)
         elif isinstance(event, DeviceFailed):
             self._tell_failed(event)
-        elif isinstance(event, WorkerLost):
-            self._print(_lost(event, tally.part), style="yellow")
-        elif isinstance(event, RoomAwaited):
-            most = format_duration(event.seconds)
-            self._print(f"waiting for the cluster to grow, {most} at most: {event.lack}", style="yellow")
-        elif isinstance(event, MemoryShort):
-            self._print(_short(event, tally.part), style="yellow")
+        elif isinstance(event, OfWorkers):
+            for line, style in worker_lines(event, tally.part):
+                self._print(line, style=style)
         elif isinstance(event, StorageFailed):
             self._tell_storage(event)
         elif isinstance(event, Stopping):
@@ -364,20 +358,6 @@ def _peak(tally: Tally) -> Iterator[str]:
 
 def _rate(tally: Tally, nbytes: int) -> str:
     return f"{format_size(round(tally.speed(nbytes)))}/s"
-
-
-def _lost(event: WorkerLost, part: str) -> str:
-    given = (
-        f"{counted(len(event.segments), part)} in hand pass to another"
-        if event.segments
-        else "it had nothing in hand"
-    )
-    return f"warning: {event.worker} was lost ({event.reason}); {given}"
-
-
-def _short(event: MemoryShort, part: str) -> str:
-    again = f"it is made again alone, with {format_size(event.budget)}"
-    return f"warning: {part} {event.segment} ran out of memory on {event.worker} ({event.reason}); {again}"
 
 
 def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:

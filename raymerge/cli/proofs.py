@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from raymerge.cli.messages import show_problems
+from raymerge.cli.running import terminable
 from raymerge.cli.screen import counted, make_console, own_stdout, printable, put_json
 from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 3
 
 
-def load(out: str, memory: int | None, *, trust_remote_code: bool, as_json: bool) -> int:
+def load(out: str, memory: int | None, scratch: str | None, *, trust_remote_code: bool, as_json: bool) -> int:
     """Verify that transformers loads a checkpoint, and show the verdict; returns the exit code."""
     with heavy_imports():
         from raymerge.api import verify_load
 
-    # Code of the checkpoint, if it is run, and libraries may print.
-    with own_stdout() as stdout:
-        verdict = verify_load(out, memory=memory, trust_remote_code=trust_remote_code)
+    # Code of the checkpoint, if it is run, and libraries may print. A copy is not to stay.
+    with own_stdout() as stdout, terminable():
+        verdict = verify_load(out, memory=memory, trust_remote_code=trust_remote_code, scratch=scratch)
         if as_json:
             put_json(stdout, {"sound": not verdict.problems, **asdict(verdict)})
         else:

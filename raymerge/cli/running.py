@@ -17,8 +17,9 @@ from raymerge.cli.plan import explain_all, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.routing import show_routing
 from raymerge.cli.screen import make_console, put_json
+from raymerge.errors import AskedError, IncompleteError
 from raymerge.runtime.options import USUAL_PATIENCE, Device, RunOptions
-from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.addresses import check_alone, is_remote, shown
 
 if TYPE_CHECKING:
     from typing import IO
@@ -31,6 +32,10 @@ _LAST_SECONDS = 2.75
 Workers: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
+]
+CpuWorkers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Workers on processors beside those on GPUs, for what is only copied."),
 ]
 Threads: TypeAlias = Annotated[
     int | None,
@@ -60,6 +65,13 @@ PatienceFlag: TypeAlias = Annotated[
 ]
 Scratch: TypeAlias = Annotated[
     str | None, typer.Option(metavar="DIR", help="Directory for a shard until it is uploaded.")
+]
+Steps: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for what stages, and merges for others, make on the way; by default beside OUT.",
+    ),
 ]
 Replace: TypeAlias = Annotated[
     bool,
@@ -93,6 +105,13 @@ class Request:
     as_json: bool
     """Whether events are given as JSON."""
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: the address of the output says more than a place.
+        """
+        check_alone(self.output)
+
 
 @dataclass(slots=True)
 class Ending:
@@ -101,6 +120,10 @@ class Ending:
 
     is_done: bool = False
     """Whether nothing is left to do but to clear up: then whatever ends the process, it was successful."""
+    is_asked: bool = False
+    """Whether somebody asked for the end at the output place."""
+    run: str | None = None
+    """``--run``, which is then not to be begun again."""
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def soon(self) -> None:
@@ -119,7 +142,11 @@ class Ending:
         is_done = self.is_done
         with suppress(OSError):
             os.write(2, b"" if is_done else f"\nraymerge: {STOPPED_EARLY}\n".encode())
-        os._exit(0 if is_done else STOPPED)
+        try:
+            if self.is_asked and not is_done:
+                give_up(self.run)
+        finally:
+            os._exit(0 if is_done else STOPPED)
 
 
 @contextmanager
@@ -149,11 +176,16 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
         stdout: where it is shown.
         ending: of ``terminable``, which this is to run within.
     """
+    ending.run = request.options.run
     try:
         _run(request, stdout, ending)
     except KeyboardInterrupt:
         if not ending.is_done:
             raise
+    except IncompleteError as error:
+        if not ending.is_asked:
+            raise
+        raise AskedError(str(error)) from error
     return 0
 
 
@@ -169,6 +201,7 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
             if isinstance(event, StageReport):
                 reports.append(event)
             if isinstance(event, Stopping) and event.seconds is not None:
+                ending.is_asked = ending.is_asked or event.is_asked
                 ending.soon()
             # Results between are published too, elsewhere.
             if isinstance(event, Published) and event.path == place:
@@ -181,6 +214,18 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
         submit(request.recipe, request.output, request.options, on_event=show)
     if reports and not request.as_json:
         show_routing(make_console(stdout), reports)
+
+
+def give_up(run: str | None) -> None:
+    """Keep a run from being begun again by the target that began it; nothing where no target did.
+
+    Args:
+        run: ``--run``.
+    """
+    if run:
+        from raymerge.runtime.targets.own_job import end_for_good
+
+        end_for_good(os.environ)
 
 
 def _seconds_taken(request: Request) -> float | None:

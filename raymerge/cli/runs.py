@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from raymerge.cli.following import Relay, follow
+from raymerge.cli.following import Relay, follow, known
 from raymerge.cli.messages import STOPPED, guarded
 from raymerge.cli.profile_options import ProfileFile
 from raymerge.cli.screen import make_console, make_table, own_stdout, printable, put_json
@@ -63,7 +63,7 @@ def status(
     def verb() -> int:
         with own_stdout() as stdout:
             sought = seek(run, profile, target, address)
-            report = _known(reported(sought), run)
+            report = known(reported(sought), run)
             _show(report, stdout, as_json=as_json)
         return 0
 
@@ -87,8 +87,9 @@ def logs(
         with own_stdout() as stdout:
             sought = seek(run, profile, target, address)
             if following:
-                return follow(sought.runs, sought.run, stdout, as_json=as_json, output=sought.place)
-            _known(sought.runs.report(sought.run), run)
+                place = sought.place
+                return follow(sought.runs, sought.run, stdout, as_json=as_json, output=place, named=run)
+            known(sought.runs.report(sought.run), run)
             with Relay(stdout, as_json=as_json, output=sought.place) as relay:
                 relay.take_all(sought.runs.logs(sought.run, follow=False))
         return 0
@@ -109,7 +110,7 @@ def stop(
     def verb() -> int:
         with own_stdout() as stdout:
             sought = seek(run, profile, target, address)
-            report = _known(sought.runs.stop(sought.run), run)
+            report = known(sought.runs.stop(sought.run), run)
             _show(report, stdout, as_json=as_json)
         return 0 if report.state.is_over else STOPPED
 
@@ -130,8 +131,12 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
         ProfileError: the profile is not valid.
     """
     from raymerge.runtime.targets.target import is_run_name
+    from raymerge.storage.addresses import check_alone
     from raymerge.storage.options import NO_OPTIONS
 
+    if not text.strip():
+        raise OptionError(Problem("RUN", "no run is named.", "Give its name, or its output place."))
+    check_alone(text)
     notes = run_notes(os.environ)
     is_name = is_run_name(text)
     where = where_of(profile, target, address) if profile or target or address else None
@@ -241,21 +246,18 @@ def place_text(place: str) -> str:
     return place.rstrip("/") if is_remote(place) else os.path.abspath(parse_place(place).text)
 
 
+def sent_place(place: str) -> str:
+    """An output place as another machine is told of it. A path that is relative to a directory of this one
+    stays as it is, to be refused there."""
+    return place_text(place) if os.path.isabs(place) or "://" in place else place
+
+
 def _noted(profile: str, target: str, address: str) -> Where:
     from raymerge.profiles import parse_profile
     from raymerge.runtime.targets.choose import choose
 
     said = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
     return choose(said, target, address or None)  # type: ignore[arg-type]
-
-
-def _known(report: RunReport, text: str) -> RunReport:
-    from raymerge.runtime.targets.target import RunState
-
-    if report.state is RunState.UNKNOWN:
-        remedy = "Check the name; --profile or --address say where it was sent to."
-        raise OptionError(Problem(text, report.message, remedy))
-    return report
 
 
 def _unknown_name(run: str) -> Problem:

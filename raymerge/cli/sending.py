@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raymerge.cli.following import detached, follow
 from raymerge.cli.profile_options import Flags, with_flags
-from raymerge.cli.runs import place_text, run_notes
+from raymerge.cli.runs import run_notes, sent_place
 from raymerge.cli.screen import make_console, put_json
 from raymerge.errors import OptionError, Problem
 
@@ -83,8 +83,7 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> 
         raise OptionError(Problem("--inline", what, "Drop --inline."))
     # It is written down at the target and here, for others to read.
     check_output_address(output)
-    place = place_text(output) if os.path.isabs(output) or "://" in output else output
-    profile = with_flags(where.profile, flags)
+    place, profile = sent_place(output), with_flags(where.profile, flags)
     return Submission(read_file(recipe, RECIPE), recipe, place, profile, new_run_name(), flags.forwarded())
 
 

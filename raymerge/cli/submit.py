@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -24,6 +24,7 @@ from raymerge.cli.plan import default_output
 from raymerge.cli.profile_options import Flags, ProfileFile, options_from
 from raymerge.cli.running import (
     AsJson,
+    CpuWorkers,
     DeviceFlag,
     DryRun,
     Inline,
@@ -33,8 +34,10 @@ from raymerge.cli.running import (
     Request,
     RunName,
     Scratch,
+    Steps,
     Threads,
     Workers,
+    give_up,
     rehearse,
     run,
     terminable,
@@ -56,6 +59,14 @@ if TYPE_CHECKING:
 _OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
 _ADDRESS_HELP = "A running Ray cluster: HOST:PORT from within, or its dashboard, http://HEAD:8265."
 
+Detach: TypeAlias = Annotated[
+    bool, typer.Option("--detach", help="Leave it alone once it is sent; targets job and kubernetes.")
+]
+KeepIntermediates: TypeAlias = Annotated[
+    bool,
+    typer.Option("--keep-intermediates", help="Keep what stages, and merges for others, made on the way."),
+]
+
 
 def submit(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
@@ -63,26 +74,20 @@ def submit(
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     workers: Workers = None,
+    cpu_workers: CpuWorkers = None,
     threads: Threads = None,
     memory: Memory = None,
     device: DeviceFlag = None,
     profile: ProfileFile = None,
     target: TargetChoice = None,
     address: Annotated[str | None, typer.Option(metavar="ADDR", help=_ADDRESS_HELP)] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Leave it alone once it is sent; targets job and kubernetes.")
-    ] = False,
+    detach: Detach = False,
     inline: Inline = False,
     patience: PatienceFlag = None,
     scratch: Scratch = None,
+    steps: Steps = None,
     replace: Replace = False,
-    keep_intermediates: Annotated[
-        bool,
-        typer.Option(
-            "--keep-intermediates",
-            help="Keep what stages, and merges for others, made on the way, beside OUT.",
-        ),
-    ] = False,
+    keep_intermediates: KeepIntermediates = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     run_name: RunName = None,
@@ -95,7 +100,18 @@ def submit(
     def verb() -> int:
         budget = read_memory(memory)
         flags = Flags(
-            workers, threads, budget, device, patience, inline, replace, keep_intermediates, scratch, run_name
+            workers=workers,
+            threads=threads,
+            memory=budget,
+            device=device,
+            patience=patience,
+            inline=inline,
+            replace=replace,
+            keep_intermediates=keep_intermediates,
+            scratch=scratch,
+            steps=steps,
+            run=run_name,
+            cpu_workers=cpu_workers,
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
@@ -109,7 +125,7 @@ def submit(
             request = Request(recipe, recipe, place or default_output(recipe), options, as_json)
             return rehearse(request, stdout) if dry_run else _carry_out(request, stdout)
 
-    raise typer.Exit(guarded(verb, as_json=as_json))
+    raise typer.Exit(guarded(verb, as_json=as_json, when_final=lambda: give_up(run_name)))
 
 
 def _check_attached(where: Where, *, detach: bool) -> None:
@@ -154,6 +170,8 @@ def _merge_adapters(request: Request, stdout: IO[str]) -> int:
 
 def _unusable(options: RunOptions) -> Iterator[Problem]:
     """Options that a merge of adapters cannot honour."""
+    if options.cpu_workers:
+        yield _dropped("--cpu-workers", "is done by one process")
     if options.workers not in (None, 1):
         yield _dropped("--workers", "is done by one process")
     if options.threads is not None:
@@ -168,6 +186,8 @@ def _unusable(options: RunOptions) -> Iterator[Problem]:
         yield _dropped("--patience", "has no workers that could hang")
     if options.scratch is not None:
         yield _dropped("--scratch", "uploads nothing")
+    if options.steps is not None:
+        yield _dropped("--steps", "makes nothing on its way")
     if options.keep_intermediates:
         yield _dropped("--keep-intermediates", "makes nothing on its way")
     if options.replace:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from secrets import randbits
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.text import Text
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from raymerge.verifier.findings import AuditVerdict
     from raymerge.verifier.structure import Verdict
 
+Sources: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=DIR", help="audit, --replay: where a source of the recipe is now."),
+]
+Steps: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="audit: what submit was given, where it kept what it made on the way."),
+]
+Scratch: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="load: directory for a copy of what lies in an object store."),
+]
+
 
 class Level(StrEnum):
     """How far a verification goes."""
@@ -52,14 +65,16 @@ class Asked:
     """Share of the elements."""
     seed: int | None
     """Chooses them; None for any."""
-    sources: tuple[str, ...]
-    """``NAME=DIRECTORY`` each."""
+    sources: Mapping[str, str]
+    """Where sources are, by their names, as the storage options of a profile reach them."""
+    steps: str | None
+    """``--steps``."""
     show: int
     """Problems that are told in words."""
 
 
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Directory of a checkpoint.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Directory or address of a checkpoint.")],
     *,
     level: Annotated[
         Level,
@@ -75,10 +90,7 @@ def verify(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="audit: chooses what is recomputed; another each time.")
     ] = None,
-    source: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="audit, --replay: where a source of the recipe is now."),
-    ] = None,
+    source: Sources = None,
     show: Annotated[int, typer.Option(metavar="N", help="audit: problems told in words; all count.")] = 20,
     replay: Annotated[
         bool, typer.Option("--replay", help="Derive the provenance anew from recipe and sources instead.")
@@ -89,6 +101,8 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="load: run Python files of OUT for an unknown model.")
     ] = False,
+    steps: Steps = None,
+    scratch: Scratch = None,
     workers: Workers = None,
     threads: Threads = None,
     memory: Memory = None,
@@ -101,19 +115,19 @@ def verify(
 
     def verb() -> int:
         place = reached(out, profile)
+        places = {name: reached(where, profile) for name, where in map(_place, source or ())}
         if replay and level is not Level.STRUCTURE:
             what = f"it is a check of its own, and so is --level {level.value}."
             raise OptionError(Problem("--replay", what, "Give one after the other."))
         if replay:
-            places = dict(map(_place, source or ()))
             return proofs.replay(place, places, pickled_weights=pickled_weights, as_json=as_json)
         if level is Level.STRUCTURE:
             return _verify(place, as_json=as_json)
         if level is Level.LOAD:
             limit = read_memory(memory)
-            return proofs.load(place, limit, trust_remote_code=trust_remote_code, as_json=as_json)
+            return proofs.load(place, limit, scratch, trust_remote_code=trust_remote_code, as_json=as_json)
         options = RunOptions(workers, read_memory(memory), "cpu", address, inline, threads=threads)
-        asked = Asked(sample, seed, tuple(source or ()), show)
+        asked = Asked(sample, seed, places, steps, show)
         with own_stdout() as stdout, terminable() as ending:
             return _audit(place, asked, options, stdout, ending, as_json=as_json)
 
@@ -155,7 +169,7 @@ def _audit(
         from raymerge.api import AuditOptions, audit
 
     seed = randbits(32) if asked.seed is None else asked.seed
-    wanted = AuditOptions(asked.sample, seed, dict(map(_place, asked.sources)), asked.show)
+    wanted = AuditOptions(asked.sample, seed, asked.sources, asked.show, asked.steps)
     with _progress(ending) as show:
         verdict = audit(out, wanted, options, on_event=show)
     if as_json:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from raymerge.errors import OptionError, Problem
 from raymerge.manifests.objects import rayjob
 from raymerge.manifests.rules import broken_rules
-from raymerge.profiles.feasible import faults_between, is_mounted
+from raymerge.profiles.feasible import faults_between, is_mounted, steps_faults
 from raymerge.profiles.kubernetes import Kubernetes
 from raymerge.profiles.schema import Profile
 from raymerge.recipes import AnyRecipe, parse_recipes
@@ -55,7 +55,7 @@ def check(
     kubernetes = profile.kubernetes
     assert kubernetes is not None
     recipes = parse_recipes(recipe_text, recipe_name, exists=exists)
-    problems = list(_infeasible(profile, kubernetes, output))
+    problems = list(_infeasible(profile, kubernetes, output, len(recipes)))
     problems += unreachable(kubernetes, recipes, exists=exists)
     num_bytes = sum(len(text.encode()) for text in config["data"].values())
     if num_bytes > MOST_CONFIG_BYTES:
@@ -66,9 +66,10 @@ def check(
         raise OptionError(problems)
 
 
-def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str) -> Iterator[Problem]:
+def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merges: int) -> Iterator[Problem]:
     """What the profile could not do, also where it is for another target and a flag chooses this one."""
-    for fault in faults_between(kubernetes, profile.run, output, "kubernetes"):
+    faults = [*faults_between(kubernetes, profile.run, output, "kubernetes")]
+    for fault in dict.fromkeys((*faults, *steps_faults(profile.run, output, num_merges))):
         where = "-o" if fault.path == ("output",) else profile.where(*fault.path)
         yield Problem(where, fault.what, fault.remedy)
 

@@ -86,7 +86,8 @@ def _section(profile: Profile) -> Kubernetes:
 
 def _job_spec(kubernetes: Kubernetes, name: str, flags: Sequence[str]) -> Manifest:
     spec: Manifest = {
-        "entrypoint": " ".join((ENTRYPOINT, *flags)),
+        # Another attempt finds by the name that this run has published already, and is none of its own.
+        "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
         "submissionMode": kubernetes.submission_mode,
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": kubernetes.ttl_seconds,

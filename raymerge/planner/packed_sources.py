@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raymerge.checkpoints.numbers import as_numbers
-from raymerge.errors import PlanError, Problem, UserError
+from raymerge.errors import PlanError, UserError
 from raymerge.planner.quantised import quantised_tensors
 from raymerge.planner.sources import Source
 
@@ -18,14 +18,14 @@ def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
         PlanError: in some of them codes and scales, or they and the config, do not go together.
     """
     found: list[Source] = []
-    problems: list[Problem] = []
+    failures: list[UserError] = []
     for source in sources:
         try:
             numbers = as_numbers(source.checkpoint, quantised_tensors(source.checkpoint))
         except UserError as error:
-            problems.extend(error.problems)
+            failures.append(error)
         else:
             found.append(replace(source, checkpoint=numbers))
-    if problems:
-        raise PlanError(problems)
+    if failures:
+        raise PlanError(problem for error in failures for problem in error.problems) from failures[0]
     return tuple(found)

@@ -21,6 +21,7 @@ from raymerge.checkpoints.header import MAX_HEADER_NBYTES, METADATA_KEY, FileHea
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.pickle_bounds import check_extent
+from raymerge.planner.pickled_file import StoreFile
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[st
         CheckpointError: the file is no plain map from names to tensors that lie in it as they are.
     """
     where = store.location(info.key)
-    with io.BufferedReader(_StoreFile(store, info), _BUFFER_NBYTES) as file:
-        archive = _read_archive(file, store, info)
+    raw = StoreFile(store, info)
+    with io.BufferedReader(raw, _BUFFER_NBYTES) as file:
+        archive = _read_archive(file, raw, store, info)
         found = _load(file, where)
     named, within, notes = _chosen(found, where, info.key)
     tensors, problems = _located(named, archive, info.key)
@@ -74,46 +76,8 @@ class _Archive:
     """xxh3-128 of the description and of the directory's entries for the storages."""
 
 
-class _StoreFile(io.RawIOBase):
-    """A file of a store, for readers that want a file."""
-
-    def __init__(self, store: ReadStore, info: FileInfo) -> None:
-        super().__init__()
-        self._store = store
-        self._info = info
-        self._at = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next byte is read."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Choose where the next byte is read."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.nbytes}[whence]
-        if start + offset < 0:
-            raise OSError(f"byte {start + offset} is before the file")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, or as much of it as the file has bytes left."""
-        view = memoryview(buffer).cast("B")
-        nbytes = max(0, min(len(view), self._info.nbytes - self._at))
-        self._store.read_into(self._info.key, self._at, view[:nbytes])
-        self._at += nbytes
-        return nbytes
-
-
-def _read_archive(file: BinaryIO, store: ReadStore, info: FileInfo) -> _Archive:
-    """The archive's storages; the file is left at its start.
+def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
+    """The archive's storages; the file, which reads from ``raw``, is left at its start.
 
     Raises:
         CheckpointError: it is no archive as torch writes them, or of one that cannot be read in place.
@@ -130,7 +94,7 @@ def _read_archive(file: BinaryIO, store: ReadStore, info: FileInfo) -> _Archive:
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            found = _checked(archive, store, info)
+            found = _checked(archive, raw, store, info)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive makes zipfile raise half a dozen kinds
@@ -143,7 +107,7 @@ def _read_archive(file: BinaryIO, store: ReadStore, info: FileInfo) -> _Archive:
     return found
 
 
-def _checked(archive: zipfile.ZipFile, store: ReadStore, info: FileInfo) -> _Archive:
+def _checked(archive: zipfile.ZipFile, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
     entries = archive.infolist()
     top = entries[0].filename.partition("/")[0] if entries else ""
     by_name = {entry.filename: entry for entry in entries}
@@ -154,8 +118,10 @@ def _checked(archive: zipfile.ZipFile, store: ReadStore, info: FileInfo) -> _Arc
     check_extent(description)
     hasher = xxhash.xxh3_128(description)
     storages: dict[int, int] = {}
-    for entry in (entry for entry in entries if entry.filename.startswith(f"{top}/data/")):
-        offset = _data_offset(entry, store, info)
+    records = [entry for entry in entries if entry.filename.startswith(f"{top}/data/")]
+    raw.look_ahead([_head(entry, info) for entry in records])
+    for entry in records:
+        offset = _data_offset(entry, raw, info)
         storages[offset] = entry.file_size
         hasher.update(f"\n{entry.filename} {offset} {entry.file_size} {entry.CRC}".encode())
     return _Archive(storages, hasher.hexdigest())
@@ -181,19 +147,34 @@ def _layout_problem(
     return None
 
 
-def _data_offset(entry: zipfile.ZipInfo, store: ReadStore, info: FileInfo) -> int:
+def _name(entry: zipfile.ZipInfo) -> bytes:
+    """The name of a record, as the file has it."""
+    return entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+
+
+def _head(entry: zipfile.ZipInfo, info: FileInfo) -> tuple[int, int]:
+    """Where the head of a record lies, and its bytes.
+
+    Raises:
+        ValueError: not in the file.
+    """
+    begin, nbytes = entry.header_offset, _LOCAL_HEADER_NBYTES + len(_name(entry))
+    if not 0 <= begin <= info.nbytes - nbytes:
+        raise ValueError(f"{entry.filename} begins outside the file")
+    return begin, nbytes
+
+
+def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
     """The first byte of a record that is stored as it is and lies in the file whole.
 
     Raises:
         ValueError: it is packed, or the two headers of the record disagree.
     """
-    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+    name = _name(entry)
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _IS_ENCRYPTED:
         raise ValueError(f"{entry.filename} is compressed or encrypted")
-    begin = entry.header_offset
-    if not 0 <= begin <= info.nbytes - _LOCAL_HEADER_NBYTES - len(name):
-        raise ValueError(f"{entry.filename} begins outside the file")
-    header = store.read(info.key, begin, _LOCAL_HEADER_NBYTES + len(name))
+    begin, nbytes = _head(entry, info)
+    header = raw.read_at(begin, nbytes)
     lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     agrees = header.startswith(_ARCHIVE_START) and lengths[0] == len(name)
     offset = begin + _LOCAL_HEADER_NBYTES + sum(lengths)

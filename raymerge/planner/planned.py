@@ -76,6 +76,7 @@ def plan_merges(
     planner = _Planner(recipes, root, version, opener, lookup)
     merges: list[PlannedMerge] = []
     problems: list[Problem] = []
+    failures: list[UserError] = []
     for recipe in recipes:
         if not planner.can_plan(recipe):
             problems += planner.absences(recipe)
@@ -84,12 +85,13 @@ def plan_merges(
             merge = planner.planned(recipe)
         except UserError as error:
             problems += planner.placed(recipe, error.problems)
+            failures.append(error)
             continue
         merges.append(merge)
         if recipe is not recipes[-1]:
             problems += merge.plan.problems
     if problems:
-        raise PlanError(problems)
+        raise PlanError(problems) from next(iter(failures), None)
     return tuple(merges)
 
 

@@ -63,18 +63,20 @@ class Projection:
         """Bytes that a worker will use at most, with what goes to servers and comes from them."""
         return self.peak + self.lanes * self.beside + self.apart
 
-    def shortage(self, option: str = "--memory") -> Problem | None:
+    def shortage(self, option: str = "--memory", *, given: int | None = None) -> Problem | None:
         """What there is to say if the budget is too small for the plan.
 
         Args:
             option: gave the budget.
+            given: bytes that a worker was given for all that it does; None for the budget, and what comes
+                beside it.
         """
         if self.budget >= self.least_budget:
             return None
         what = f"{self.least_tensor} with {self.least_method}"
         if self.least_budget <= SMALLEST_BUDGET:
-            what = "any merge"
-        whole = self.budget + self.lanes * self.beside + self.apart
+            what = "any merge that speaks to servers" if self.beside else "any merge"
+        whole = self.budget + self.lanes * self.beside + self.apart if given is None else given
         least = self.least_budget + self.beside + self.apart
         return too_little_memory(option, whole, least, what)
 

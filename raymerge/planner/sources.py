@@ -173,17 +173,20 @@ def open_sources(
             problem names the model and its place.
     """
     with collector_paused():
-        sources, problems = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
+        sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
+    problems = [_placed(each, place) for place, error in failures for each in error.problems]
     problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
     if problems:
-        raise PlanError(problems)
+        raise PlanError(problems) from next((error for _, error in failures), None)
     return tuple(sources)
 
 
-def _opened(recipe: AnyRecipe, opener: Opener, lookup: Lookup) -> tuple[list[Source], list[Problem]]:
-    """The models that can be opened, and what is wrong with the others."""
+def _opened(
+    recipe: AnyRecipe, opener: Opener, lookup: Lookup
+) -> tuple[list[Source], list[tuple[str, UserError]]]:
+    """The models that can be opened, and what is wrong with the others, each with its place in the recipe."""
     sources: list[Source] = []
-    problems: list[Problem] = []
+    failures: list[tuple[str, UserError]] = []
     opened: dict[ModelReference, int] = {}
     for path, reference in references(recipe):
         # Rules choose among models that are named elsewhere; others are refused in planning.
@@ -193,8 +196,8 @@ def _opened(recipe: AnyRecipe, opener: Opener, lookup: Lookup) -> tuple[list[Sou
         try:
             sources.append(_open(len(sources), reference, opener, lookup))
         except UserError as error:
-            problems.extend(_placed(problem, recipe.where(*path)) for problem in error.problems)
-    return sources, problems
+            failures.append((recipe.where(*path), error))
+    return sources, failures
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:

@@ -11,10 +11,17 @@ from raymerge.profiles.kubernetes import Kubernetes
 from raymerge.profiles.pods import Volume, WorkerGroup
 from raymerge.profiles.run import RunSettings
 from raymerge.profiles.values import Labels, amount
-from raymerge.storage.addresses import is_object_place, is_remote, shown
+from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 
 CONFIG_PATH = "/etc/raymerge"
 """Where a run's recipe and profile are mounted."""
+
+STEPS_WANTED = (
+    "this recipe has results between, and they need a directory: an object store cannot hold them.",
+    "Give --steps DIR, or write run: {steps: DIR} in the profile: on one machine any directory, on several "
+    "one that all of them see under the same path.",
+)
+"""What is wrong with an output in an object store, and what to do."""
 
 _RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
 _RESERVED_VOLUMES = ("raymerge-config", "shared-mem", "ray-logs")
@@ -28,6 +35,8 @@ def faults_between(
     kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
 ) -> Iterator[Fault]:
     """Faults that lie between the sections of a profile, and within that for Kubernetes."""
+    if target == "job":
+        yield from steps_faults(run, output or "", 1)
     if kubernetes is None:
         return
     yield from _named_twice(kubernetes)
@@ -41,7 +50,9 @@ def faults_between(
     if target == "kubernetes":
         yield from _holdable(kubernetes, run)
         if output is not None:
-            yield from _out_of_reach(kubernetes, output)
+            yield from _out_of_reach(kubernetes, as_path(output))
+        if run.steps is not None:
+            yield from _steps_out_of_reach(kubernetes, run.steps)
 
 
 def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
@@ -57,13 +68,47 @@ def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
         what = f"'{output}' is relative to a directory of this machine, which pods do not have."
         yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
         return
-    for _, volumes in _mounted(kubernetes):
-        holder = _holder(volumes, output)
-        if holder is None or not holder.is_shared or not holder.is_writable:
-            what = f"{output} is on no volume that every pod mounts, shared and writable."
-            remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
-            yield Fault(path, what, remedy)
-            return
+    if not _is_shared(kubernetes, output):
+        what = f"{output} is on no volume that every pod mounts, shared and writable."
+        remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
+        yield Fault(path, what, remedy)
+
+
+def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
+    """Why a machine elsewhere could not have results between; of stages, of which recipes do not tell, none.
+
+    Args:
+        run: how to run.
+        output: the output place.
+        num_merges: in the recipe's file.
+    """
+    if run.steps is None:
+        if num_merges > 1 and is_object_place(output):
+            yield Fault(("output",), *STEPS_WANTED)
+    elif not run.steps.startswith("/"):
+        yield Fault(("run", "steps"), *_steps_of_here(run.steps))
+
+
+def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
+    """Why pods could not have results between in a directory."""
+    path: Path = ("run", "steps")
+    if not steps.startswith("/"):
+        yield Fault(path, *_steps_of_here(steps))
+    elif not _is_shared(kubernetes, f"{steps}/x"):
+        what = f"{steps} is on no volume that every pod mounts, shared and writable."
+        yield Fault(path, what, "Add one: pvc, or host_path of a shared file system.")
+
+
+def _steps_of_here(steps: str) -> tuple[str, str]:
+    """What is wrong with a directory that another machine looks for elsewhere, and what to do."""
+    what = f"'{steps}' is relative to a directory of this machine, which the cluster does not have."
+    return what, "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
+
+
+def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
+    """Whether every pod has a shared and writable volume that an absolute path is on."""
+    holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
+    return all(each is not None and each.is_shared and each.is_writable for each in holders)
 
 
 def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
@@ -196,8 +241,10 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
         return
     rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
-    held = sum(
-        room * most(group, is_scaled=is_scaled) for room, group in zip(rooms, kubernetes.workers, strict=True)
+    groups = [(group, most(group, is_scaled=is_scaled)) for group in kubernetes.workers]
+    held, slots, gpus = (
+        sum(_room(group, threads, kind) * count for group, count in groups)
+        for kind in (run.device, "cpu", "cuda")
     )
     if rooms and not any(rooms):
         what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
@@ -206,10 +253,25 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         of = f" of {threads} threads" if threads > 1 else ""
         what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
         yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
+    elif run.cpu_workers and (beside := _beside(run, gpus)) + run.cpu_workers > slots:
+        of = f" of {threads} threads" if threads > 1 else ""
+        what = (
+            f"{run.cpu_workers} workers{of} on processors are asked for beside {beside} others, but the pods "
+            f"have processors for {slots} in all."
+        )
+        remedy = "Ask for fewer, or give the groups more replicas or cpu."
+        yield Fault(("run", "cpu_workers"), what, remedy)
     sizes = [amount(group.memory) for group in kubernetes.workers]
     if run.memory is not None and sizes and run.memory >= max(sizes):
         what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
         yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
+
+
+def _beside(run: RunSettings, gpus: int) -> int:
+    """Workers that there are beside those on processors that are asked for by themselves."""
+    if run.workers is not None:
+        return run.workers
+    return 0 if run.device == "cpu" else gpus
 
 
 def _room(group: WorkerGroup, threads: int, device: str | None) -> int:

@@ -20,13 +20,16 @@ _HOST = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]"
 _GCS_ADDRESS = re.compile(rf"auto|({_HOST}):[0-9]{{1,5}}")
 _SERVER = re.compile(rf"https?://({_HOST})(:[0-9]{{1,5}})?(/[A-Za-z0-9._~/-]*)?")
 _MOST_THREADS = 256
+_MOST_WORKERS = 10_000
 
 
 class RunSettings(MapEntry):
     """``run``: options of a submission. None is what the command line does without the flag."""
 
-    workers: Annotated[int | None, by(between(1))] = None
+    workers: Annotated[int | None, by(between(1, _MOST_WORKERS))] = None
     """Workers; those that an autoscaling cluster does not have yet are asked for."""
+    cpu_workers: Annotated[int | None, by(between(0, _MOST_WORKERS))] = None
+    """Workers on processors beside those on GPUs."""
     threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
     """Threads of a worker that compute at once."""
     memory: Bytes | None = None
@@ -37,6 +40,8 @@ class RunSettings(MapEntry):
     """Seconds after which a worker that does not get on is replaced."""
     scratch: Directory | None = None
     """Directory for a shard until it is uploaded."""
+    steps: Directory | None = None
+    """Directory for what stages and merges make for others on the way."""
 
 
 class _Storage(MapEntry):
@@ -47,6 +52,8 @@ class _Storage(MapEntry):
     anonymous: Switch = False
     profile: Text | None = None
     allow_http: Switch = False
+    kms_key: Text | None = None
+    requester_pays: Switch = False
 
 
 def _store_options(value: object) -> StoreOptions:
@@ -59,7 +66,8 @@ def _store_options(value: object) -> StoreOptions:
     try:
         return StoreOptions(**fields.model_dump())
     except OptionError as error:
-        faults = (Fault(("endpoint",), each.what, each.remedy) for each in error.problems)
+        # They say where by "storage: " and the name of the field.
+        faults = (Fault((each.where.split()[-1],), each.what, each.remedy) for each in error.problems)
         raise FaultError(faults) from None
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, show
 from raymerge.documents.readers import read_text
 from raymerge.documents.suggest import did_you_mean
-from raymerge.storage.addresses import is_object_place, shown
+from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]
 """Whether a text is the path of a directory on this machine."""
@@ -105,9 +105,7 @@ def _without_options(reference: ModelReference) -> ModelReference:
     """
     for path in (reference.path, reference.lora_path or ""):
         if is_object_place(path) and "?" in path:
-            what = f"'{shown(path)}' has options behind it ('?')."
-            remedy = "Write the place alone. Its server and region belong to storage: in a profile."
-            raise FaultError(Fault((), what, remedy))
+            raise FaultError(Fault((), f"'{shown(path)}' {OPTIONS_BEHIND}", PLACE_ALONE))
     return reference
 
 

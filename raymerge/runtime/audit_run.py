@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +21,10 @@ from raymerge.runtime.interruptions import check_overdue, stopping
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
+from raymerge.runtime.record import record_at
 from raymerge.runtime.staging import RECORD
+from raymerge.runtime.steps_place import steps_directory
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.fetched import fetched
-from raymerge.storage.open import open_store
 from raymerge.units import format_size
 from raymerge.verifier.audit import Commission, Sampling
 from raymerge.verifier.findings import AuditVerdict, Findings, audit_verdict
@@ -53,6 +51,8 @@ class AuditOptions:
     """Directories of sources, by their names in the recipe, that are no longer where they were."""
     most: int = 20
     """Problems that are told in words; all are counted."""
+    steps: str | None = None
+    """The directory that was named for results between when it was merged; None for beside the checkpoint."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
@@ -103,7 +103,8 @@ class Audit:
         """
         if self._plan is None:
             return self.verdict(Findings(self._wanted.most))
-        located = locate_sources(self._plan, self._output, self._wanted.sources or {})
+        steps = steps_directory(self._place, self._wanted.steps)
+        located = locate_sources(self._plan, self._output, self._wanted.sources or {}, steps)
         self._problems += located.problems
         work = self._work(self._plan, located, pool)
         pool.survey(work)
@@ -124,15 +125,9 @@ class Audit:
 
     def _recorded(self) -> Path:
         """A directory with the checkpoint's record: itself, or a copy of what there is elsewhere."""
-        if not is_remote(self._place):
-            return Path(self._place).absolute()
-        here = Path(tempfile.mkdtemp(prefix="raymerge-record-"))
-        weakref.finalize(self, shutil.rmtree, here, ignore_errors=True)
-        with open_store(self._place) as store:
-            keys = [each.key for each in store.files() if each.key.startswith(f"{RECORD}/")]
-        with fetched(self._place, keys) as found:
-            shutil.copytree(found, here, dirs_exist_ok=True)
-        return here
+        held = ExitStack()
+        weakref.finalize(self, held.close)
+        return held.enter_context(record_at(self._place))
 
     def _saved_plan(self) -> Plan | None:
         """The plan that the checkpoint was made by; None, with a problem, where there is none."""

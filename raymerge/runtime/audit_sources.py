@@ -15,7 +15,6 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.plan import Plan
 from raymerge.planner.raw import names_file
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.runtime.chain import steps_directory
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.record import STORY
@@ -43,15 +42,16 @@ class Located:
     """What the user can change about that."""
 
 
-def locate_sources(plan: Plan, output: Path, given: Mapping[str, str]) -> Located:
+def locate_sources(plan: Plan, output: Path, given: Mapping[str, str], steps: Path) -> Located:
     """Find the sources of an output, where they were when it was made or where the user says.
 
     A source that is gone or no longer what it was is told, and is not in the way of the others.
 
     Args:
         plan: the plan that it was made by.
-        output: its directory.
+        output: its directory, or one that has its record.
         given: directories of sources by the names that the recipe has for them.
+        steps: where the results between are, if they were kept.
     """
     found, entries = Located(), plan.manifest["sources"]
     found.problems += _unknown(given, [entry["name"] for entry in entries])
@@ -59,7 +59,7 @@ def locate_sources(plan: Plan, output: Path, given: Mapping[str, str]) -> Locate
     places = _places(output)
     for number, entry in enumerate(entries):
         if "made_by" in entry:
-            root, lack = _intermediate(output, entry), _NOT_KEPT
+            root, lack = _intermediate(steps, entry), _NOT_KEPT
             before: Mapping[str, str] = {}
         else:
             root, lack = _root(entry["name"], given, places), f"{entry['name']} is not there"
@@ -95,10 +95,9 @@ def _places(output: Path) -> Mapping[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def _intermediate(output: Path, entry: Mapping[str, Any]) -> str | None:
+def _intermediate(steps: Path, entry: Mapping[str, Any]) -> str | None:
     """Where the result of a stage, or of another merge, is kept; None where it is not."""
-    root = steps_directory(output)
-    for place in sorted(root.iterdir()) if root.is_dir() else ():
+    for place in sorted(steps.iterdir()) if steps.is_dir() else ():
         if stage_record(place).get("digest") == entry["made_by"]:
             return str(place)
         try:

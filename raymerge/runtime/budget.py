@@ -47,8 +47,9 @@ def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool
         least = projection.least_budget + each + apart
         spared = _spared(options, free, least, workers=num_workers(options))
         if spared > budget:
-            projection = _projected(plan, spared, lanes=lanes, beside=each, apart=apart)
-    shortage = projection.shortage()
+            budget = spared
+            projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
+    shortage = projection.shortage(given=budget)
     if shortage is not None:
         raise OptionError(shortage)
     return projection
@@ -137,7 +138,7 @@ def usual_budget(options: RunOptions, free: int) -> int:
 
 def num_workers(options: RunOptions) -> int:
     """Workers that a run on this machine has at most."""
-    return max(layout.workers for layout in local_layouts(options))
+    return max(layout.all_workers for layout in local_layouts(options))
 
 
 def free_memory(root: Path = Path("/")) -> int:

@@ -1,25 +1,21 @@
 """Stages and merges that use each other's results, carried out one after the other towards one output.
 
-The results between lie in a directory beside the output: checkpoints that ordinary runs made, and what
-stages prepared. The same command keeps those that are still what their plans say, and that nobody wrote to
-since; they are removed when the output is in place.
+The results between lie in a directory beside the output, or where the user says: checkpoints that ordinary
+runs made, and what stages prepared. The same command keeps those that are still what their plans say, and
+that nobody wrote to since; they are removed when the output is in place.
 """
 
 from __future__ import annotations
 
-import filecmp
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raymerge.assemble.finish import kept_companions
-from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import CheckpointError, PlanError, Problem, TargetError, UserError
+from raymerge.errors import IncompleteError, PlanError, Problem, TargetError, UserError
 from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
@@ -29,21 +25,20 @@ from raymerge.runtime.commits import forget_commits, keep_commits
 from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
 from raymerge.runtime.journal import Journal
-from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.kept import digest_at, is_kept, with_results
+from raymerge.runtime.ledger import NAME
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.output_place import check_steps, stop_request_of
+from raymerge.runtime.output_place import staging_of, stop_request_of
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.prepared import awaits_results, over_results, with_stage_results
-from raymerge.runtime.room import disk_nbytes
+from raymerge.runtime.room import check_disk, disk_nbytes
 from raymerge.runtime.run import Run, RunResult
 from raymerge.runtime.stage_results import stage_record
-from raymerge.runtime.stage_run import StageRun, is_stage_made
+from raymerge.runtime.stage_run import StageRun
 from raymerge.runtime.stage_work import StageWork, work_of
-from raymerge.runtime.staging import RECORD, Staging, check_room, is_untouched
-from raymerge.runtime.versions import file_versions
-from raymerge.storage.addresses import is_remote
-from raymerge.storage.fetched import fetched
-from raymerge.verifier.structure import RECORD_PLAN, verify_structure
+from raymerge.runtime.staging import RECORD, Staging
+from raymerge.runtime.steps_check import check_steps, has_steps
+from raymerge.runtime.steps_place import steps_directory
 
 Works = Callable[[Stage], StageWork]
 """What carries each stage out."""
@@ -65,7 +60,7 @@ class Chain:
     ) -> None:
         """
         Args:
-            merges: at least one, planned with ``steps_directory(output)`` as the place of results.
+            merges: at least one, planned with ``steps_directory`` of the output as the place of results.
             output: directory of the new checkpoint, or a place in an object store with its options.
             options: how to run.
             on_event: receives progress, as in ``Run``.
@@ -75,12 +70,14 @@ class Chain:
 
         Raises:
             PlanError: something stands in the last plan's way, or in a stage's.
-            OptionError: the memory limit is too small for a plan or a stage, or more than is free.
+            OptionError: the memory limit is too small for a plan or a stage, or more than is free; or there
+                is no directory for the results between.
             TargetError: the output would lie over, in or around a source.
         """
         self._merges = tuple(merges)
+        check_steps(output, options, self._merges)
         self._output = output
-        self._root = steps_directory(output)
+        self._root = steps_directory(output, options.steps)
         self._options = options
         self._on_event = on_event
         self._began = began
@@ -89,7 +86,6 @@ class Chain:
         self._stop_request = stop_request_of(output, options)
         self._stages = tuple(stage for merge in self._merges for stage in merge.stages)
         self._known: dict[str, StageWork] = {}
-        check_steps(output, num_merges=len(self._merges), num_stages=len(self._stages))
         self._runs = self._possible_runs()
 
     @property
@@ -108,13 +104,14 @@ class Chain:
 
         Raises:
             TargetError: it is taken, or holds another plan's unfinished run.
-            OptionError: there is not enough room for the stages and what comes after them.
+            OptionError: there is not enough room for what comes before the output, or for that with it.
         """
         for run in reversed(self._runs):
             run.check()
-        if self._stages:
-            wanted = disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
-            check_room(self._root.parent, wanted, what="the output, with what is made before it,")
+        if has_steps(self._merges):
+            disk = disk_nbytes(self._merges, self._place, self._root, staging_of=self._staging_nbytes)
+            is_chosen = self._options.steps is not None
+            check_disk(disk, self._root, self._output, is_chosen=is_chosen)
 
     def carry_out(self, pool: Pool) -> RunResult:
         """Run with a started pool until the output is published; raises what ``Run.carry_out`` raises.
@@ -122,23 +119,34 @@ class Chain:
         What was begun under other conditions is refused before anything is made again on the way to it.
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
-        settle_device(pool, self._merges, self._output, ledgers=tuple(self._ledgers()))
-        *before, last = self._merges
-        if not before and not last.stages:
-            return _carried_out(self._runs[-1], pool)
+        first, (*before, last) = self._place(self._merges[0]), self._merges
+        settle_device(pool, self._merges, first, ledgers=tuple(self._ledgers()))
+        if not has_steps(self._merges):
+            return _concluded(self._runs[-1], pool)
         self.check()
-        with Staging(self._root, last.plan).lock():
+        with self._held():
             self._check_conditions(pool)
             keep_commits(self._root, [source for merge in self._merges for source in merge.sources])
             for merge in before:
                 self._have(merge, pool)
             if before:
                 self._on_event(StepStarted(*self._step(last)))
-            result = _carried_out(self._run(last, self._ready(last, pool)), pool)
+            result = _concluded(self._run(last, self._ready(last, pool)), pool)
             forget_commits(self._root)
             if not self._options.keep_intermediates:
                 shutil.rmtree(self._root, ignore_errors=True)
         return result
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the directory of the results between; where it is not beside the output, that place too, for
+        others to see who makes it."""
+        last = self._merges[-1].plan
+        with ExitStack() as held:
+            if self._options.steps is not None:
+                held.enter_context(staging_of(self._output, last, self._options).lock_steps())
+            held.enter_context(Staging(self._root, last).lock())
+            yield
 
     def _check_conditions(self, pool: Pool) -> None:
         """Find out what may not go on with these workers, as far as it reads what is there by now."""
@@ -150,7 +158,7 @@ class Chain:
                 if not awaits_results(stage):
                     self._stage_run(stage).check_conditions(pool)
         if errors:
-            raise TargetError(_problems(errors))
+            raise TargetError(_problems(errors)) from errors[0]
 
     def _ledgers(self) -> Iterator[Path]:
         """Where ledgers of unfinished runs, and of results between, would be."""
@@ -168,18 +176,23 @@ class Chain:
         One that was touched is run again from where it was: its receipts tell which of its bytes are right.
         """
         place = self._between(merge)
-        if _is_kept(merge, self._root, pool):
+        if is_kept(merge, self._root, pool):
             self._on_event(StepKept(*self._step(merge)))
             return
         self._on_event(StepStarted(*self._step(merge)))
         sources = self._ready(merge, pool)
-        if _digest_at(place) == merge.plan.digest:
+        if digest_at(place) == merge.plan.digest:
             Staging(Path(os.path.realpath(place)), merge.plan).take_back()
-        _carried_out(self._run(merge, sources), pool)
+        run = self._run(merge, sources)
+        _carried_out(run, pool)
+        if run.is_stopped:
+            raise IncompleteError(
+                f"stopped with {merge.recipe.name} made. It is kept: the same command goes on from there."
+            )
 
     def _ready(self, merge: PlannedMerge, pool: Pool) -> tuple[Source, ...]:
         """The sources of a merge as they are, once its stages are carried out."""
-        results = _with_results(merge, self._root)
+        results = with_results(merge, self._root)
         for stage in merge.stages:
             run = self._stage_run(over_results(stage, results))
             if awaits_results(stage):
@@ -207,8 +220,8 @@ class Chain:
 
     def _run(self, merge: PlannedMerge, sources: Sequence[Source]) -> Run:
         is_last, recipe = merge is self._merges[-1], merge.recipe
-        # What is at the place of a result between is ours, and no longer what is wanted.
-        options = self._options if is_last else replace(self._options, replace=True)
+        # What is at the place of a result between is ours, and no longer what is wanted; it is not uploaded.
+        options = self._options if is_last else replace(self._options, replace=True, scratch=None)
         return Run(
             merge.plan,
             sources,
@@ -260,31 +273,6 @@ class Chain:
         return merge.recipe.name or "", number, len(self._merges)
 
 
-def steps_directory(output: Path | str) -> Path:
-    """Where the results between are, each by its name: beside the output, out of sight.
-
-    Beside a place in an object store there are none, and the directory is never made.
-    """
-    if is_remote(str(output)):
-        return Path(os.devnull) / "steps"
-    real = Path(os.path.realpath(output))
-    return real.parent / f".{real.name}.raymerge.steps"
-
-
-def kept_steps(merges: Sequence[PlannedMerge], output: Path | str) -> frozenset[str]:
-    """Names of the merges that are made already, as far as can be told without workers and without weights.
-
-    A worker with another device or another version of torch makes them again. One whose files were touched
-    is not among them, though it may turn out that all its bytes are right.
-    """
-    root = steps_directory(output)
-    found: set[str] = set()
-    for merge in merges[:-1]:
-        if found.issuperset(merge.uses.values()) and _is_kept(merge, root):
-            found.add(str(merge.recipe.name))
-    return frozenset(found)
-
-
 def stage_lines(
     merge: PlannedMerge, options: RunOptions, *, works: Works = work_of
 ) -> tuple[tuple[StageLine, ...], tuple[Problem, ...]]:
@@ -308,24 +296,10 @@ def stage_lines(
     return tuple(lines), _problems(errors)
 
 
-def _with_results(merge: PlannedMerge, root: Path) -> tuple[Source, ...]:
-    """The sources of a merge, with the results of other merges as they are."""
-    wanted = merge.plan.manifest["sources"]
-    return tuple(
-        _found(source, root / merge.uses[source.index], wanted[source.index]["made_by"])
-        if source.index in merge.uses
-        else source
-        for source in merge.sources
-    )
-
-
-def _found(source: Source, place: Path, digest: str) -> Source:
-    """A source as it lies on disk, if it was made by the plan of that digest."""
-    checkpoint = open_checkpoint(place, source.name)
-    if _digest_at(place) != digest:
-        what = "it is no longer the result that was planned with; something else changed it meanwhile."
-        raise CheckpointError(Problem(str(place), what, "Give the command again."))
-    return replace(source, checkpoint=checkpoint)
+def _concluded(run: Run, pool: Pool) -> RunResult:
+    """The last run, behind which workers have nothing to do."""
+    pool.conclude()
+    return _carried_out(run, pool)
 
 
 def _carried_out(run: Run, pool: Pool) -> RunResult:
@@ -343,51 +317,3 @@ def _noting(errors: list[UserError]) -> Iterator[None]:
         yield
     except UserError as error:
         errors.append(error)
-
-
-def _is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
-    """Whether the result of a merge that others use is there, and those of its stages; None for any pool."""
-    numerics, of_stages = (None, None) if pool is None else (pool.numerics, pool.stage_numerics)
-    results = _with_results(merge, root)
-    stages = [over_results(stage, results) for stage in merge.stages]
-    if not all(is_stage_made(root / stage.name, stage, of_stages) for stage in stages):
-        return False
-    return _is_made(root / str(merge.recipe.name), merge, with_stage_results(results, root), numerics)
-
-
-def _is_made(
-    place: Path,
-    merge: PlannedMerge,
-    sources: Sequence[Source],
-    numerics: Mapping[str, str] | None = None,
-) -> bool:
-    """Whether a directory holds, untouched, what a merge makes of these sources; None for any numerics."""
-    if _digest_at(place) != merge.plan.digest:
-        return False
-    before = Ledger.conditions(place / RECORD / NAME) or {}
-    if before.get("versions") != file_versions(sources):
-        return False
-    if numerics is not None and before.get("numerics") != numerics:
-        return False
-    if not (is_untouched(place) and _has_companions(place, merge, sources)):
-        return False
-    return not verify_structure(place).problems
-
-
-def _digest_at(place: Path) -> str | None:
-    """Digest of the plan that a checkpoint was made by, as its record says."""
-    try:
-        found = json.loads((place / RECORD_PLAN / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found.get("digest") if isinstance(found, dict) else None
-
-
-def _has_companions(place: Path, merge: PlannedMerge, sources: Sequence[Source]) -> bool:
-    """Whether the files that are copied are still those of the donor: no plan speaks of what is in them."""
-    donor = sources[int(merge.plan.manifest["donor"])].checkpoint
-    kept = kept_companions(merge.plan, donor.companions)
-    with fetched(donor.root, kept) as theirs:
-        return all(
-            (place / key).is_file() and filecmp.cmp(place / key, theirs / key, shallow=False) for key in kept
-        )

@@ -197,6 +197,38 @@ class RoomAwaited(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CarriersChosen(Event):
+    """Beside workers on GPUs some on processors were asked for, which take what is only copied."""
+
+    workers: int
+    """How many there are: no more than there are such parts."""
+    copies: int
+    """Parts that are to be done in which nothing is computed."""
+    parts: int
+    """All parts that are to be done."""
+    part: str
+    """What messages call one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft(Event):
+    """A worker found nothing more to do and is ended, so that a cluster that shrinks can have its node."""
+
+    worker: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOfNoUse(Event):
+    """A node joined while parts were made, and workers on it get none of them."""
+
+    node: str
+    """Its address."""
+    lack: str
+    """Why."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost(Event):
     """A worker died; its segments go to another."""
 
@@ -252,6 +284,8 @@ class Stopping(Event):
 
     seconds: float | None = None
     """How long they are waited for; None for as long as it takes."""
+    is_asked: bool = False
+    """Whether somebody asked for it at the output place, and no signal did."""
 
 
 @dataclass(frozen=True, slots=True)

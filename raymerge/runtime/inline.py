@@ -90,6 +90,9 @@ class InlinePool:
     def survey(self, work: Work) -> None:
         """Nothing to find out: this process has planned with the files, and writes itself."""
 
+    def conclude(self) -> None:
+        """Nobody can go."""
+
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Do the parts in threads; see ``Pool.run``."""
         with ExitStack() as stack:

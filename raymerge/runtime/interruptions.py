@@ -98,7 +98,7 @@ def _never() -> bool:
 def _heed(stop: Stop, asked: Callable[[], bool], on_event: OnEvent) -> None:
     if not stop.requested and asked():
         stop.request(GRACE_SECONDS)
-        on_event(Stopping(GRACE_SECONDS))
+        on_event(Stopping(GRACE_SECONDS, is_asked=True))
 
 
 @contextmanager

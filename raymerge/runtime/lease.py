@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from raymerge.errors import IncompleteError, Problem, TargetError
+from raymerge.errors import HeldError, IncompleteError, Problem, TargetError
 from raymerge.runtime.holder import Holder, holder_from, is_here, myself, runs_here
 
 BEAT_SECONDS = 5.0
@@ -93,11 +93,7 @@ class Lease:
         holder = _holder(self._path)
         if holder != self._me:
             by = "it was removed" if holder is None else f"another run took it over: {holder}"
-            raise IncompleteError(
-                f"{self._path}: the lease of this run is gone, {by}. That happens to a run that shows no "
-                f"sign of life for {DEAD_SECONDS:g} s. Nothing was published. What is done is kept: the same "
-                "command goes on from there, once nobody else does."
-            )
+            raise lost(self._path, by)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -137,7 +133,7 @@ def leased(place: Path, what: str) -> Iterator[Lease]:
         what: digest of what is made there.
 
     Raises:
-        TargetError: another process holds it.
+        HeldError: another process holds it.
         OSError: nothing can be written beside it.
     """
     path = _lease_of(place)
@@ -167,14 +163,14 @@ def check_unheld(place: Path, what: str) -> None:
     """Find out whether another process of this machine holds a place, changing nothing.
 
     Raises:
-        TargetError: one does.
+        HeldError: one does.
     """
     try:
         found = _look(_lease_of(place))
     except OSError:  # which will be told of when the lease is taken
         return
     if found is not None and _is_held_here(found):
-        raise TargetError(held(place, found.holder, myself(what)))
+        raise HeldError(held(place, found.holder, myself(what)))
 
 
 def hold_of(place: Path) -> Hold | None:
@@ -195,7 +191,7 @@ def _lease_of(place: Path) -> Path:
 
 
 def _acquire(path: Path, mine: Path, me: Holder, place: Path) -> None:
-    """Give the file ``mine`` the name of the lease; raises TargetError where a living process has it."""
+    """Give the file ``mine`` the name of the lease; raises HeldError where a living process has it."""
     first: _Found | None = None
     began = time.monotonic()
     while not _has_linked(mine, path):
@@ -209,7 +205,7 @@ def _acquire(path: Path, mine: Path, me: Holder, place: Path) -> None:
             if _has_taken_over(path, mine, found):
                 break
         elif _is_known_alive(found) or (first is not None and found != first):
-            raise TargetError(held(place, found.holder, me))
+            raise HeldError(held(place, found.holder, me))
         first = first or found
         time.sleep(_LOOK_SECONDS)
     _sweep(path, mine)
@@ -338,6 +334,20 @@ def _lock(descriptor: int, kind: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def lost(lease: Path | str, by: str) -> IncompleteError:
+    """Says that the lease of this run is gone.
+
+    Args:
+        lease: where it was.
+        by: how that came, as a part of a sentence.
+    """
+    return IncompleteError(
+        f"{lease}: the lease of this run is gone, {by}. That happens to a run that shows no sign of life for "
+        f"{DEAD_SECONDS:g} s. Nothing was published. What is done is kept: the same command goes on from "
+        "there, once nobody else does."
+    )
 
 
 def held(place: Path | str, holder: Holder | None, me: Holder) -> Problem:

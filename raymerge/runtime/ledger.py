@@ -45,8 +45,9 @@ class Ledger:
     @staticmethod
     def files(path: Path) -> Mapping[str, Any] | None:
         """The marks of the files that were last published, or None where none were."""
-        found = [line["files"] for line in _lines(path) if isinstance(line.get("files"), dict)]
-        return found[-1] if found else None
+        # From the end, where they are: a merge that reads what was published asks again and again.
+        found = (entry.get("files") for entry in map(_entry, reversed(_texts(path))) if entry is not None)
+        return next((marks for marks in found if isinstance(marks, dict)), None)
 
     @staticmethod
     def read(path: Path) -> dict[int, Receipt]:
@@ -55,9 +56,9 @@ class Ledger:
         return {receipt.segment: receipt for receipt in found if receipt is not None}
 
     def shards(self) -> dict[str, str]:
-        """Versions of the shards that are objects and complete, by their names."""
+        """What the shards bear that are objects and complete, by their names."""
         found = [line for line in _lines(self._path) if "shard" in line]
-        return {str(line["shard"]): str(line.get("version", "")) for line in found}
+        return {str(line["shard"]): str(line.get("stamp", "")) for line in found}
 
     def receipts(self) -> dict[int, Receipt]:
         """Receipts by segment; see ``read``."""
@@ -75,10 +76,16 @@ class Ledger:
         if receipts:
             self._append(*({"receipt": receipt.to_json()} for receipt in receipts))
 
-    def record_shard(self, name: str, version: str, receipts: Iterable[Receipt]) -> None:
-        """Add that a shard is a complete object, with the receipts of its segments; durable on return."""
+    def record_shard(self, name: str, stamp: str, receipts: Iterable[Receipt]) -> None:
+        """Add that a shard is a complete object, with the receipts of its segments; durable on return.
+
+        Args:
+            name: of the shard.
+            stamp: what the object bears whose bytes the receipts tell of.
+            receipts: of its segments.
+        """
         made = ({"receipt": receipt.to_json()} for receipt in receipts)
-        self._append({"shard": name, "version": version}, *made)
+        self._append({"shard": name, "stamp": stamp}, *made)
 
     def record_files(self, marks: Mapping[str, Sequence[int]]) -> None:
         """Add what tells the files that are published from any that are written later, by their keys."""
@@ -115,17 +122,19 @@ def _ends_whole(path: Path) -> bool:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The readable lines; one that a crash cut short is not."""
-    found: list[dict[str, Any]] = []
-    if not path.exists():
-        return found
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+    return [entry for entry in map(_entry, _texts(path)) if entry is not None]
+
+
+def _texts(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _entry(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _receipt(line: Mapping[str, Any]) -> Receipt | None:

@@ -15,6 +15,9 @@ USUAL_PATIENCE = 600.0
 """Seconds; a request to slow storage takes less, and what computes is seen to get on whatever it takes."""
 _MOST_THREADS = 256
 """Of a worker; machines with more cores have several workers."""
+_MOST_WORKERS = 10_000
+"""Of each kind. Each is an actor, and with more of them Ray itself is not tested; with some billions its
+processes do not even start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,17 @@ class RunOptions:
     """How object stores are reached."""
     scratch: str | None = None
     """Directory, of each worker, where a shard is until it is uploaded to an object store; None: nowhere."""
+    steps: str | None = None
+    """Directory for what stages and merges make for others on the way; None: beside an output that is a
+    directory. With workers on several machines all of them must see it."""
     growing: bool = False
     """Whether the cluster adds machines for workers that wait: those without room now join while others
     work."""
     run: str = ""
     """Name of the submission, where a target that begins it again by itself has given it one."""
+    cpu_workers: int = 0
+    """Workers on processors beside those on GPUs, for what is only copied; where all are on processors, so
+    many more than ``workers``."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,6 +66,13 @@ class RunOptions:
             problems.append(
                 Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
             )
+        if self.cpu_workers < 0:
+            what = f"{self.cpu_workers} workers on processors cannot be."
+            problems.append(Problem("--cpu-workers", what, "Give 0 or more."))
+        for flag, count in (("--workers", self.workers), ("--cpu-workers", self.cpu_workers)):
+            if count is not None and count > _MOST_WORKERS:
+                what = f"{count} workers are more than Ray is tested with."
+                problems.append(Problem(flag, what, f"Give at most {_MOST_WORKERS}."))
         if self.threads is not None and self.threads < 1:
             problems.append(
                 Problem("--threads", f"{self.threads} threads compute nothing.", "Give 1 or more.")
@@ -72,6 +88,10 @@ class RunOptions:
             what = f"'{shown(self.scratch)}' is no path of a directory."
             remedy = "Give a path of the machines that merge, like /tmp, or leave it out."
             problems.append(Problem("--scratch", what, remedy))
+        if self.steps is not None and not (self.steps.strip() and is_path(self.steps)):
+            what = f"'{shown(self.steps)}' is no path of a directory."
+            remedy = "Give a path that all machines of the run see, like /mnt/shared/steps, or leave it out."
+            problems.append(Problem("--steps", what, remedy))
         if not self.patience > 0:
             problems.append(
                 Problem("--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0.")
@@ -86,5 +106,13 @@ class RunOptions:
             problems.append(
                 Problem("--inline", "a run in this process is one worker.", "Drop --workers or --inline.")
             )
+        if self.inline and self.cpu_workers:
+            what = "a run in this process is one worker."
+            problems.append(Problem("--inline", what, "Drop --cpu-workers or --inline."))
         if problems:
             raise OptionError(problems)
+
+    @property
+    def workers_on_processors(self) -> int | None:
+        """Workers that are asked for where no GPU is used; None for as many as suit the machines."""
+        return (self.workers or 0) + self.cpu_workers if self.cpu_workers else self.workers

@@ -14,6 +14,8 @@ from raymerge.runtime.staging import Staging
 from raymerge.runtime.stop_request import Asked, StopRequest
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown, with_options
 
+INSIDE = "lies inside"
+"""How a place stands to one that holds it."""
 _ELSEWHERE = "Choose another -o, outside the sources."
 
 
@@ -47,6 +49,10 @@ def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
         raise OptionError(
             Problem(shown(place), what, "Give a directory, or an s3://, gs:// or az:// place as -o.")
         )
+    address = parse_place(place)
+    if address.options.kms_key is not None and address.scheme != "s3":
+        what = f"it is a key of AWS, and nothing at {shown(place)} would be encrypted with it."
+        raise OptionError(Problem("storage: kms_key", what, "Take it out, or give an s3:// place as -o."))
     from raymerge.runtime.remote_staging import RemoteStaging
 
     return RemoteStaging(place, plan, scratch=options.scratch)
@@ -74,28 +80,22 @@ def check_apart(output: Path | str, sources: Sequence[Source]) -> None:
     """
     alone = {each.checkpoint.root for each in sources if each.checkpoint.is_single_file}
     place = str(output)
-    own = _parts(place)
     for source in holdings(sources):
-        root = _parts(source.root)
-        if source.root in alone and root != own and not _lies_in(root, own):
-            # The directory of a single file is no checkpoint, and may hold anything beside it.
-            continue
-        if root == own or _lies_in(root, own) or _lies_in(own, root):
-            relation = "is" if root == own else "holds" if _lies_in(root, own) else "lies inside"
-            what = f"the output place {relation} the source {source.name}."
+        found = relation(place, source.root)
+        # The directory of a single file is no checkpoint, and may hold anything beside it.
+        if found is not None and not (source.root in alone and found == INSIDE):
+            what = f"the output place {found} the source {source.name}."
             raise TargetError(Problem(shown(place), what, _ELSEWHERE))
 
 
-def check_steps(output: Path | str, *, num_merges: int, num_stages: int) -> None:
-    """Results between are written at offsets, beside the output; an object store takes no such writes.
-
-    Raises:
-        OptionError: the output is in one, and there are results between.
-    """
-    if is_remote(str(output)) and (num_merges > 1 or num_stages):
-        what = "this recipe has results between, and they lie beside the output, which must be a directory."
-        remedy = "Give a directory as -o, and copy the result; or make the results between by themselves."
-        raise OptionError(Problem(shown(str(output)), what, remedy))
+def relation(place: str, other: str) -> str | None:
+    """How a place stands to another one, as a verb between the two; None where neither is in the other."""
+    own, root = _parts(place), _parts(other)
+    if own == root:
+        return "is"
+    if _lies_in(root, own):
+        return "holds"
+    return INSIDE if _lies_in(own, root) else None
 
 
 def _real(output: Path) -> Path:
@@ -108,7 +108,7 @@ def _real(output: Path) -> Path:
 def _check_printable(place: str) -> None:
     if not place.isprintable():
         what = "the name holds characters that cannot be written."
-        raise TargetError(Problem(ascii(place), what, "Choose another -o."))
+        raise TargetError(Problem(ascii(shown(place)), what, "Choose another -o."))
 
 
 def _parts(place: str) -> tuple[str, ...]:

@@ -1,15 +1,18 @@
-"""A directory of one process below one that many share, for large files that nobody wants after its end."""
+"""A directory of one process below one that many share, for files that nobody wants after its end."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
-_PREFIX = "raymerge-shard-"
+SHARDS = "raymerge-shard-"
+"""What the names of directories begin with that have a shard until it is uploaded."""
 _LOCK = "lock"
 _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -17,16 +20,17 @@ _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class OwnDirectory:
     """A directory that is this process's as long as it lives, which a lock of the system says."""
 
-    def __init__(self, shared: str) -> None:
+    def __init__(self, shared: str, prefix: str = SHARDS) -> None:
         """
         Args:
             shared: the directory that it is made in; it is made where it is not there.
+            prefix: what its name begins with.
 
         Raises:
             OSError: nothing can be written there.
         """
         Path(shared).mkdir(parents=True, exist_ok=True)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared))
+        self.path = Path(tempfile.mkdtemp(prefix=_of_here(prefix), dir=shared))
         """Where it is."""
         fresh = self.path / f"{_LOCK}.new"
         self._descriptor = os.open(fresh, _OPENING | os.O_CREAT | os.O_EXCL, 0o600)
@@ -41,9 +45,15 @@ class OwnDirectory:
         os.close(self._descriptor)
 
 
-def sweep(shared: Path) -> None:
-    """Remove what killed processes left; what cannot be removed stays."""
-    for each in shared.glob(f"{_PREFIX}*"):
+def sweep(shared: Path, prefix: str = SHARDS) -> None:
+    """Remove what killed processes of this machine left; what cannot be removed stays, and so does what one
+    left that was killed before it had its lock.
+
+    Args:
+        shared: the directory that theirs are in.
+        prefix: what their names begin with.
+    """
+    for each in shared.glob(f"{escape(_of_here(prefix))}*"):
         with suppress(OSError):
             descriptor = os.open(each / _LOCK, _OPENING)
             try:
@@ -51,3 +61,8 @@ def sweep(shared: Path) -> None:
                 shutil.rmtree(each, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def _of_here(prefix: str) -> str:
+    """What names of this machine's directories begin with: locks may not be seen by others."""
+    return f"{prefix}{socket.gethostname()}@"

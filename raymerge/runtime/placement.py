@@ -55,6 +55,11 @@ class Sight:
     lack: str = ""
     """What is wrong with the place that is written to, as seen from there; "" for nothing."""
 
+    @property
+    def same(self) -> frozenset[int]:
+        """Positions of the files that it finds as the driver does."""
+        return frozenset(n for n, found in enumerate(self.files) if found is Seen.SAME)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -72,22 +77,48 @@ class Placement:
         """Nodes that can do anything; empty for all."""
         return frozenset().union(*self.able)
 
-    def is_served(self, present: Collection[str]) -> bool:
-        """Whether workers on these nodes can do every part, and each of them some."""
-        if not self.able:
+    def joined(self, node: str, can: Sequence[bool], others: Collection[str]) -> Placement:
+        """The same with one more node.
+
+        Args:
+            node: its id.
+            can: of every part, whether that node can do it.
+            others: the nodes that there are beside it.
+        """
+        if not self.able and all(can):
+            return self
+        able = self.able or (frozenset(others),) * len(can)
+        return Placement(
+            tuple(nodes | {node} if is_able else nodes for nodes, is_able in zip(able, can, strict=True))
+        )
+
+    def is_served(self, present: Collection[str], homes: Collection[str]) -> bool:
+        """Whether workers on these nodes can do every part that any could, and each of them some.
+
+        Args:
+            present: the nodes.
+            homes: all that could have a worker of this kind.
+        """
+        able = [nodes for nodes in self.able if nodes.intersection(homes)]
+        if not able:
             return True
-        return self.nodes.issuperset(present) and all(nodes.intersection(present) for nodes in self.able)
+        return frozenset().union(*able).issuperset(present) and all(
+            nodes.intersection(present) for nodes in able
+        )
 
     def ordered(self, numbers: Iterable[int]) -> list[int]:
         """Parts in the given order, but those that fewer nodes can do before others."""
         return sorted(numbers, key=lambda number: len(self.able[number]) if self.able else 0)
 
-    def short_of(self, numbers: Iterable[int], present: Collection[str]) -> frozenset[str]:
-        """Nodes where a worker is wanted most: those that can do parts which no present one can do."""
+    def short_of(
+        self, numbers: Iterable[int], present: Collection[str], homes: Collection[str]
+    ) -> frozenset[str]:
+        """Nodes where a worker is wanted most, of those that can have one: they can do parts which no present
+        one can do. Empty where there are none."""
         if not self.able:
             return frozenset()
         lonely = {self.able[number] for number in numbers if not self.able[number].intersection(present)}
-        return frozenset().union(*lonely) or self.nodes
+        return frozenset().union(*lonely).intersection(homes)
 
 
 def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -> Placement:
@@ -97,10 +128,7 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
         sights: what each node sees.
         reads: of every part, which files it reads.
     """
-    seen = {
-        node: frozenset(n for n, found in enumerate(sight.files) if found is Seen.SAME)
-        for node, sight in sights.items()
-    }
+    seen = {node: sight.same for node, sight in sights.items()}
     able = {files: frozenset(node for node in seen if files <= seen[node]) for files in set(reads)}
     if all(len(nodes) == len(seen) for nodes in able.values()):
         return Placement()
@@ -144,7 +172,7 @@ def survey_problems(
     problems = [
         Problem(
             f"node {sight.name}",
-            f"the output place {place} {sight.lack} there.",
+            f"the directory {place}, which is written to, {sight.lack} there.",
             "Mount it there under the same path, or start that node without CPUs, for no worker to go there.",
         )
         for sight in sights.values()
@@ -159,6 +187,22 @@ def survey_problems(
         if undoable := [number for number, nodes in enumerate(able) if not nodes]:
             problems.append(_apart(undoable, reads, sights, files))
     return problems
+
+
+def unreached(count: int, part: str, *, threads: int, with_gpu: bool) -> Problem:
+    """What is wrong where nodes that see the files of some parts cannot have a worker for them.
+
+    Args:
+        count: of the parts.
+        part: what messages call one.
+        threads: of such a worker.
+        with_gpu: whether it is on a GPU.
+    """
+    slots = f"{threads} CPU slot{'' if threads == 1 else 's'}"
+    needs = f"a GPU with {slots} beside it" if with_gpu else f"{slots} for a worker"
+    what = f"no node that sees what {count} {part}{'s read' if count > 1 else ' reads'} has {needs}."
+    instead = "--device cpu" if with_gpu else "fewer --threads"
+    return Problem("sources", what, f"Put the sources where such nodes see them, or give {instead}.")
 
 
 def _unseen(

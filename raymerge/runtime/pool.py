@@ -69,6 +69,10 @@ class Work(Protocol):
     def reads(self) -> tuple[frozenset[int], ...]:
         """Of every part, which of ``files`` it reads, by their positions."""
 
+    def copies(self) -> frozenset[int]:
+        """Numbers of the parts in which nothing is computed: their bytes are the same whatever device they
+        are made on."""
+
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
 
@@ -183,6 +187,9 @@ class Pool(Protocol):
         Raises:
             OptionError: some of it cannot be done; all reasons.
         """
+
+    def conclude(self) -> None:
+        """Say that the next piece of work is the last one: who finds nothing to do in it may go."""
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Do the parts of these numbers in about the given order and yield receipts as they come.

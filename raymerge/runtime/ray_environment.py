@@ -82,7 +82,7 @@ class RayConnection:
             else:
                 _check_answers(self._address)
                 self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # some of what Ray raises is of no other class
             raise _no_ray(self._address, error) from error
         except SystemExit as error:
             # What Ray's own handler makes of SIGTERM while Ray starts; to us it is an interruption like any.
@@ -140,8 +140,9 @@ def _no_ray(address: str | None, error: Exception) -> OptionError:
         Problem(
             f"--address {address}",
             f"no Ray cluster can be reached there ({reason}).",
-            "This works on a node of that cluster alone, with HOST:PORT of its head (often port 6379). From "
-            "any other machine give its dashboard, --address http://HEAD:8265.",
+            "This works on a node of that cluster alone, with HOST:PORT of its head (often port 6379), and, "
+            "where it asks for a token, with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN. From any other machine "
+            "give its dashboard, --address http://HEAD:8265.",
         )
     )
 

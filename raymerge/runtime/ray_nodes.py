@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,6 @@ class Nodes:
         """Whether a node is there, as far as Ray knows."""
         return any(each["NodeID"] == node for each in self._alive())
 
-    def have_others(self, nodes: Collection[str], *, among: Collection[str] = ()) -> bool:
-        """Whether workers could be elsewhere than on some nodes; and on certain others, if any are given."""
-        return any(
-            machine.cores and node not in nodes and (not among or node in among)
-            for node, machine in self.machines().items()
-        )
-
     def oom_kills(self, node: str) -> int | None:
         """Processes that the kernel of a node has ended because memory ran out; None where nobody tells."""
         if self._is_here:
@@ -70,24 +63,40 @@ class Nodes:
         with _token(place) as token:
             wanted = None if token is None else str(token)
             found = self._ask(_look, nodes, tuple(files), wanted, seconds=_ANSWER_SECONDS)
-        absent = tuple(Seen.ABSENT for _ in files)
-        silent = (absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s")
+        silent = _silent(files)
         return {node: Sight(names[node], *found.get(node, silent)) for node in nodes}
+
+    def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Any:
+        """Ask one node the same while parts are done, when the place itself is there.
+
+        Returns:
+            A reference to the answer, for ``sight``.
+        """
+        inside = None if place is None else f"{place}{os.sep}."
+        return self._asked(_look, node, tuple(files), inside)
+
+    def sight(self, node: str, answer: Any, files: Sequence[SourceFile]) -> Sight:
+        """What that node sees, once the answer is there."""
+        names = {each["NodeID"]: each["NodeManagerHostname"] for each in self._alive()}
+        found = _silent(files)
+        with suppress(self._ray.exceptions.RayError):
+            found = self._ray.get(answer)
+        return Sight(names.get(node, node), *found)
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _asked(self, question: Callable[..., Any], node: str, *arguments: Any) -> Any:
+        """A reference to what a node answers."""
+        where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        asked = self._ray.remote(question).options(num_cpus=0, scheduling_strategy=where)
+        return asked.remote(*arguments)
 
     def _ask(
         self, question: Callable[..., Any], nodes: Sequence[str], *arguments: Any, seconds: float
     ) -> dict[str, Any]:
         """Have each node answer; those that do not in time, or cannot, are left out."""
-        where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        asked = {
-            self._ray.remote(question)
-            .options(num_cpus=0, scheduling_strategy=where(node, soft=False))
-            .remote(*arguments): node
-            for node in nodes
-        }
+        asked = {self._asked(question, node, *arguments): node for node in nodes}
         ready, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         for ref in late:
             self._ray.cancel(ref, force=True)
@@ -96,6 +105,12 @@ class Nodes:
             with suppress(self._ray.exceptions.RayError):
                 answers[asked[ref]] = self._ray.get(ref)
         return answers
+
+
+def _silent(files: Sequence[SourceFile]) -> tuple[tuple[Seen, ...], str]:
+    """What counts for a node that does not answer."""
+    absent = tuple(Seen.ABSENT for _ in files)
+    return absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 def _told_apart(names: dict[str, str]) -> dict[str, str]:

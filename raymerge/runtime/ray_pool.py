@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.events import OnEvent, RoomAwaited
+from raymerge.runtime.events import CarriersChosen, OnEvent, RoomAwaited
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Placement, placement_of, stations, survey_problems
-from raymerge.runtime.pool import Measure, Measured, Receipts, Stop, Work
+from raymerge.runtime.placement import Placement, placement_of, stations, survey_problems, unreached
+from raymerge.runtime.pool import UNIT, Measure, Measured, Receipts, Stop, Work
 from raymerge.runtime.ray_answers import probed
+from raymerge.runtime.ray_demand import Demand
 from raymerge.runtime.ray_environment import RayConnection
 from raymerge.runtime.ray_nodes import Nodes
-from raymerge.runtime.shift import Shift
+from raymerge.runtime.shift import Shift, Terms
 from raymerge.runtime.sizing import Crew, Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
 from raymerge.runtime.team import Team
 from raymerge.runtime.worker import MergeWorker
@@ -47,8 +49,9 @@ class RayPool:
             parts: of the work; no more workers are started. None while nobody knows how many there will be.
             ready_seconds: how long a worker may take to start, or to take up work.
         """
-        if parts is not None and options.workers is not None:
-            options = replace(options, workers=max(1, min(options.workers, parts)))
+        if parts is not None:
+            workers = None if options.workers is None else max(1, min(options.workers, parts))
+            options = replace(options, workers=workers, cpu_workers=min(options.cpu_workers, parts))
         self._options = options
         self._on_event = on_event
         self._parts = parts
@@ -57,6 +60,8 @@ class RayPool:
         self._choice: Choice | None = None
         self._gpu_failure = ""
         self._placement = Placement()
+        self._surveyed: frozenset[str] | None = None
+        self._is_last = False
         slots = embedded_slots(options) if options.address is None else None
         self._connection = RayConnection(options.address, num_cpus=slots)
         self._nodes = Nodes(self._connection.ray, is_here=options.address is None)
@@ -64,8 +69,8 @@ class RayPool:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of the workers."""
-        return tuple(actor.name for actor in self.team.actors)
+        """Names of the workers that there are in any work; carriers come and go."""
+        return tuple(actor.name for actor in self.team.equals)
 
     @property
     def device(self) -> str:
@@ -97,7 +102,7 @@ class RayPool:
         self._connection.open()
         self._gpus = self._usable_gpus()
         lack = self._lack(self._gpus)
-        if self._is_open and lack is not None:
+        if self._is_open and lack is not None and self._wanted(self._gpus).workers > self._gpus:
             # More workers are wanted than there are GPUs for, and nobody has insisted on GPUs.
             self._choice, self._gpus = Choice("cpu", lack.what.rstrip(".")), 0
         self._equip(self._gpus)
@@ -132,16 +137,31 @@ class RayPool:
         problems = survey_problems(sights, work.files, reads, str(work.place and work.place.parent))
         if problems:
             raise OptionError(problems)
-        self._placement = placement_of(sights, reads)
-        if not self._placement.is_served({actor.node for actor in self.team.actors}):
+        self._placement, self._surveyed = placement_of(sights, reads), frozenset(sights)
+        if not self._options.growing:
+            self._check_reach(work)
+        present, homes = {actor.node for actor in self.team.actors}, self.team.homes(self._nodes.machines())
+        # What none of these homes sees is for carriers, or for nodes that are yet to join.
+        if not self._placement.is_served(present, homes):
             self._station()
+
+    def conclude(self) -> None:
+        """The next work is the last one; see ``Pool.conclude``."""
+        self._is_last = True
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
         """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
-        if self._options.growing:
+        growing = self._options.growing
+        if growing:
             # They join once there is room for them; that they wait is what has the cluster grow.
             missing = self._layout.workers - len(self.team.actors)
             self.team.actors += [self.team.spawn() for _ in range(missing)]
+        terms = Terms(
+            copies=self._add_carriers(work, numbers),
+            surveyed=self._surveyed,
+            leaves=growing and self._is_last,
+            growth_seconds=_GROWTH_SECONDS if growing else 0.0,
+        )
         shift = Shift(
             self.team,
             self._nodes,
@@ -150,15 +170,17 @@ class RayPool:
             placement=self._placement,
             patience=self._options.patience,
             on_event=self._on_event,
+            terms=terms,
         )
         shift.begin()
         try:
             while shift.goes_on(stop):
                 yield from shift.advance(stop)
         finally:
-            if self._options.growing:
-                # Who waits for room would have the cluster grow, though nothing is left to do.
-                for actor in [each for each in self.team.actors if not each.node]:
+            # Carriers are of this work: they take no room from workers that the next one needs elsewhere, and
+            # nobody waits for those that are not up. Who waits for room would have the cluster grow, too.
+            for actor in tuple(self.team.actors):
+                if actor.is_carrier or (growing and not actor.node):
                     self.team.give_up(actor)
 
     def close(self) -> None:
@@ -171,17 +193,54 @@ class RayPool:
         """Whether there are GPUs that need not be used."""
         return self._gpus > 0 and self._options.device == "auto" and self._choice is None
 
+    def _add_carriers(self, work: Work, numbers: Sequence[int]) -> frozenset[int]:
+        """Start carriers, no more than there are parts for them, and say which parts these are.
+
+        They join when they are up: whoever is on a GPU need not wait for that.
+        """
+        wanted = self._layout.carriers
+        if not wanted or not numbers:
+            return frozenset()
+        copies = work.copies().intersection(numbers)
+        places = self._carriers_places(copies, min(wanted, len(copies)))
+        if work.part != UNIT:
+            self._on_event(CarriersChosen(len(places), len(copies), len(numbers), work.part))
+        self.team.actors += [self.team.spawn(on=on, is_carrier=True) for on in places]
+        return copies
+
+    def _carriers_places(self, copies: frozenset[int], count: int) -> list[list[str]]:
+        """For each of some carriers the nodes that it may be on; empty for any."""
+        if not self._placement.able:
+            return [[]] * count
+        taken = Counter(actor.node for actor in self.team.actors)
+        threads = self._layout.threads
+        rooms = {
+            node: machine.room(threads, with_gpu=False) - taken[node]
+            for node, machine in self._nodes.machines().items()
+        }
+        own = Placement(tuple(self._placement.able[number] for number in sorted(copies)))
+        places = [[node] for node in stations(own, rooms, count)[:count]]
+        # Others join with nodes that are yet to come.
+        return places + [[]] * (count - len(places) if self._options.growing else 0)
+
     def _fill(self) -> None:
         """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
-        missing, seconds = self._layout.workers - len(self.team.actors), None
+        missing = self._layout.workers - len(self.team.actors)
         if self._options.growing:
             threads, has_gpu = self._layout.threads, self._gpus > 0
             room = sum(machine.room(threads, with_gpu=has_gpu) for machine in self._machines())
             missing = min(missing, max(room, 1) - len(self.team.actors))
             if missing > 0 and not room:
-                seconds = _GROWTH_SECONDS
-                self._on_event(RoomAwaited(self._no_room_yet(), seconds))
-        self.team.take_on(missing, seconds=seconds)
+                self._grow(missing)
+                return
+        self.team.take_on(missing)
+
+    def _grow(self, missing: int) -> None:
+        """Start workers on a cluster that has no room for one yet, and see that it can have."""
+        lack = self._no_room_yet()
+        self._on_event(RoomAwaited(lack, _GROWTH_SECONDS))
+        demand = Demand(self._connection.ray, cpus=self._layout.threads, gpus=min(self._gpus, 1), lack=lack)
+        self.team.take_on(missing, seconds=_GROWTH_SECONDS, look=demand.check)
 
     def _no_room_yet(self) -> str:
         """What a worker needs, and what the cluster has, in words."""
@@ -193,6 +252,24 @@ class RayPool:
         """The machines of the cluster."""
         return list(self._nodes.machines().values())
 
+    def _check_reach(self, work: Work) -> None:
+        """See that every part can be done on a node that may have a worker for it.
+
+        Raises:
+            OptionError: some cannot: who sees their files has no GPU, or too few CPU slots.
+        """
+        threads, has_gpu = self._layout.threads, self._gpus > 0
+        machines = self._nodes.machines()
+        homes, slots = self.team.homes(machines), self.team.homes(machines, is_carrier=True)
+        copies = work.copies() if self._layout.carriers and self._placement.able else frozenset()
+        stranded = [
+            number
+            for number, able in enumerate(self._placement.able)
+            if not able.intersection(homes) and not (number in copies and able.intersection(slots))
+        ]
+        if stranded:
+            raise OptionError(unreached(len(stranded), work.part, threads=threads, with_gpu=has_gpu))
+
     def _station(self) -> None:
         """Have a worker on every node without which a part could not be done, and the others where they are
         of use."""
@@ -200,12 +277,13 @@ class RayPool:
         machines = self._nodes.machines()
         rooms = {node: machine.room(threads, with_gpu=has_gpu) for node, machine in machines.items()}
         wanted = stations(self._placement, rooms, self._layout.workers)
-        if len(wanted) > self._layout.workers and self._options.workers is not None:
+        asked = self._options.workers if has_gpu else self._options.workers_on_processors
+        if len(wanted) > self._layout.workers and asked is not None:
             raise OptionError(
                 Problem(
                     "--workers",
                     f"the sources are on disks of different nodes, and {len(wanted)} workers at least are "
-                    f"needed to be where they are; {self._options.workers} were asked for.",
+                    f"needed to be where they are; {asked} were asked for.",
                     f"Give at least {len(wanted)}.",
                 )
             )
@@ -227,7 +305,8 @@ class RayPool:
         layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
         if self._parts is None:
             return layout
-        return replace(layout, workers=min(layout.workers, max(1, self._parts)))
+        workers, carriers = min(layout.workers, max(1, self._parts)), min(layout.carriers, self._parts)
+        return replace(layout, workers=workers, carriers=carriers)
 
     def _lack(self, gpus: int) -> Problem | None:
         """What the cluster lacks for that layout; nothing, where it grows."""

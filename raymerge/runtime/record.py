@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -19,7 +21,9 @@ from raymerge.planner.sources import Holding, Source, holdings
 from raymerge.planner.stages import Prepared
 from raymerge.planner.tables import Plan
 from raymerge.runtime.staging import RECORD
-from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.addresses import is_remote, parse_place, shown
+from raymerge.storage.fetched import fetched
+from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore
 
 PROVENANCE = f"{RECORD}/provenance.json"
@@ -85,6 +89,26 @@ def file_digest(store: ReadStore, key: str) -> str:
     for offset in range(0, info.nbytes, _CHUNK):
         digest.update(store.read(key, offset, min(_CHUNK, info.nbytes - offset)))
     return digest.hexdigest()
+
+
+@contextmanager
+def record_at(place: str) -> Iterator[Path]:
+    """A directory of this machine that has a checkpoint's record under its own keys: the checkpoint itself,
+    or a copy of the record alone that goes when the block ends.
+
+    Args:
+        place: the checkpoint: a path, or an address with its options.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not is_remote(place):
+        yield Path(parse_place(place).text).absolute()
+        return
+    with open_store(place) as store:
+        keys = [each.key for each in store.files() if each.key.startswith(f"{RECORD}/")]
+    with fetched(place, keys) as found:
+        yield found
 
 
 def read_record(store: ReadStore, key: str) -> dict[str, Any]:

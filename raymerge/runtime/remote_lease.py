@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from raymerge.errors import IncompleteError, RaymergeError, TargetError, TransientError
+from raymerge.errors import HeldError, Problem, RaymergeError, TargetError, TransientError
 from raymerge.runtime.holder import Holder, holder_from, is_here, myself, runs_here
-from raymerge.runtime.lease import BEAT_SECONDS, DEAD_SECONDS, held
+from raymerge.runtime.lease import BEAT_SECONDS, DEAD_SECONDS, held, lost
 from raymerge.storage.object_writer import ObjectWriter, unconditional
 
 _LOOK_SECONDS = 1.0
@@ -89,11 +89,7 @@ class RemoteLease:
         found = look(writer, self._key)
         if found is None or found.holder != self._me:
             by = "it was removed" if found is None else f"another run took it over: {found.holder}"
-            raise IncompleteError(
-                f"{self._writer.location(self._key)}: the lease of this run is gone, {by}. That happens to a "
-                f"run that shows no sign of life for {DEAD_SECONDS:g} s. Nothing was published. What is done "
-                "is kept: the same command goes on from there, once nobody else does."
-            )
+            raise lost(self._writer.location(self._key), by)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -145,7 +141,7 @@ def leased(writer: ObjectWriter, key: str, what: str) -> Iterator[RemoteLease]:
         what: digest of what is made there.
 
     Raises:
-        TargetError: another process holds it.
+        HeldError: another process holds it.
     """
     me = myself(what)
     lease = RemoteLease(writer, key, me, _acquired(writer, key, me))
@@ -166,37 +162,44 @@ def check_unheld(writer: ObjectWriter, key: str, what: str) -> None:
     """Find out whether another process of this machine holds a place, changing nothing.
 
     Raises:
-        TargetError: one does.
+        HeldError: one does.
     """
     found = look(writer, key)
     if found is not None and found.holder is not None and is_here(found.holder) and runs_here(found.holder):
-        raise TargetError(held(writer.location(""), found.holder, myself(what)))
+        raise HeldError(held(writer.location(""), found.holder, myself(what)))
 
 
 def check_writable(writer: ObjectWriter, directory: str) -> None:
-    """Find out whether objects can be written and deleted at a place, and only if there are none.
+    """Find out whether objects can be written and deleted at a place, and only if there are none; and whether
+    they keep what is put down with them.
 
     Args:
         writer: of the place.
         directory: key that the object which is tried with lies below; it is gone afterwards.
 
     Raises:
-        TargetError: that is refused.
+        TargetError: that is refused, or something drops what is put down.
         OptionError: the store knows no conditions.
     """
-    key = f"{directory}/{PROBE}-{myself('').run}"
+    run = myself("").run
+    key = f"{directory}/{PROBE}-{run}"
     try:
-        writer.put_new(key, b"raymerge looks whether it can write here\n")
+        writer.put_new(key, b"raymerge looks whether it can write here\n", stamp=run)
         is_refused = writer.put_new(key, b"") is None
+        found = writer.info(key)
     finally:
         writer.delete([key])
     if not is_refused:
         raise TargetError(unconditional(writer.location("")))
+    if found is not None and found.stamp != run:
+        what = "objects here do not keep their metadata, by which a run knows its own shards."
+        remedy = "Have the server, or what stands before it, keep it; or take another store or a directory."
+        raise TargetError(Problem(writer.location(""), what, remedy))
 
 
 def _acquired(writer: ObjectWriter, key: str, me: Holder, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Version of the lease once it is ours; raises TargetError where a living process has it, or nothing can
-    be written on a condition."""
+    """Version of the lease once it is ours; raises HeldError where a living process has it, and TargetError
+    where nothing can be written on a condition."""
     first: _Found | None = None
     began, refusals = time.monotonic(), 0
     while (version := _taken(writer, key, me, None)) is None:
@@ -215,7 +218,7 @@ def _acquired(writer: ObjectWriter, key: str, me: Holder, sleep: Callable[[float
             if version is not None:
                 break
         elif (holder is not None and is_here(holder)) or (first is not None and found != first):
-            raise TargetError(held(writer.location(""), holder, me))
+            raise HeldError(held(writer.location(""), holder, me))
         first = first or found
         sleep(_LOOK_SECONDS)
     return version

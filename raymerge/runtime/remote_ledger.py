@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ class RemoteLedger(Ledger):
     """
 
     def __init__(
-        self, path: Path, conditions: Mapping[str, Any], writer: ObjectWriter, record: str, mark: str
+        self,
+        path: Path,
+        conditions: Mapping[str, Any],
+        writer: ObjectWriter,
+        record: str,
+        mark: str,
+        guard: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -32,8 +38,10 @@ class RemoteLedger(Ledger):
             writer: of the output place.
             record: key of the run record.
             mark: of the run's beginning.
+            guard: raises where the place is no longer that of this run.
         """
         self._writer = writer
+        self._guard = guard
         self._record = record
         self._mark = mark
         self._next = 1 + max((_number(key) for key in self._pieces()), default=0)
@@ -55,7 +63,7 @@ class RemoteLedger(Ledger):
         """Begin anew; who looks meanwhile finds the old receipts, some of them, or these."""
         super().begin(receipts)
         old = self._pieces()
-        self._writer.put(f"{self._record}/{NAME}", self._path.read_bytes())
+        self._writer.put_only(f"{self._record}/{NAME}", self._path.read_bytes(), self._guard)
         self._writer.delete(old)
 
     def _append(self, *entries: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
@@ -13,7 +15,7 @@ from raymerge.runtime.ledger import NAME
 from raymerge.runtime.remote_found import MANIFEST
 from raymerge.runtime.remote_lease import look
 from raymerge.runtime.remote_ledger import pieces_of
-from raymerge.runtime.remote_staging import LEASE
+from raymerge.runtime.remote_staging import LEASE, STEPS_LEASE
 from raymerge.runtime.remote_stop import ask_to_stop
 from raymerge.runtime.run_records import RECORD, STORY, Record
 from raymerge.storage.addresses import shown
@@ -45,19 +47,13 @@ class RemoteRecords:
         return self._place
 
     def hold(self) -> Hold | None:
-        """Who holds the place; on another machine a holder is waited for until it shows that it lives."""
-        first = look(self._writer, LEASE)
-        if first is None:
-            return None
-        if first.holder is not None and is_here(first.holder):
-            return Hold(first.holder, 0.0, runs_here(first.holder))
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < self._dead_seconds:
-            found = look(self._writer, LEASE)
-            if found is None or found.version != first.version:
-                return None if found is None else Hold(found.holder, 0.0, True)
-            time.sleep(_WATCH_SECONDS)
-        return Hold(first.holder, waited, False)
+        """Who holds the place, or what is made before it; on another machine a holder is waited for until it
+        shows that it lives."""
+        is_told = threading.Event()
+        with ThreadPoolExecutor(2) as threads:
+            found = threads.map(lambda lease: self._hold_of(lease, is_told), (LEASE, STEPS_LEASE))
+            holds = [each for each in found if each is not None]
+        return next((each for each in holds if each.is_alive), holds[0] if holds else None)
 
     def begun(self) -> Record | None:
         """The record of the unfinished run."""
@@ -72,9 +68,35 @@ class RemoteRecords:
         is_whole = _is_whole(keys) and f"{RECORD}/{STORY}" in keys and f"{RECORD}/{MARK}" not in keys
         return self._read if is_whole else None
 
+    def has_steps(self) -> bool:
+        """No: they are in a directory that the store knows nothing of."""
+        return False
+
     def ask_to_stop(self, holder: Holder) -> None:
         """Leave an object in the record."""
         ask_to_stop(self._writer, holder)
+
+    def _hold_of(self, lease: str, is_told: threading.Event) -> Hold | None:
+        """Who holds one of the leases; ``is_told`` once either is known to be of one that lives."""
+        found = self._watched(lease, is_told)
+        if found is not None and found.is_alive:
+            is_told.set()
+        return found
+
+    def _watched(self, lease: str, is_told: threading.Event) -> Hold | None:
+        first = look(self._writer, lease)
+        if first is None:
+            return None
+        if first.holder is not None and is_here(first.holder):
+            return Hold(first.holder, 0.0, runs_here(first.holder))
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < self._dead_seconds:
+            found = look(self._writer, lease)
+            if found is None or found.version != first.version:
+                return None if found is None else Hold(found.holder, 0.0, True)
+            if is_told.wait(_WATCH_SECONDS):
+                return None
+        return Hold(first.holder, waited, False)
 
     def _read(self, key: str) -> bytes:
         found = self._writer.get(f"{RECORD}/{key}")

@@ -25,7 +25,6 @@ class RemoteShards:
         orders: tuple[ShardOrder, ...],
         store: LocalStore,
         writer: ObjectWriter,
-        mark: str,
     ) -> None:
         """
         Args:
@@ -33,14 +32,12 @@ class RemoteShards:
             orders: how each shard is made.
             store: the control directory.
             writer: of the output place.
-            mark: of the run's beginning, which its shards bear.
         """
         self._plan = plan
         self._orders = orders
         self._store = store
         self._writer = writer
-        self._mark = mark
-        self._versions: dict[str, str] = {}
+        self._stamps: dict[str, str] = {}
 
     def take_up(self, ledger: Ledger) -> dict[int, Receipt]:
         """The receipts of earlier runs whose shards are there as they were when they were complete.
@@ -51,34 +48,35 @@ class RemoteShards:
         there = self._writer.infos([order.name for order in self._orders if order.name in said])
         kept: dict[int, Receipt] = {}
         for order in self._orders:
-            version = said.get(order.name)
-            is_same = self._is_same(order, there.get(order.name))
-            if version is not None and is_same and all(segment in before for segment in order.segments):
-                self._versions[order.name] = version
+            stamp = said.get(order.name, "")
+            if _bears(there.get(order.name), order, stamp) and all(
+                segment in before for segment in order.segments
+            ):
+                self._stamps[order.name] = stamp
                 kept |= {segment: before[segment] for segment in order.segments}
-        if kept.keys() != before.keys() or self._versions.keys() != said.keys():
+        if kept.keys() != before.keys() or self._stamps.keys() != said.keys():
             ledger.begin({})
             for order in self._orders:
-                if order.name in self._versions:
+                if order.name in self._stamps:
                     own = [kept[segment] for segment in order.segments]
-                    ledger.record_shard(order.name, self._versions[order.name], own)
+                    ledger.record_shard(order.name, self._stamps[order.name], own)
         return kept
 
-    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - versions say the same
+    def parts(self, receipts: Mapping[int, Receipt]) -> list[int]:  # noqa: ARG002 - stamps say the same
         """Numbers of the shards to make, the largest first."""
-        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._versions]
+        wanted = [n for n, order in enumerate(self._orders) if order.name not in self._stamps]
         return sorted(wanted, key=lambda n: (-self._orders[n].nbytes, n))
 
     def record(self, ledger: Ledger, batch: Iterable[Receipt]) -> tuple[Receipt, ...]:
         """Have it durable that shards are made; the receipts of their segments."""
         made: list[Receipt] = []
         for receipt in batch:
-            order, version = self._orders[receipt.segment], str(receipt.report["version"])
+            order, stamp = self._orders[receipt.segment], str(receipt.report["stamp"])
             own = [Receipt.from_json(each) for each in receipt.report["receipts"]]
             if own and receipt.retries:
                 own[-1] = Receipt.from_json({**own[-1].to_json(), "retries": receipt.retries})
-            ledger.record_shard(order.name, version, own)
-            self._versions[order.name] = version
+            ledger.record_shard(order.name, stamp, own)
+            self._stamps[order.name] = stamp
             made += own
         return tuple(made)
 
@@ -108,11 +106,12 @@ class RemoteShards:
         """See that every shard is there as it was made; raises as ``complete`` does."""
         there = self._writer.infos([order.name for order in self._orders])
         for order in self._orders:
-            if not self._is_same(order, info := there[order.name]):
+            if not _bears(info := there[order.name], order, self._stamps[order.name]):
                 what = "is gone" if info is None else "is not the object that was written"
                 raise IncompleteError(f"{self._writer.location(order.name)}: {what}. {KEPT}")
 
-    def _is_same(self, order: ShardOrder, info: ObjectInfo | None) -> bool:
-        """Whether an object is a shard that was made: it bears the mark of this run's beginning, all of
-        whose workers write the same bytes. The store's tag does not say so: some give another each time."""
-        return info is not None and (info.nbytes, info.stamp) == (order.nbytes, self._mark)
+
+def _bears(info: ObjectInfo | None, order: ShardOrder, stamp: str) -> bool:
+    """Whether an object is a shard that was made: it bears what all bear that have its bytes. The store's
+    tag does not say so: some give another each time."""
+    return info is not None and (info.nbytes, info.stamp) == (order.nbytes, stamp)

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +26,13 @@ from raymerge.runtime.beginning import MARK, mark_of
 from raymerge.runtime.conditions import difference
 from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.ledger import Ledger
+from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.remote_found import MANIFEST, is_checkpoint, is_empty, strangers
 from raymerge.runtime.remote_journal import JournalMirror
 from raymerge.runtime.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
 from raymerge.runtime.remote_ledger import RemoteLedger
 from raymerge.runtime.remote_shards import RemoteShards
-from raymerge.runtime.remote_stop import withdraw
+from raymerge.runtime.remote_stop import STOP, withdraw
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_orders
 from raymerge.runtime.shard_work import ShardWork, check_mark
@@ -45,6 +46,8 @@ from raymerge.units import format_size
 
 LEASE = f"{RECORD}/lease.json"
 """Key of the lease."""
+STEPS_LEASE = f"{RECORD}/steps-lease.json"
+"""Key of the lease of whoever makes, elsewhere, what comes before."""
 _BEGUN = f"{RECORD}/{MARK}"
 _FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/device.json", f"{RECORD}/{JOURNAL}")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -53,6 +56,8 @@ _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _AT_ONCE = 4 << 20
 _ASIDE_SECONDS = 5.0
 _PROBES = f"{RECORD}/{PROBE}-"
+_CONTROL = "raymerge-control-"
+"""What the names of control directories begin with."""
 
 
 class RemoteStaging(Staging):
@@ -69,9 +74,11 @@ class RemoteStaging(Staging):
             OptionError: what speaks to such stores is not installed.
             CheckpointError: there are no credentials.
         """
-        control = tempfile.mkdtemp(prefix="raymerge-control-")
-        weakref.finalize(self, shutil.rmtree, control, ignore_errors=True)
-        super().__init__(Path(control) / "output", plan)
+        shared = tempfile.gettempdir()
+        sweep(Path(shared), _CONTROL)
+        control = OwnDirectory(shared, _CONTROL)
+        weakref.finalize(self, control.remove)
+        super().__init__(control.path / "output", plan)
         self.name = shown(place)
         self.place = place
         self._writer = ObjectWriter(place)
@@ -96,8 +103,6 @@ class RemoteStaging(Staging):
         """
         self.check(replace=replace)
         self._begun = ""
-        # Not before: it might be somebody else's place.
-        self._abort_uploads()
         if not self._is_ours(self._listed()):
             self.discard()
         self.fetch()
@@ -108,8 +113,11 @@ class RemoteStaging(Staging):
         self._probes = frozenset(each.key for each in self._writer.files() if each.key.startswith(_PROBES))
         # Whoever finds the manifest knows whose the place is.
         for key in (MANIFEST, f"{RECORD}/{RECIPE}", f"{RECORD}/numerics.json", _BEGUN):
-            self._upload(key)
-        return RemoteLedger(self.ledger_path, conditions, self._writer, RECORD, self.mark)
+            self._upload(key, self._check_held)
+        # Only now: whoever looks for another mark before it completes an upload finds that it is gone. Those
+        # that have looked already can still come late, unless theirs are aborted.
+        self._abort_uploads()
+        return RemoteLedger(self.ledger_path, conditions, self._writer, RECORD, self.mark, self._confirm)
 
     @property
     def mark(self) -> str:
@@ -127,6 +135,19 @@ class RemoteStaging(Staging):
             self._lease = lease
             try:
                 yield lease
+            finally:
+                withdraw(self._asides)
+
+    @contextmanager
+    def lock_steps(self) -> Iterator[None]:
+        """Hold the output place while what comes before this plan is made in a directory elsewhere.
+
+        Raises:
+            TargetError: another process does, or nothing can be written there.
+        """
+        with leased(self._writer, STEPS_LEASE, self._plan.digest):
+            try:
+                yield
             finally:
                 withdraw(self._asides)
 
@@ -217,7 +238,7 @@ class RemoteStaging(Staging):
 
     def shards(self, store: LocalStore) -> RemoteShards:
         """The shards, whose headers come into ``store``, the control directory."""
-        self._shards = RemoteShards(self._plan, self._orders, store, self._writer, self.mark)
+        self._shards = RemoteShards(self._plan, self._orders, store, self._writer)
         return self._shards
 
     def work(self, segments: SegmentWork) -> ShardWork:
@@ -236,8 +257,7 @@ class RemoteStaging(Staging):
         small = sorted(set(files) - {last, _BEGUN, *own}, key=lambda key: (key == CONFIG_FILE, key))
         for key in small:
             # All of them together may take longer than it takes to be taken for dead.
-            self._confirm()
-            self._upload(key)
+            self._upload(key, self._confirm)
         wanted = {*own, *small, last, LEASE}
         # Of what an earlier attempt left, nothing is to be taken for a part of the checkpoint.
         left = sorted((self._parts() - wanted) | self._probes)
@@ -245,9 +265,8 @@ class RemoteStaging(Staging):
         self._writer.delete(key for key in left if key.endswith(_WEIGHTS))
         if self._shards is not None:
             self._shards.check()
-        self._confirm()
         if last is not None:
-            self._upload(last)
+            self._upload(last, self._confirm)
         self._is_published = True
         # It is in its place: a signal ends no more than the clearing up.
         with suppress(KeyboardInterrupt, IncompleteError):
@@ -257,8 +276,11 @@ class RemoteStaging(Staging):
 
     def discard(self) -> None:
         """Delete the checkpoint at the place, or what there is of it, but for the lease: first what makes it
-        one, last what says whose it is, so that after a crash no receipt is believed."""
-        keys = self._parts()
+        one, last what says whose it is, so that after a crash no receipt is believed.
+
+        A request to stop stays: it may have come while what is before this plan was made.
+        """
+        keys = self._parts() - {STOP}
         first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
         # While the ledger tells that they are parts.
         first += sorted(key for key in keys if "/" in key and not _is_record(key))
@@ -266,14 +288,20 @@ class RemoteStaging(Staging):
         manifest = [key for key in keys if key == MANIFEST]
         with self._journal.lock:
             for some in (first, ledger, sorted({*keys} - {*first, *ledger, *manifest}), manifest):
+                # One that comes late is what may be lost of another's.
+                self._check_held()
                 self._writer.delete(some)
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _confirm(self) -> None:
         """See by what lies there that the place is still that of this run; raises IncompleteError."""
+        self._check_held()
+        check_mark(self._writer, self.mark)
+
+    def _check_held(self) -> None:
+        """See that the lease is still that of this run; raises IncompleteError."""
         if self._lease is not None:
             self._lease.confirm()
-        check_mark(self._writer, self.mark)
 
     def _abort_uploads(self, files: Collection[str] = ()) -> None:
         """Abort what killed processes left of shards, of the record and of these files."""
@@ -282,14 +310,10 @@ class RemoteStaging(Staging):
             lambda key: key in ours or _is_record(key) or _SHARD.fullmatch(key) is not None
         )
 
-    def _upload(self, key: str) -> None:
-        """Write a file of the control directory; a large one as a stream, which takes no memory for it."""
-        path = self.root / key
-        if path.stat().st_size <= _AT_ONCE:
-            self._writer.put(key, path.read_bytes())
-            return
-        with path.open("rb") as file, self._writer.stream(key, path.stat().st_size) as stream:
-            done = 0
+    def _upload(self, key: str, guard: Callable[[], None]) -> None:
+        """Write a file of the control directory; ``guard`` raises where nothing more is to be written."""
+        path, done = self.root / key, 0
+        with path.open("rb") as file, self._writer.stream(key, path.stat().st_size, guard=guard) as stream:
             while chunk := file.read(_AT_ONCE):
                 stream.write(done, chunk)
                 done += len(chunk)
@@ -297,7 +321,7 @@ class RemoteStaging(Staging):
 
     def _listed(self) -> list[FileInfo]:
         """Every object at the place but those that come and go."""
-        passing = (LEASE, _PROBES)
+        passing = (LEASE, STEPS_LEASE, _PROBES)
         return [each for each in self._writer.files() if not each.key.startswith(passing)]
 
     def _parts(self) -> set[str]:

@@ -12,7 +12,8 @@ from raymerge.runtime.holder import Holder, holder_from, is_same_process, myself
 from raymerge.runtime.run_records import RECORD
 from raymerge.storage.object_writer import ObjectWriter
 
-_STOP = f"{RECORD}/stop.json"
+STOP = f"{RECORD}/stop.json"
+"""Key of a request."""
 _LOOK_SECONDS = 5.0
 _REQUEST_SECONDS = 5.0
 
@@ -51,7 +52,7 @@ class RemoteStopRequest:
             if asked is not None:
                 self._is_seen = is_same_process(asked, myself(""))
                 # Gone once it was seen, and so is one to a process that has ended.
-                self._writer.delete([_STOP])
+                self._writer.delete([STOP])
 
 
 def ask_to_stop(writer: ObjectWriter, holder: Holder) -> None:
@@ -65,7 +66,7 @@ def ask_to_stop(writer: ObjectWriter, holder: Holder) -> None:
         TransientError: the store failed for a while.
         TargetError: it refuses it.
     """
-    writer.put(_STOP, json.dumps(asdict(holder)).encode())
+    writer.put(STOP, json.dumps(asdict(holder)).encode())
 
 
 def withdraw(writer: ObjectWriter) -> None:
@@ -73,10 +74,10 @@ def withdraw(writer: ObjectWriter) -> None:
     with suppress(Exception):
         asked = _asked(writer)
         if asked is not None and is_same_process(asked, myself("")):
-            writer.delete([_STOP])
+            writer.delete([STOP])
 
 
 def _asked(writer: ObjectWriter) -> Holder | None:
     """Who is asked; None where nobody is, or nobody knows whom."""
-    found = writer.get(_STOP)
+    found = writer.get(STOP)
     return None if found is None else holder_from(found[0])

@@ -2,8 +2,8 @@
 
 The recipe is planned once more over the sources as they are now, every file is compared with what that plan
 and the sources say of it, and every byte of the tensors with the digests of the record. Nothing is merged,
-nothing is written, and nothing is fetched but from servers that the user names: what the record says is not
-believed that far.
+nothing is written but a copy of the record of a checkpoint that lies elsewhere, and nothing is fetched but
+from servers that the user names: what the record says is not believed that far.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.assemble.provenance import Made, Provenance, SourceRecord, provenance
-from raymerge.checkpoints.source import Checkpoint
+from raymerge.checkpoints.source import Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
 from raymerge.execute.receipts import row_digests
 from raymerge.planner.planned import PlannedMerge, plan_merges
 from raymerge.planner.sources import Opener, holdings, open_reference
 from raymerge.planner.tables import Plan, load_plan
 from raymerge.recipes import AnyRecipe, ModelReference, merge_order, parse_recipe
-from raymerge.runtime.chain import steps_directory
 from raymerge.runtime.conditions import difference
-from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.record import PROVENANCE, STORY, read_record, versions
-from raymerge.runtime.replay_files import changed_files, files_apart
-from raymerge.runtime.staging import RECORD
-from raymerge.storage.addresses import is_remote
+from raymerge.runtime.ledger import Ledger
+from raymerge.runtime.record import PROVENANCE, STORY, read_record, record_at, versions
+from raymerge.runtime.replay_files import Output, changed_files, files_apart
+from raymerge.runtime.steps_place import steps_directory
+from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub_places import is_hub_place
-from raymerge.storage.local import LocalStore
+from raymerge.storage.open import open_store
 from raymerge.storage.resolve import USUAL, Lookup
-from raymerge.storage.store import ReadStore
 from raymerge.verifier.digests import differing_rows
 from raymerge.verifier.structure import RECORD_PLAN
 
@@ -94,47 +92,51 @@ class _Sought:
     """Whether pickled weights may be read; None where the recipe asks for them and the user does not."""
 
 
-def replay_checkpoint(root: Path, places: Mapping[str, str], *, pickled: bool = False) -> ReplayVerdict:
+def replay_checkpoint(
+    place: Path | str, places: Mapping[str, str], *, pickled: bool = False
+) -> ReplayVerdict:
     """Derive the provenance of a checkpoint anew. Never raises for what differs: the verdict says it.
 
     Args:
-        root: the checkpoint.
+        place: the checkpoint: a directory, or another place with its options.
         places: where sources are now, by the names that the recipe has for them; those that are not named are
             looked for where they were.
         pickled: whether pickled weights of sources may be read, where the recipe in the record says so.
     """
     try:
-        with LocalStore(root) as store:
-            told = Provenance.from_json(read_record(store, PROVENANCE), f"{root}/{PROVENANCE}")
+        with open_store(str(place)) as store, record_at(str(place)) as record:
+            files_at(store)
+            output = Output(str(place), store, record)
+            told = Provenance.from_json(read_record(store, PROVENANCE), f"{output.name}/{PROVENANCE}")
             story = read_record(store, STORY)
-            plan = load_plan(root / RECORD_PLAN)
+            plan = load_plan(record / RECORD_PLAN)
             sought = _Sought(
                 places={**_recorded(story), **places},
                 given=frozenset(places),
                 revisions={each.name: each.revision for each in told.sources if each.revision is not None},
                 pickled=pickled,
             )
-            return _replayed(root, store, plan, told, sought)
+            return _replayed(output, plan, told, sought)
     except UserError as error:
-        return ReplayVerdict(str(root), "", 0, 0, 0, (), len(error.problems), error.problems)
+        return ReplayVerdict(shown(str(place)), "", 0, 0, 0, (), len(error.problems), error.problems)
 
 
-def _replayed(root: Path, store: ReadStore, plan: Plan, told: Provenance, sought: _Sought) -> ReplayVerdict:
-    digests = row_digests(Ledger.read(root / RECORD / NAME).values())
-    findings = differing_rows(plan, store, digests, str(root))
-    problems = [*changed_files(root, store, plan, told), *findings.problems, *_unknown(sought.given, told)]
+def _replayed(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> ReplayVerdict:
+    digests = row_digests(Ledger.read(output.ledger).values())
+    findings = differing_rows(plan, output.store, digests, output.name)
+    problems = [*changed_files(output, plan, told), *findings.problems, *_unknown(sought.given, told)]
     notes = list(_notes(told))
     try:
-        merge = _planned_again(root, plan, told, sought)
-        problems += _differences(root, plan, merge, told, digests)
+        merge = _planned_again(output, plan, told, sought)
+        problems += _differences(output, plan, merge, told, digests)
         if not merge.plan.problems:
-            problems += files_apart(root, store, merge, told)
+            problems += files_apart(output, merge, told)
     except UserError as error:
         problems += error.problems
     else:
-        notes += _written_since(root, merge)
+        notes += _written_since(output, merge)
     return ReplayVerdict(
-        path=str(root),
+        path=output.name,
         plan=plan.digest,
         sources=len(plan.manifest["sources"]),
         tensors=len(told.tensors),
@@ -145,18 +147,19 @@ def _replayed(root: Path, store: ReadStore, plan: Plan, told: Provenance, sought
     )
 
 
-def _planned_again(root: Path, plan: Plan, told: Provenance, sought: _Sought) -> PlannedMerge:
+def _planned_again(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> PlannedMerge:
     """The merge that made a checkpoint, planned over its sources as they are now.
 
     Raises:
         UserError: it cannot be planned: a source is gone, or no longer fits.
     """
-    where = f"{root}/{PROVENANCE}"
+    where = f"{output.name}/{PROVENANCE}"
     # What lies in the current directory says nothing of what names meant where it was made.
     recipes = merge_order([parse_recipe(text, where) for text in told.recipes], exists=lambda _: False)
     opener = _opener(_allowed(recipes, sought))
     version = str(plan.manifest["raymerge"])
-    return plan_merges(recipes, steps_directory(root), version=version, opener=opener, lookup=_CACHE)[-1]
+    steps = steps_directory(output.place)
+    return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
 
 
 def _allowed(recipes: Sequence[AnyRecipe], sought: _Sought) -> _Sought:
@@ -214,7 +217,7 @@ def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -
 
 
 def _differences(
-    root: Path, plan: Plan, merge: PlannedMerge, told: Provenance, digests: Mapping[int, str]
+    output: Output, plan: Plan, merge: PlannedMerge, told: Provenance, digests: Mapping[int, str]
 ) -> Iterator[Problem]:
     """What of the provenance is another when it is derived anew."""
     if merge.plan.problems:
@@ -229,7 +232,9 @@ def _differences(
         if before != after:
             facts = f" ({difference(plan.manifest, merge.plan.manifest)})" if key == "plan" else ""
             what = f"derived anew, {name} differ: {_apart(before, after)}{facts}."
-            yield Problem(f"{root}/{PROVENANCE}", what, "Put the sources back as they were, or merge again.")
+            yield Problem(
+                f"{output.name}/{PROVENANCE}", what, "Put the sources back as they were, or merge again."
+            )
 
 
 def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
@@ -290,9 +295,9 @@ def _notes(told: Provenance) -> Iterator[str]:
         yield f"it was made with {', '.join(apart)}: merged here, its bytes may differ by rounding"
 
 
-def _written_since(root: Path, merge: PlannedMerge) -> Iterator[str]:
+def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
     """Source files that are not those that were read, though their headers are the same."""
-    before = Ledger.versions(root / RECORD / NAME)
+    before = Ledger.versions(output.ledger)
     for known, holding in zip(before, holdings(merge.sources), strict=False):
         found = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]
         if found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -24,6 +24,7 @@ from raymerge.planner.tables import Plan
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.record import PROVENANCE, file_digest
 from raymerge.runtime.staging import NUMERICS, RECIPE, RECORD, numerics_bytes
+from raymerge.storage.addresses import shown
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.structure import verify_structure
@@ -31,29 +32,50 @@ from raymerge.verifier.structure import verify_structure
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 
 
-def changed_files(root: Path, store: ReadStore, plan: Plan, told: Provenance) -> Iterator[Problem]:
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A checkpoint that is looked at."""
+
+    place: str
+    """Where it is, with its options."""
+    store: ReadStore
+    """Its files."""
+    record: Path
+    """A directory of this machine that has its record: itself, or a copy of that alone."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return shown(self.place)
+
+    @property
+    def ledger(self) -> Path:
+        """Its ledger."""
+        return self.record / RECORD / NAME
+
+
+def changed_files(output: Output, plan: Plan, told: Provenance) -> Iterator[Problem]:
     """Files that are not as the record in the checkpoint has them, the bytes of tensors aside.
 
     Args:
-        root: the checkpoint.
-        store: its files.
+        output: the checkpoint.
         plan: the plan in its record.
         told: its provenance.
     """
-    yield from verify_structure(root).problems
-    yield from _shards_changed(root, store, plan)
-    yield from _files_changed(root, store, told)
-    yield from _record_changed(root, store, plan, told)
+    yield from verify_structure(output.place).problems
+    yield from _shards_changed(output, plan)
+    yield from _files_changed(output, told)
+    yield from _record_changed(output, plan, told)
 
 
-def files_apart(root: Path, store: ReadStore, merge: PlannedMerge, told: Provenance) -> Iterator[Problem]:
+def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterator[Problem]:
     """Files beside the weights that are others than a merge that is planned anew makes."""
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
     wanted = finished_files(merge.plan, donor.companions)
-    for file in store.files():
+    for file in output.store.files():
         if file.key not in wanted and file.key.partition("/")[0] != RECORD:
             what = "the merge writes no such file."
-            yield Problem(f"{root}/{file.key}", what, "Take it away, or merge again.")
+            yield Problem(f"{output.name}/{file.key}", what, "Take it away, or merge again.")
     digests = {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in written_files(merge.plan).items()
     }
@@ -65,55 +87,61 @@ def files_apart(root: Path, store: ReadStore, merge: PlannedMerge, told: Provena
             digests |= {key: file_digest(files, key) for key in kept}
             settled |= config_files(merge.plan, files, donor.config)
     for key, content in settled.items():
-        if not _holds(store, key, content):
-            yield Problem(f"{root}/{key}", "it is not what the plan makes.", _AGAIN)
+        if not _holds(output.store, key, content):
+            yield Problem(f"{output.name}/{key}", "it is not what the plan makes.", _AGAIN)
     shards = merge.plan["shards"].column("name").to_pylist()
     for key in sorted(wanted - {*shards, CONFIG_FILE, INDEX_FILE}):
         if key not in told.files:
             yield Problem(
-                f"{root}/{PROVENANCE}", f"it has no digest of {key}, which such a merge writes.", _AGAIN
+                f"{output.name}/{PROVENANCE}",
+                f"it has no digest of {key}, which such a merge writes.",
+                _AGAIN,
             )
         elif told.files[key] != digests.get(key, told.files[key]):
             whose = f"what {donor.name} has" if key in donor.companions else "what the plan makes"
-            yield Problem(f"{root}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN)
+            yield Problem(
+                f"{output.name}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN
+            )
 
 
-def _files_changed(root: Path, store: ReadStore, told: Provenance) -> Iterator[Problem]:
+def _files_changed(output: Output, told: Provenance) -> Iterator[Problem]:
     """Files beside the weights whose bytes are not those that were published."""
     for key, digest in told.files.items():
-        found = file_digest(store, key)
+        found = file_digest(output.store, key)
         if found != digest:
             what = "is missing." if not found else "its bytes are not those that were published."
-            yield Problem(f"{root}/{key}", what, _AGAIN)
+            yield Problem(f"{output.name}/{key}", what, _AGAIN)
 
 
-def _shards_changed(root: Path, store: ReadStore, plan: Plan) -> Iterator[Problem]:
+def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:
     """Shards whose length or header is another than planned."""
     try:
-        check_shards(plan, store)
+        check_shards(plan, output.store)
     except UserError as error:
         for each in error.problems:
-            yield replace(each, where=f"{root}/{each.where}")
+            yield replace(each, where=f"{output.name}/{each.where}")
 
 
-def _record_changed(root: Path, store: ReadStore, plan: Plan, told: Provenance) -> Iterator[Problem]:
+def _record_changed(output: Output, plan: Plan, told: Provenance) -> Iterator[Problem]:
     """Files of the record that do not say what the provenance says."""
     if plan.digest != told.plan:
         what = f"it is of the plan {told.plan}, and {plan.digest} stands beside it."
-        yield Problem(f"{root}/{PROVENANCE}", what, _AGAIN)
+        yield Problem(f"{output.name}/{PROVENANCE}", what, _AGAIN)
     recipe = told.recipes[-1] if told.recipes else ""
-    if not _holds(store, f"{RECORD}/{RECIPE}", recipe.encode()):
-        yield Problem(f"{root}/{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.", _AGAIN)
-    conditions = Ledger.conditions(root / RECORD / NAME)
+    if not _holds(output.store, f"{RECORD}/{RECIPE}", recipe.encode()):
+        yield Problem(
+            f"{output.name}/{RECORD}/{RECIPE}", "it is not the recipe that the provenance has.", _AGAIN
+        )
+    conditions = Ledger.conditions(output.ledger)
     if conditions is None:
         what = "is missing, or what it was begun under cannot be read."
-        yield Problem(f"{root}/{RECORD}/{NAME}", what, _AGAIN)
+        yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
     elif conditions.get("numerics") != dict(told.numerics):
         what = "it does not say the device and the torch that the provenance says."
-        yield Problem(f"{root}/{RECORD}/{NAME}", what, _AGAIN)
-    if not _holds(store, f"{RECORD}/{NUMERICS}", numerics_bytes(told.numerics)):
+        yield Problem(f"{output.name}/{RECORD}/{NAME}", what, _AGAIN)
+    if not _holds(output.store, f"{RECORD}/{NUMERICS}", numerics_bytes(told.numerics)):
         what = "it does not say the device and the torch that the provenance says."
-        yield Problem(f"{root}/{RECORD}/{NUMERICS}", what, _AGAIN)
+        yield Problem(f"{output.name}/{RECORD}/{NUMERICS}", what, _AGAIN)
 
 
 def _holds(store: ReadStore, key: str, content: bytes) -> bool:

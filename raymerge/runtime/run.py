@@ -60,6 +60,7 @@ from raymerge.runtime.versions import (
     blaming,
     check_companions,
     check_unchanged,
+    companion_condition,
     companion_versions,
     file_versions,
     source_files,
@@ -144,6 +145,8 @@ class Run:
         self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
         self._warn_encoding_error = warn_encoding_error
         self._journal = journal
+        self.is_stopped = False
+        """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
         self._stop_request = stop_request or StopRequest(self._staging.output)
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
@@ -235,7 +238,7 @@ class Run:
         return {
             "numerics": pool.numerics,
             "versions": file_versions(self._sources),
-            "companions": self._companions,
+            "companions": companion_condition(self._donor, self._companions),
             **condition_of(self._sources),
         }
 
@@ -308,6 +311,7 @@ class Run:
                 for receipt in batch:
                     self._tell(receipt, costs[receipt.segment])
                 check_overdue(stop)
+            self.is_stopped = stop.requested
 
     def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
         roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)

@@ -13,6 +13,7 @@ from raymerge.runtime.holder import Holder
 from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.lease import Hold, hold_of
 from raymerge.runtime.ledger import NAME
+from raymerge.runtime.steps_place import steps_beside
 from raymerge.runtime.stop_request import StopRequest
 from raymerge.storage.addresses import is_object_place, parse_place
 
@@ -41,6 +42,9 @@ class RunRecords(Protocol):
     def published(self) -> Record | None:
         """The record of the checkpoint in its place; None where there is none."""
 
+    def has_steps(self) -> bool:
+        """Whether something that was made on the way is beside the place."""
+
     def ask_to_stop(self, holder: Holder) -> None:
         """Leave a request for a process to stop; raises OSError where nothing can be left there."""
 
@@ -63,8 +67,7 @@ class LocalRecords:
 
     def hold(self) -> Hold | None:
         """Who holds the place, or what is made before it."""
-        steps = self._path.parent / f".{self._path.name}.raymerge.steps"
-        holds = [each for each in map(hold_of, (self._path, steps)) if each is not None]
+        holds = [each for each in map(hold_of, (self._path, steps_beside(self._path))) if each is not None]
         return next((each for each in holds if each.is_alive), holds[0] if holds else None)
 
     def begun(self) -> Record | None:
@@ -82,6 +85,10 @@ class LocalRecords:
         """That of the directory, if raymerge made it."""
         record = self._path / RECORD
         return _reader(record) if (record / STORY).is_file() else None
+
+    def has_steps(self) -> bool:
+        """Whether the directory for results between is there."""
+        return steps_beside(self._path).is_dir()
 
     def ask_to_stop(self, holder: Holder) -> None:
         """Leave a file beside the place."""

@@ -21,7 +21,8 @@ from raymerge.runtime.run_records import (
 from raymerge.runtime.targets.target import RunReport, RunState
 from raymerge.units import format_duration, format_size
 
-_GOES_ON = "Submit it again: it goes on from there."
+GOES_ON = "Submit it again: it goes on from there."
+"""What to do about a run that ended before its end."""
 _RESUMABLE = 3
 _ASKED = "stopping"
 """Name of the event that tells of a request to stop."""
@@ -67,6 +68,12 @@ def report_of(records: RunRecords) -> RunReport:
         return _unfinished(records.place, hold, done_of(begun))
     if published is not None:
         return _published(records.place, published)
+    if hold is not None:
+        what = f"{_died(hold)}; it had not begun to write the output. {GOES_ON}"
+        return RunReport(records.place, RunState.FAILED, records.place, what)
+    if records.has_steps():
+        what = f"nobody makes it; what was made on the way is kept beside it. {GOES_ON}"
+        return RunReport(records.place, RunState.STOPPED, records.place, what)
     what = f"there is nothing of raymerge at {records.place}: no checkpoint, and no unfinished run."
     return RunReport(records.place, RunState.UNKNOWN, records.place, what)
 
@@ -92,7 +99,7 @@ def done_of(record: Record) -> Done:
 
 def _running(place: str, hold: Hold, done: Done | None) -> RunReport:
     by = "another process" if hold.holder is None else str(hold.holder)
-    how_far = "it has not begun to write yet" if done is None else str(done)
+    how_far = "it has not begun to write the output yet" if done is None else str(done)
     details = {"by": by, "last sign of life": f"{format_duration(hold.silent_seconds)} ago"}
     details |= {} if done is None else _numbers(done)
     return RunReport(place, RunState.RUNNING, place, f"{by} makes it: {how_far}.", details)
@@ -101,17 +108,20 @@ def _running(place: str, hold: Hold, done: Done | None) -> RunReport:
 def _unfinished(place: str, hold: Hold | None, done: Done) -> RunReport:
     details = _numbers(done)
     if hold is not None and not done.is_asked:
-        # The lease of a process that could not give it back.
-        by = "the process that made it" if hold.holder is None else str(hold.holder)
-        what = f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s; {done}."
-        return RunReport(place, RunState.FAILED, place, f"{what} {_GOES_ON}", details)
+        return RunReport(place, RunState.FAILED, place, f"{_died(hold)}; {done}. {GOES_ON}", details)
     if done.ended is None:
-        return RunReport(place, RunState.STOPPED, place, f"nobody makes it; {done}. {_GOES_ON}", details)
+        return RunReport(place, RunState.STOPPED, place, f"nobody makes it; {done}. {GOES_ON}", details)
     code, said = _count(done.ended, "exit_code"), str(done.ended.get("message"))
     details["exit_code"] = str(code)
     if code == _RESUMABLE:
-        return RunReport(place, RunState.STOPPED, place, f"{done}. {_GOES_ON} It ended with: {said}", details)
+        return RunReport(place, RunState.STOPPED, place, f"{done}. {GOES_ON} It ended with: {said}", details)
     return RunReport(place, RunState.FAILED, place, f"it ended with an error: {said}", details)
+
+
+def _died(hold: Hold) -> str:
+    """What a lease says that its process could not give back."""
+    by = "the process that made it" if hold.holder is None else str(hold.holder)
+    return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
 
 
 def _published(place: str, record: Record) -> RunReport:

@@ -14,6 +14,7 @@ from raymerge.allocator import return_free_memory
 from raymerge.execute.jobs import Jobs
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
+from raymerge.planner.copies import copied_segments
 from raymerge.planner.files_read import files_read
 from raymerge.planner.projection import SMALLEST_LANE, Projection
 from raymerge.planner.tables import Plan
@@ -64,6 +65,10 @@ class SegmentWork:
         """Of every segment, the files that it reads."""
         numbers = {(file.source, file.key): number for number, file in enumerate(self.files)}
         return tuple(frozenset(numbers[file] for file in files) for files in files_read(self.plan))
+
+    def copies(self) -> frozenset[int]:
+        """Segments in which nothing is computed."""
+        return copied_segments(self.plan)
 
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of what a lane had, for the segment alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -18,6 +19,16 @@ from raymerge.storage.store import ReadStore, Sink
 _AT_ONCE = 4 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What may end the making of a shard from outside; each raises IncompleteError."""
+
+    guard: Callable[[], None]
+    """Called just before the store is to have it for good: whether the place is still that of its run."""
+    goes_on: Callable[[], None]
+    """Called between pieces: whether the run goes on."""
+
+
 class ShardSink(Sink, Protocol):
     """Takes one shard. Used as a context, whatever leaves the block before ``finish`` leaves nothing."""
 
@@ -27,31 +38,26 @@ class ShardSink(Sink, Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def finish(self, guard: Callable[[], None]) -> str:
-        """Have the shard in the store, all of whose bytes were written.
-
-        Args:
-            guard: called just before the store is to have it for good.
-
-        Returns:
-            The object's version.
-        """
+    def finish(self) -> None:
+        """Have the shard in the store, all of whose bytes were written."""
 
 
 class StreamSink:
     """Passes bytes on as they come, nearly in order."""
 
-    def __init__(self, writer: ObjectWriter, order: ShardOrder, *, mark: str) -> None:
+    def __init__(self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks) -> None:
         """
         Args:
             writer: of the output place.
             order: of the shard.
-            mark: of the run's beginning, which the object bears.
+            stamp: what the object bears.
+            checks: what may end it.
         """
         self._writer = writer
         self._order = order
-        self._mark = mark
-        self._stream = writer.stream(order.name, order.nbytes, stamp=mark)
+        self._stamp = stamp
+        self._checks = checks
+        self._stream = writer.stream(order.name, order.nbytes, stamp=stamp, guard=checks.guard)
 
     def __enter__(self) -> StreamSink:
         self._stream.write(0, self._order.header)
@@ -65,6 +71,7 @@ class StreamSink:
     def write_extent(self, key: str, offset: int, buffer: memoryview) -> None:
         """Pass bytes on; those of other shards are dropped."""
         if key == self._order.name + UNFINISHED:
+            self._checks.goes_on()
             self._stream.write(offset, buffer)
 
     def copy_range(
@@ -83,27 +90,30 @@ class StreamSink:
     def sync(self, key: str) -> None:
         """Nothing is durable before all is."""
 
-    def finish(self, guard: Callable[[], None]) -> str:
+    def finish(self) -> None:
         """Complete the upload; see ``ShardSink.finish``."""
-        guard()
         self._stream.finish()
-        return _version(self._writer, self._order, self._mark)
+        _check_there(self._writer, self._order, self._stamp)
 
 
 class ScratchSink:
     """Writes a file into a local directory, which is uploaded when it is whole."""
 
-    def __init__(self, writer: ObjectWriter, order: ShardOrder, *, scratch: str, mark: str) -> None:
+    def __init__(
+        self, writer: ObjectWriter, order: ShardOrder, *, stamp: str, checks: Checks, scratch: str
+    ) -> None:
         """
         Args:
             writer: of the output place.
             order: of the shard.
-            mark: of the run's beginning, which the object bears.
+            stamp: what the object bears.
+            checks: what may end it.
             scratch: the directory; it is made where it is not there.
         """
         self._writer = writer
         self._order = order
-        self._mark = mark
+        self._stamp = stamp
+        self._checks = checks
         self._directory = OwnDirectory(scratch)
         self._store = LocalStore(self._directory.path)
         self._key = order.name + UNFINISHED
@@ -137,23 +147,22 @@ class ScratchSink:
     def sync(self, key: str) -> None:
         """Nothing is durable before it is uploaded."""
 
-    def finish(self, guard: Callable[[], None]) -> str:
+    def finish(self) -> None:
         """Upload the file; see ``ShardSink.finish``."""
-        with self._writer.stream(self._order.name, self._order.nbytes, stamp=self._mark) as stream:
-            for offset in range(0, self._order.nbytes, _AT_ONCE):
-                nbytes = min(_AT_ONCE, self._order.nbytes - offset)
-                stream.write(offset, self._store.read(self._key, offset, nbytes))
-            guard()
+        name, size = self._order.name, self._order.nbytes
+        with self._writer.stream(name, size, stamp=self._stamp, guard=self._checks.guard) as stream:
+            for offset in range(0, size, _AT_ONCE):
+                self._checks.goes_on()
+                stream.write(offset, self._store.read(self._key, offset, min(_AT_ONCE, size - offset)))
             stream.finish()
-        return _version(self._writer, self._order, self._mark)
+        _check_there(self._writer, self._order, self._stamp)
 
 
-def _version(writer: ObjectWriter, order: ShardOrder, mark: str) -> str:
-    """Of the object that was just written; raises TransientError where there is another by now."""
+def _check_there(writer: ObjectWriter, order: ShardOrder, stamp: str) -> None:
+    """See that a shard is there that was just written; raises TransientError where another is by now."""
     info = writer.info(order.name)
-    if info is None or info.nbytes != order.nbytes or info.stamp != mark:
+    if info is None or info.nbytes != order.nbytes or info.stamp != stamp:
         raise TransientError(
             f"{writer.location(order.name)}: it was written, and now "
             f"{'nothing' if info is None else 'something else'} is there. {KEPT}"
         )
-    return info.version

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
+from raymerge.planner.copies import computed_rows
 from raymerge.runtime.beginning import MARK
 from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.segment_work import SegmentsRunner, SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_reads
-from raymerge.runtime.shard_sinks import ScratchSink, ShardSink, StreamSink
+from raymerge.runtime.shard_sinks import Checks, ScratchSink, ShardSink, StreamSink
 from raymerge.runtime.staging import RECORD, check_room
 from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.patience import Patience
 
 _MARK = f"{RECORD}/{MARK}"
+_ANY = "any"
+"""The kind of device where it does not matter."""
+
+
+class MakeSink(Protocol):
+    """Gives what takes one shard."""
+
+    def __call__(self, order: ShardOrder, *, stamp: str, checks: Checks) -> ShardSink:
+        """A sink for the shard of ``order``, whose object bears ``stamp``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,12 @@ class ShardWork:
         read = shard_reads(self.segments.plan, self.orders)
         return tuple(frozenset(numbers[file] for file in files) for files in read)
 
+    def copies(self) -> frozenset[int]:
+        """Shards in which nothing is computed, of whatever segments."""
+        is_computed = computed_rows(self.segments.plan)
+        rows = ([row for _, makings in order.steps for row, _ in makings] for order in self.orders)
+        return frozenset(number for number, made in enumerate(rows) if not is_computed[made].any())
+
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of what a lane had, or what the shard's segments need if that is more."""
         own = self.orders[number].segments
@@ -73,14 +91,16 @@ class ShardWork:
 
     def open(self, device: torch.device, name: str) -> ShardsRunner:
         """A runner over the sources and the output place, which it must reach."""
-        writer, mark = ObjectWriter(self.output), self.segments.mark
+        patience = Patience()
+        writer, mark = ObjectWriter(self.output, patience=patience), self.segments.mark
         guard = partial(check_mark, writer, mark)
         guard()
-        into: Callable[[ShardOrder], ShardSink] = partial(StreamSink, writer, mark=mark)
+        into: MakeSink = partial(StreamSink, writer)
         if self.scratch is not None:
             self._check_scratch(Path(self.scratch))
-            into = partial(ScratchSink, writer, scratch=self.scratch, mark=mark)
-        return ShardsRunner(self.segments.open(device, name), self.orders, into, guard)
+            into = partial(ScratchSink, writer, scratch=self.scratch)
+        segments = self.segments.open(device, name)
+        return ShardsRunner(segments, self.orders, into, guard, mark, patience, copies=self.copies())
 
     def _check_scratch(self, scratch: Path) -> None:
         """See that this machine takes files there, and as many shards as it makes at the same time."""
@@ -102,8 +122,12 @@ class ShardsRunner:
         self,
         segments: SegmentsRunner,
         orders: tuple[ShardOrder, ...],
-        sink: Callable[[ShardOrder], ShardSink],
+        sink: MakeSink,
         guard: Callable[[], None],
+        mark: str,
+        patience: Patience,
+        *,
+        copies: frozenset[int] = frozenset(),
     ) -> None:
         """
         Args:
@@ -111,14 +135,21 @@ class ShardsRunner:
             orders: how each shard is made.
             sink: where one goes.
             guard: raises where nothing more is to be written.
+            mark: of the run's beginning.
+            patience: with the output place.
+            copies: shards in which nothing is computed.
         """
         self._segments = segments
         self._orders = orders
         self._sink = sink
-        self._guard = guard
+        self._checks = Checks(guard, self._check_going)
+        self._mark = mark
+        self._patience = patience
+        self._copies = copies
+        self._aborted = threading.Event()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
-        """Make one shard; its receipt has those of its segments, and the version of the object.
+        """Make one shard; its receipt has those of its segments, and what the object bears.
 
         Raises:
             TransientError: the store failed for a while. An upload cannot go back: the pool has the shard
@@ -128,7 +159,9 @@ class ShardsRunner:
         return runner.on_device(partial(self._made, runner, number))
 
     def abort(self) -> None:
-        """Have every shard in hand fail at its next load."""
+        """Have every shard in hand fail at its next load, or at the next piece that it passes on."""
+        self._aborted.set()
+        self._patience.end()
         self._segments.abort()
 
     def close(self) -> None:
@@ -137,16 +170,32 @@ class ShardsRunner:
 
     def _made(self, runner: SegmentRunner, number: int, device: torch.device, note: str) -> Receipt:
         order = self._orders[number]
+        stamp = stamp_of(self._mark, _ANY if number in self._copies else device.type)
         made: dict[int, Receipt] = {}
-        with self._sink(order) as sink:
+        with self._sink(order, stamp=stamp, checks=self._checks) as sink:
             for segment, makings in order.steps:
                 receipt = runner.made(segment, device, note, sink=sink, makings=makings)
                 made[segment] = joined(made[segment], receipt) if segment in made else receipt
             # Before anybody can see it: a source may have been changed meanwhile.
             whole = self._segments.settled(_whole(number, made.values()))
-            version = sink.finish(self._guard)
-        report = {"receipts": [each.to_json() for each in made.values()], "version": version}
+            sink.finish()
+        report = {"receipts": [each.to_json() for each in made.values()], "stamp": stamp}
         return replace(whole, report=report)
+
+    def _check_going(self) -> None:
+        if self._aborted.is_set():
+            raise IncompleteError("the shard was given up, since the run ends.")
+
+
+def stamp_of(mark: str, device: str) -> str:
+    """What a shard bears: all that made it under one mark on one kind of device made the same bytes.
+
+    Args:
+        mark: of the run's beginning.
+        device: kind of device that it was made on. Where a GPU fails that is the processor, which rounds
+            otherwise; "any" where nothing is computed.
+    """
+    return f"{mark}-{device}"
 
 
 def check_mark(writer: ObjectWriter, mark: str) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raymerge.errors import IncompleteError, TransientError
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.devices import first_line
-from raymerge.runtime.events import MemoryShort, OnEvent, WorkerLost
+from raymerge.runtime.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
+from raymerge.runtime.late_nodes import Grounds
 from raymerge.runtime.losses import ATTEMPTS, Cause, Loss, Losses
 from raymerge.runtime.memory_errors import is_memory_error
 from raymerge.runtime.placement import Placement
@@ -25,6 +27,26 @@ _ASK_SECONDS = 5.0
 """How often a worker is asked for its pulse, unless patience is short."""
 _LOOK_SECONDS = 5.0
 """The most that counts between two looks at the workers: a driver that was paused itself blames nobody."""
+_IDLE_SECONDS = 15.0
+"""How long a worker for which no part is left is kept, in case that one comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is otherwise for some pieces of work."""
+
+    copies: frozenset[int] = frozenset()
+    """Parts that carriers may do; empty where there are none."""
+    surveyed: frozenset[str] | None = None
+    """Nodes that were asked what they see; None where there is only one machine."""
+    leaves: bool = False
+    """Whether workers are ended that no part is left for: the last work, on a cluster that shrinks."""
+    growth_seconds: float = 0.0
+    """How long the cluster may take to add a node."""
+
+
+USUAL_TERMS = Terms()
+"""Those of equal workers on one machine."""
 
 
 class Shift:
@@ -40,6 +62,7 @@ class Shift:
         placement: Placement,
         patience: float,
         on_event: OnEvent,
+        terms: Terms = USUAL_TERMS,
     ) -> None:
         """
         Args:
@@ -50,6 +73,7 @@ class Shift:
             placement: which nodes can do which of them.
             patience: seconds without any sign that a worker's parts get on, after which it is given up.
             on_event: told of what goes wrong.
+            terms: what is otherwise with carriers, on several machines, and where a cluster grows.
         """
         self._team = team
         self._nodes = nodes
@@ -57,12 +81,15 @@ class Shift:
         self._given = work
         self._work = self._ray.put(work)
         self._todo = deque(placement.ordered(numbers))
-        self._placement = placement
+        self._terms = terms
+        self._grounds = Grounds(
+            team.ray, nodes, work, placement=placement, surveyed=terms.surveyed, on_event=on_event
+        )
         self._patience = patience
         self._on_event = on_event
         self._losses = Losses(work.part, len(team.actors))
         self._transient: Counter[int] = Counter()
-        self._failed_starts = 0
+        self._failed_starts: Counter[bool] = Counter()
         self._looked_at = self._busy_at = time.monotonic()
 
     def begin(self) -> None:
@@ -99,6 +126,7 @@ class Shift:
                 # Not of a worker that was lost a moment ago: all that it had in hand was taken back.
                 answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._team.actors else None
                 found += [] if answer is None else [Receipt.from_json(answer)]
+            self._grounds.look()
             self._look()
             self._feed(stop)
         finally:
@@ -106,8 +134,11 @@ class Shift:
             yield tuple(found)
 
     def _feed(self, stop: Stop) -> None:
+        # Looked up once: carriers may be many, and what is left long and without anything for them.
+        has_copies = not self._terms.copies.isdisjoint(self._todo)
+        actors = self._team.actors if has_copies else self._team.equals
         for _ in range(self._given.slots):
-            for actor in self._team.actors:
+            for actor in actors:
                 number = None if stop.requested else self._next(actor)
                 if number is not None:
                     self._todo.remove(number)
@@ -123,12 +154,25 @@ class Shift:
             return None
         if any(self._losses.is_alone(number) for number in actor.flight.values()):
             return None
-        allowed = (number for number in self._todo if self._placement.allows(actor.node, number))
-        number = next(allowed, None)
+        number = self._found(actor)
         # Parts that are to be alone are the first to do: whoever is next to have nothing in hand takes them.
         if number is None or (actor.flight and self._losses.is_alone(number)):
             return None
         return number
+
+    def _found(self, actor: Actor) -> int | None:
+        """The first part that a worker can do; one on a GPU leaves to carriers what they can do too, until
+        there is nothing else for it."""
+        suited = (n for n in self._todo if self._suits(n, actor.is_carrier))
+        allowed = (n for n in suited if self._grounds.allows(actor.node, n))
+        number = next(allowed, None)
+        if actor.is_carrier or number not in self._terms.copies or not self._team.carriers:
+            return number
+        return next((each for each in allowed if each not in self._terms.copies), number)
+
+    def _suits(self, number: int, is_carrier: bool) -> bool:
+        """Whether a part is for a worker of this kind, wherever it is."""
+        return not is_carrier or number in self._terms.copies
 
     def _ask(self) -> None:
         """Have workers with parts in hand tell now and then whether they get on."""
@@ -165,7 +209,8 @@ class Shift:
         if ref == actor.opening:
             self._team.hear(actor, answer, kernels=self._given.part == UNIT)
             actor.opening = None
-            self._failed_starts = 0
+            self._failed_starts[actor.is_carrier] = 0
+            self._grounds.meet(actor.node)
             return None
         del actor.flight[ref]
         self._losses.progress(actor.node)
@@ -177,18 +222,18 @@ class Shift:
         number = actor.flight.pop(ref, None)
         cause = cause_of(error)
         if number is None:
-            raise cause from None
+            raise cause from error
         if isinstance(cause, TransientError):
             self._transient[number] += 1
             if self._transient[number] >= ATTEMPTS:
-                raise cause from None
+                raise cause from error
             # Last, for then the storage may be well again, and for others to take it.
             self._todo.append(number)
         elif is_memory_error(getattr(error, "cause", None) or error):
             self._lessen(number, actor, first_line(getattr(error, "cause", None) or error))
             self._todo.appendleft(number)
         else:
-            raise cause from None
+            raise cause from error
 
     def _lessen(self, number: int, actor: Actor, reason: str) -> None:
         """Have a part done with less memory, and say so."""
@@ -218,15 +263,38 @@ class Shift:
             if actor.still_seconds >= self._patience:
                 waited = format_duration(actor.still_seconds)
                 self._lose(actor, Cause.STILL, f"nothing that it had in hand got on for {waited}")
+        if self._terms.leaves:
+            self._let_go(passed)
         if not self._todo or any(actor.flight for actor in self._team.actors):
             self._busy_at = now
-        elif now - self._busy_at > self._team.ready_seconds:
+        elif now - self._busy_at > self._wait_seconds:
             raise IncompleteError(self._nobody())
+
+    @property
+    def _wait_seconds(self) -> float:
+        """How long nobody may be there for the parts that are left."""
+        return max(self._team.ready_seconds, self._terms.growth_seconds)
+
+    def _let_go(self, passed: float) -> None:
+        """Give up workers for which no part is left, or may become so: their nodes can go."""
+        for actor in tuple(self._team.actors):
+            may = self._grounds.allows if self._is_placed(actor) else _anywhere
+            has_part = bool(actor.flight) or any(
+                self._suits(number, actor.is_carrier) and may(actor.node, number) for number in self._todo
+            )
+            actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
+            if actor.idle_seconds >= _IDLE_SECONDS:
+                self._team.give_up(actor)
+                self._on_event(WorkerLeft(actor.name))
+
+    def _is_placed(self, actor: Actor) -> bool:
+        """Whether it is known where a worker is, and what is seen there."""
+        return actor.node != "" and not self._grounds.is_asked(actor.node)
 
     def _nobody(self) -> str:
         kept = "What is done is kept: the same command goes on once"
-        waited = f"for {self._team.ready_seconds:.0f} s"
-        if any(actor.opening is None for actor in self._team.actors):
+        waited = f"for {self._wait_seconds:.0f} s"
+        if any(actor.opening is None and not actor.is_carrier for actor in self._team.actors):
             what = f"no worker {waited} was on a node that sees the files of the {len(self._todo)} "
             return f"{what}{self._given.part}s that are left. {kept} such a node has room."
         return f"no worker has been up {waited}. {kept} the cluster has room."
@@ -235,31 +303,47 @@ class Shift:
         """Take back what a lost worker had in hand, and start another in its place."""
         self._team.give_up(actor)
         loss = Loss(cause, reason, tuple(actor.flight.values()), actor.node)
-        self._failed_starts += actor.opening is not None
-        is_replaced = self._failed_starts < ATTEMPTS
-        alone = "" if is_replaced else f"; {ATTEMPTS} in a row did not start, so no other takes its place"
+        self._failed_starts[actor.is_carrier] += actor.opening is not None
+        # Workers on GPUs may have left, and do what no carrier comes for.
+        kinds = (actor.is_carrier,) if self._team.equals else (actor.is_carrier, False)
+        kind = next((each for each in kinds if self._failed_starts[each] < ATTEMPTS), None)
+        alone = f"; {ATTEMPTS} in a row did not start, so no other takes its place" if kind is None else ""
         self._on_event(WorkerLost(actor.name, reason + alone, loss.numbers))
         self._todo.extendleft(loss.numbers)
         self._losses.add(loss)
         for number in loss.numbers if cause is Cause.MEMORY else ():
             self._lessen(number, actor, reason)
-        if self._failed_starts >= ATTEMPTS and not self._team.actors:
+        if kind is None and not self._team.equals:
             raise IncompleteError(
                 f"{ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
                 "command goes on there."
             )
-        if is_replaced:
-            self._replace()
+        if kind is not None:
+            self._replace(is_carrier=kind)
 
-    def _replace(self) -> None:
-        """Start a worker where one is wanted most, but not where workers die if there are other places."""
-        present = {actor.node for actor in self._team.actors}
-        on, off = self._placement.short_of(self._todo, present), self._losses.shunned
-        if off and not self._nodes.have_others(off, among=on):
+    def _replace(self, *, is_carrier: bool) -> None:
+        """Start a worker of this kind where one is wanted most, but not where workers die if there are other
+        places. Where the other kind is makes no difference."""
+        todo = [number for number in self._todo if self._suits(number, is_carrier)]
+        if is_carrier and not todo:
+            return
+        present = {actor.node for actor in self._team.actors if actor.is_carrier is is_carrier}
+        homes = self._team.homes(self._nodes.machines(), is_carrier=is_carrier)
+        placement, off = self._grounds.placement, self._losses.shunned
+        on = placement.short_of(todo, present, homes)
+        if not on and not self._terms.growth_seconds:
+            # Where a cluster grows a node may join that sees as much as one that is gone.
+            on = placement.nodes & homes
+        if not (on or homes) - off:
             off = frozenset()
-        fresh = self._team.spawn(on=on - off, off=off)
+        fresh = self._team.spawn(on=on - off, off=off, is_carrier=is_carrier)
         fresh.opening = fresh.handle.open.remote(self._work)
         self._team.actors.append(fresh)
+
+
+def _anywhere(node: str, number: int) -> bool:  # noqa: ARG001 - in place of ``Grounds.allows``
+    """Of a worker of which nobody knows yet where it will be."""
+    return True
 
 
 def _references(actor: Actor) -> list[Any]:

@@ -14,6 +14,7 @@ from raymerge.planner.stages import RESULT_FILE, Prepared
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.staging import RECORD, file_marks, is_untouched
 from raymerge.runtime.unit_files import digests_of
+from raymerge.runtime.versions import check_unchanged
 from raymerge.storage.local import LocalStore
 
 _STAGE = "stage.json"
@@ -65,11 +66,13 @@ def is_whole(place: Path) -> bool:
 
 
 def check_results(sources: Sequence[Source]) -> None:
-    """Find results of stages that are no longer what the sources were opened with.
+    """Find results of stages and of other merges that are no longer what the sources were opened with.
 
     Raises:
         CheckpointError: with every such file.
+        IncompleteError: one is gone.
     """
+    check_unchanged(sources, only_made=True)
     problems = [
         Problem(
             f"{each.name}: {RESULT_FILE}",

@@ -26,6 +26,7 @@ from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.lease import Lease, check_unheld, leased
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.shards import Shards
+from raymerge.runtime.steps_place import steps_beside
 from raymerge.runtime.stop_request import StopRequest
 from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
@@ -88,6 +89,17 @@ class Staging:
         return Ledger(self.ledger_path, conditions)
 
     @contextmanager
+    def lock_steps(self) -> Iterator[None]:
+        """Hold the output place while what comes before this plan is made in a directory elsewhere.
+
+        Raises:
+            TargetError: another process does, or nothing can be written there.
+        """
+        self._check_parent()
+        with leased(steps_beside(self.output), self._plan.digest):
+            yield
+
+    @contextmanager
     def lock(self) -> Iterator[Lease | RemoteLease]:
         """Hold the output place against other runs, on this machine or on others.
 
@@ -128,7 +140,7 @@ class Staging:
         """
         self._check_output(replace=replace)
         self._check_parent()
-        for other in () if replace else self._others():
+        for other in () if replace else self.others():
             found = difference(_manifest(other), self._plan.manifest)
             raise TargetError(
                 Problem(
@@ -275,7 +287,7 @@ class Staging:
             )
 
     def _check_parent(self) -> None:
-        place = _nearest(self.output.parent)
+        place = nearest(self.output.parent)
         if not place.is_dir():
             what = f"{place} is a file, so no directory can be made below it."
         elif not os.access(place, os.W_OK | os.X_OK):
@@ -286,7 +298,7 @@ class Staging:
             return
         raise TargetError(Problem(str(self.output), what, _ELSEWHERE))
 
-    def _others(self) -> list[Path]:
+    def others(self) -> list[Path]:
         """Staging directories of other plans for the same place; what else has such a name is not ours."""
         ours = re.compile(re.escape(_prefix(self.output)) + "[0-9a-f]+")
         found = sorted(each for each in self.output.parent.glob(".*") if ours.fullmatch(each.name))
@@ -294,7 +306,7 @@ class Staging:
 
     def _discard_leftovers(self) -> None:
         """Remove unfinished runs of other plans, and an old output whose successor is in place."""
-        for other in self._others():
+        for other in self.others():
             throw_away(other, self.output)
         for replaced in self._replaced() if self._is_filled() else []:
             shutil.rmtree(replaced, ignore_errors=True)
@@ -321,7 +333,7 @@ def check_room(place: Path, wanted: int, *, what: str = "the output", option: st
     Raises:
         OptionError: it has less room.
     """
-    free = shutil.disk_usage(_nearest(place)).free
+    free = shutil.disk_usage(nearest(place)).free
     if free < wanted:
         raise OptionError(
             Problem(
@@ -369,7 +381,7 @@ def _manifest(root: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """The path, or the closest place above it that exists."""
     while not path.exists():
         path = path.parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from raymerge.runtime.losses import ATTEMPTS
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.ray_answers import not_started, ready_answers
 from raymerge.runtime.ray_environment import RayConnection
-from raymerge.runtime.sizing import Layout, most_lanes
+from raymerge.runtime.sizing import Layout, Machine, most_lanes
 
 _NODE_LABEL = "ray.io/node-id"
 """Every node of Ray has its id under this label."""
@@ -41,6 +41,10 @@ class Actor:
     """What it answered last."""
     still_seconds: float = 0.0
     """For how long nothing was seen of its parts getting on."""
+    is_carrier: bool = False
+    """Whether it is on a processor beside workers on GPUs, and takes only what is copied."""
+    idle_seconds: float = 0.0
+    """For how long there was no part for it."""
 
     def moved(self) -> None:
         """Note that it gets on."""
@@ -48,7 +52,7 @@ class Actor:
 
 
 class Team:
-    """The workers that there are, which are equal."""
+    """The workers that there are. They are equal, but for carriers, which are equal among themselves."""
 
     def __init__(
         self, connection: RayConnection, worker: type[Any], options: RunOptions, *, ready_seconds: float
@@ -64,6 +68,7 @@ class Team:
         self.ready_seconds = ready_seconds
         self.numerics: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
+        self._carriers_numerics: dict[str, str] = {}
         self._connection = connection
         self._worker = worker
         self._options = options
@@ -76,17 +81,47 @@ class Team:
         """The ray module."""
         return self._connection.ray
 
+    @property
+    def carriers(self) -> list[Actor]:
+        """Those on processors beside workers on GPUs."""
+        return [actor for actor in self.actors if actor.is_carrier]
+
+    @property
+    def equals(self) -> list[Actor]:
+        """All others: who can do any part."""
+        return [actor for actor in self.actors if not actor.is_carrier]
+
+    def homes(self, machines: Mapping[str, Machine], *, is_carrier: bool = False) -> frozenset[str]:
+        """Nodes that have room for a worker, if they are empty.
+
+        Args:
+            machines: what each node has.
+            is_carrier: whether it is a carrier.
+        """
+        threads, has_gpu = self._layout.threads, self._has_gpu and not is_carrier
+        return frozenset(
+            node for node, machine in machines.items() if machine.room(threads, with_gpu=has_gpu)
+        )
+
     def equip(self, layout: Layout, *, with_gpu: bool) -> None:
         """Say what workers that are started from now on have."""
         self._layout, self._has_gpu = layout, with_gpu
 
-    def take_on(self, count: int, on: Collection[str] = (), *, seconds: float | None = None) -> None:
-        """Start workers, and see that they are equal to those that are there.
+    def take_on(
+        self,
+        count: int,
+        on: Collection[str] = (),
+        *,
+        seconds: float | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Start workers, no carriers, and see that they are equal to those that are there.
 
         Args:
             count: how many.
             on: ids of the nodes that they may be on, one for each of them; empty for any.
             seconds: how long they may take; None for as long as any worker.
+            look: called every few seconds while they are waited for; it may raise. None for nothing.
 
         Raises:
             OptionError: they do not start, or are not equal.
@@ -97,7 +132,7 @@ class Team:
             fresh = [self.spawn(on=place) for place in places]
             self.actors += fresh
             ready = [actor.handle.ready.remote() for actor in fresh]
-            answers = ready_answers(self.ray, ready, seconds=seconds or self.ready_seconds)
+            answers = ready_answers(self.ray, ready, seconds=seconds or self.ready_seconds, look=look)
             places = [place for place, answer in zip(places, answers, strict=True) if answer is None]
             for actor, answer in zip(fresh, answers, strict=True):
                 if answer is None:
@@ -111,18 +146,22 @@ class Team:
                 return
         raise not_started(self.ready_seconds, "their answers got lost")
 
-    def spawn(self, *, on: Collection[str] = (), off: Collection[str] = ()) -> Actor:
+    def spawn(
+        self, *, on: Collection[str] = (), off: Collection[str] = (), is_carrier: bool = False
+    ) -> Actor:
         """A new worker that may not have begun yet, and is not one of ``actors`` so far.
 
         Args:
             on: ids of the nodes that it may be on; empty for any.
             off: ids of nodes that it may not be on.
+            is_carrier: whether it is a carrier.
         """
-        name = f"worker-{self._spawned}"
+        name = f"{'cpu-' if is_carrier else ''}worker-{self._spawned}"
         self._spawned += 1
+        has_gpu = self._has_gpu and not is_carrier
         options: dict[str, Any] = {
             "num_cpus": self._layout.threads,
-            "num_gpus": 1 if self._has_gpu else 0,
+            "num_gpus": 1 if has_gpu else 0,
             # Ray would fill one machine after the other, though each has storage and memory of its own.
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
@@ -134,8 +173,9 @@ class Team:
             options["label_selector"] = {_NODE_LABEL: f"in({','.join(sorted(on))})"}
         elif off:
             options["label_selector"] = {_NODE_LABEL: f"!in({','.join(sorted(off))})"}
-        device = self._options.device if self._has_gpu else "cpu"
-        return Actor(name, self.ray.remote(self._worker).options(**options).remote(name, device))
+        device = self._options.device if has_gpu else "cpu"
+        handle = self.ray.remote(self._worker).options(**options).remote(name, device)
+        return Actor(name, handle, is_carrier=is_carrier)
 
     def hear(self, actor: Actor, answer: dict[str, Any], *, kernels: bool = False) -> None:
         """Note what a worker says of itself.
@@ -146,11 +186,14 @@ class Team:
             kernels: whether what stages depend on must be equal too.
 
         Raises:
-            OptionError: it is not equal to the others.
+            OptionError: it is not equal to the others of its kind.
         """
-        if answer["numerics"] != self.numerics:
+        if actor.is_carrier and not self._carriers_numerics:
+            self._carriers_numerics = dict(answer["numerics"])
+        wanted = self._carriers_numerics if actor.is_carrier else self.numerics
+        if answer["numerics"] != wanted:
             raise _unequal(
-                f"they differ in device or torch version: {self.numerics} and {answer['numerics']}.",
+                f"they differ in device or torch version: {wanted} and {answer['numerics']}.",
                 "Give --device cpu, or use equal machines",
             )
         if kernels and answer["kernels"] != self.kernels:

@@ -21,6 +21,10 @@ OBJECT_SCHEMES = ("s3", "gs", "az")
 """Object stores, which are read and written."""
 HUB_SCHEME = "hf"
 """The Hugging Face Hub, by byte ranges."""
+OPTIONS_BEHIND = "has options behind it ('?')."
+"""What is wrong with an address of a user that says more than a place."""
+PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
+"""What to do about it: else those options would take the place of all that the profile says."""
 _FILE = "file"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME, _FILE))}):/(?!/)", re.IGNORECASE)
@@ -74,10 +78,13 @@ def parse_place(place: str) -> Address:
         return Address(scheme, rest.rstrip("/"))
     path, _, query = rest.partition("?")
     bucket = path.partition("/")[0]
-    if _USER.search(place) or bucket in ("", ".") or ".." in path.split("/"):
+    if _USER.search(place) or bucket in ("", ".", ".."):
         what = f"is not a place in an object store, such as {scheme}://bucket/directory."
         remedy = "Write the bucket's name and the path in it; credentials come from the environment."
         raise OptionError(Problem(shown(place), what, remedy))
+    if ".." in path.split("/"):
+        what = "has '..' in it, and there are no directories in an object store to go up from."
+        raise OptionError(Problem(shown(place), what, "Write the path that is meant."))
     try:
         path = posixpath.normpath(path)
         return Address(scheme, path, options_from_text(dict(parse_qsl(query, keep_blank_values=True))))
@@ -101,7 +108,18 @@ def check_output_address(place: str) -> None:
         what = "nothing is written to addresses of this kind."
         schemes = ", ".join(f"{scheme}://" for scheme in OBJECT_SCHEMES)
         raise OptionError(Problem(shown(place), what, f"Give a directory, or an address of {schemes}."))
+    check_alone(place)
     parse_place(place)
+
+
+def check_alone(place: str) -> None:
+    """See that an address says no more than a place: how a store is reached is for the profile to say.
+
+    Raises:
+        OptionError: it has options behind it.
+    """
+    if is_object_place(place) and "?" in place:
+        raise OptionError(Problem(shown(place), OPTIONS_BEHIND, PLACE_ALONE))
 
 
 def is_remote(place: str) -> bool:

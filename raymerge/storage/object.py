@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import parse_place, shown
 from raymerge.storage.far import FarStore
-from raymerge.storage.object_client import READ_SECONDS, ObjectClient, object_client
+from raymerge.storage.object_client import READ_SECONDS, ObjectClient, file_info, object_client
 from raymerge.storage.object_faults import asking
 from raymerge.storage.patience import Patience
 from raymerge.storage.pieces import Pieces
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 _CHUNK_NBYTES = 256 << 10
 """What a request holds of its answer before it goes to the caller's memory."""
-_PAGE = 1000
 _FEW = 2
 """Objects that are looked at one by one rather than in a listing, which has all the others too."""
 _MOST_FILES = 100_000
@@ -109,7 +107,7 @@ class ObjectStore(FarStore):
         def head() -> FileInfo | None:
             try:
                 with asking(self.root, location):
-                    return _info(key, obstore.head(client.store, client.path(key)))
+                    return file_info(key, obstore.head(client.store, client.path(key)))
             except FileNotFoundError:
                 return None
 
@@ -186,24 +184,17 @@ class ObjectStore(FarStore):
         if not wanted.version.startswith("W/"):
             options["if_match"] = wanted.version
         answer = obstore.get(client.store, client.path(wanted.key), options=options)
-        if _info(wanted.key, answer.meta) != wanted:
+        if file_info(wanted.key, answer.meta) != wanted:
             raise CheckpointError(changed(location))
         for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
             yield memoryview(chunk)
 
     def _listed(self, client: ObjectClient) -> Iterator[FileInfo]:
-        import obstore
-
-        number = 0
         with asking(self.root, self._top):
-            for page in obstore.list(client.store, prefix=client.prefix or None, chunk_size=_PAGE):
-                for meta in page:
-                    number += 1
-                    key = str(PurePosixPath(meta["path"]).relative_to(client.prefix))
-                    is_hidden = any(part.startswith(".") for part in key.split("/")[:-1])
-                    # "." is what some tools leave to stand for the directory itself.
-                    if key != "." and is_key(key) and not is_hidden:
-                        yield _info(key, meta)
+            for number, info in enumerate(client.listed(), 1):
+                is_hidden = any(part.startswith(".") for part in info.key.split("/")[:-1])
+                if is_key(info.key) and not is_hidden:
+                    yield info
                 if number > _MOST_FILES:
                     what = f"holds more than {_MOST_FILES} objects, which is no model."
                     raise CheckpointError(Problem(self._top, what, "Name the model's own directory."))
@@ -216,9 +207,3 @@ class ObjectStore(FarStore):
 def _nothing(location: str) -> None:
     """What there is to do before a request is made again."""
     del location
-
-
-def _info(key: str, meta: Mapping[str, Any]) -> FileInfo:
-    # Listings of buckets that keep versions do not tell them, so that the tag alone is the version here.
-    version = meta.get("e_tag") or f"W/{meta['last_modified'].timestamp()}"
-    return FileInfo(key, int(meta["size"]), str(version))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import Address, shown
 from raymerge.storage.options import StoreOptions
+from raymerge.storage.store import FileInfo
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -22,6 +24,12 @@ _CHAINS = {
     "az": "the AZURE_STORAGE_* variables, a workload identity, and the managed identity of the machine",
 }
 """Where each store's own chain looks for credentials, in words."""
+_VARIABLES = {
+    "s3": "the variables AWS_*",
+    "gs": "the variables GOOGLE_*",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and the other variables AZURE_*",
+}
+"""What else says how each store is reached."""
 READ_SECONDS = 30.0
 """How long a server may be silent before a request is given up."""
 _CONNECT_SECONDS = 10
@@ -30,6 +38,7 @@ _RETRIES = 3
 """What the client tries again by itself; ``Patience`` goes on from there."""
 _RETRY_SECONDS = 60
 _MOST_WAIT_SECONDS = 5
+_PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,29 @@ class ObjectClient:
     def path(self, key: str) -> str:
         """Path of a key in the bucket."""
         return f"{self.prefix}/{key}" if self.prefix else key
+
+    def listed(self) -> Iterator[FileInfo]:
+        """Every object below the place as it is listed, a page at a time; raises what the client does.
+
+        What some tools leave to stand for the directory itself is none.
+        """
+        import obstore
+
+        prefix = f"{self.prefix}/" if self.prefix else ""
+        for page in obstore.list(self.store, prefix=prefix or None, chunk_size=_PAGE):
+            for found in page:
+                if found["path"].startswith(prefix):
+                    yield file_info(found["path"].removeprefix(prefix), found)
+
+
+def file_info(key: str, found: Mapping[str, Any]) -> FileInfo:
+    """What a store says of an object, as a file of that key."""
+    # Listings of buckets that keep versions do not tell them, so that the tag alone is the version here.
+    version = str(found.get("e_tag") or f"W/{found['last_modified'].timestamp()}")
+    if not version.startswith(('"', "W/")):
+        # Azure's listings leave out the quotes that its answers have, and that it asks for.
+        version = f'"{version}"'
+    return FileInfo(key, int(found["size"]), version)
 
 
 def object_client(
@@ -74,7 +106,7 @@ def object_client(
     except BaseError as error:
         said = str(error).partition("\n")[0]
         what = f"the client of the store does not take its settings: {said}."
-        remedy = "Check storage: in the profile, and the environment variables of the store."
+        remedy = f"Check storage: in the profile, and {_VARIABLES[address.scheme]} in the environment."
         raise OptionError(Problem(shown(str(address)), what, remedy)) from error
 
 
@@ -117,7 +149,11 @@ def _s3(address: Address) -> tuple[dict[str, Any], Any]:
     """Settings of a client of S3, and what gives it credentials; None for the client's own means."""
     options = address.options
     config = {"endpoint": options.endpoint, "region": options.region}
-    given = {name: value for name, value in config.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
+    if options.kms_key is not None:
+        given |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": options.kms_key}
+    if options.requester_pays:
+        given["request_payer"] = True
     provider = None if options.anonymous else _boto3_provider(address, options)
     return given, provider
 
@@ -136,7 +172,7 @@ def _boto3_provider(address: Address, options: StoreOptions) -> Any:
     try:
         session = boto3.Session(profile_name=options.profile, region_name=options.region)
         if session.get_credentials() is None:
-            raise CheckpointError(_no_credentials(address))
+            raise CheckpointError(no_credentials(address))
         return Boto3CredentialProvider(session)
     except botocore.exceptions.BotoCoreError as error:
         where, what = "storage: profile", f"AWS gives no credentials: {error}."
@@ -144,8 +180,15 @@ def _boto3_provider(address: Address, options: StoreOptions) -> Any:
         raise OptionError(Problem(where, what, remedy)) from error
 
 
-def _no_credentials(address: Address) -> Problem:
-    what = f"there are no credentials. Asked were {chain_of(address.scheme)}."
+def no_credentials(address: Address, said: str = "") -> Problem:
+    """Says that there are none for a place.
+
+    Args:
+        address: of the place.
+        said: what whoever gives them has answered, if anybody.
+    """
+    told = f" ({said})" if said else ""
+    what = f"there are no credentials{told}. Asked were {chain_of(address.scheme)}."
     remedy = "Give them there, or set anonymous: true in storage: for a bucket that anybody may read."
     return Problem(shown(str(address)), what, remedy)
 

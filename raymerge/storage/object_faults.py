@@ -10,16 +10,29 @@ from contextlib import contextmanager
 
 from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.object_client import chain_of
+from raymerge.storage.object_client import chain_of, no_credentials
 from raymerge.storage.refusals import changed
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
 _REASON = re.compile(r" - (?P<reason>[^<\n]{1,200})")
 _REFUSED = frozenset({"401", "403"})
 _TRIED_AGAIN = frozenset({"408", "429"})
 _ELSEWHERE = frozenset({"301", "307"})
 _OF_CREDENTIALS = re.compile(r"credential|sso|token has expired|metadata", re.IGNORECASE)
+_GIVERS = re.compile(r"performing token request|//169\.254\.|//metadata\.")
+"""Words about a request to whoever gives credentials, rather than to the store."""
+_URL = re.compile(r"https?://\S+")
+_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+_NO_UPLOAD = "<Code>InvalidBlockList</Code>"
+"""What Azure says of the end of an upload that it has no longer, or that has come to its end already."""
+_SERVERS = {
+    "s3": "the endpoint and region in storage:",
+    "gs": "GOOGLE_BASE_URL where that is set",
+    "az": "the account that AZURE_STORAGE_ACCOUNT_NAME names",
+}
+"""What says which server is asked."""
+_ALLOWING = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
 @contextmanager
@@ -33,7 +46,7 @@ def asking(place: str, location: str) -> Iterator[None]:
     Raises:
         OSError: what may be tried again, with a number that ``Patience`` knows; or that the object is gone.
         CheckpointError: what will not change by itself: the object is another, there is no such bucket, the
-            credentials do not do, or there are none.
+            credentials do not do, or nobody gives any.
         OptionError: the server may not be asked without TLS.
     """
     from obstore.exceptions import BaseError, PreconditionError
@@ -43,7 +56,7 @@ def asking(place: str, location: str) -> Iterator[None]:
     except PreconditionError as error:
         raise CheckpointError(changed(location)) from error
     except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error):
+        if _NO_BUCKET.search(str(error)):
             raise CheckpointError(_no_bucket(place)) from error
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location) from error
     except BaseError as error:
@@ -66,17 +79,30 @@ def told(error: Exception) -> str:
     return (reason["reason"] if reason else text[:200]).strip()
 
 
+def lacks_credentials(error: Exception) -> bool:
+    """Whether nobody gives this machine credentials, as far as what the client says tells it."""
+    text = str(error).partition("\n\n")[0]
+    found = _STATUS.search(text)
+    status = found.group(1) if found is not None else ""
+    return bool(_GIVERS.search(text)) and status[:1] != "5" and status not in _TRIED_AGAIN
+
+
 def _meant(error: Exception, place: str, location: str) -> Exception:
     text = str(error).partition("\n\n")[0]
     found = _STATUS.search(text)
     status = found.group(1) if found is not None else ""
-    if "NoSuchBucket" in text:
+    if lacks_credentials(error):
+        return UnreadableError(no_credentials(parse_place(place), told(error)))
+    if _NO_BUCKET.search(text):
         return CheckpointError(_no_bucket(place))
+    if _NO_UPLOAD in text:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
     if status in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return UnreadableError(_denied(place, location, told(error)))
     if status in _ELSEWHERE or "AuthorizationHeaderMalformed" in text or "configured region" in text:
         return CheckpointError(_elsewhere(place))
-    if not status and _OF_CREDENTIALS.search(text):
+    # Addresses hold what the user has called things.
+    if not status and _OF_CREDENTIALS.search(_URL.sub("", text)):
         return UnreadableError(_denied(place, location, told(error)))
     if status.startswith("4") and status not in _TRIED_AGAIN:
         what = f"cannot be read: the server says {told(error)}."
@@ -91,19 +117,21 @@ def _meant(error: Exception, place: str, location: str) -> Exception:
 
 
 def _no_bucket(place: str) -> Problem:
-    what = f"there is no bucket '{parse_place(place).bucket}'{_at(place)}."
-    return Problem(shown(place), what, "Check its name, and the endpoint and region in storage:.")
+    address = parse_place(place)
+    what = f"there is no bucket '{address.bucket}'{_at(place)}."
+    return Problem(shown(place), what, f"Check its name, and {_SERVERS[address.scheme]}.")
 
 
 def _at(place: str) -> str:
     """Which server is asked, as far as the user's options say it."""
-    endpoint = parse_place(place).options.endpoint
-    return f" at {endpoint}" if endpoint else ""
+    address = parse_place(place)
+    return f" at {address.options.endpoint}" if address.scheme == "s3" and address.options.endpoint else ""
 
 
 def _without_tls(place: str) -> Problem:
     what = "the address of its server is none that may be asked: it is no URL, or one without TLS."
-    remedy = "Take https://, or allow it: allow_http: true in storage:, or AWS_ALLOW_HTTP=true."
+    variable = _ALLOWING[parse_place(place).scheme]
+    remedy = f"Take https://, or allow it: allow_http: true in storage:, or {variable}=true."
     return Problem(shown(place), what, remedy)
 
 

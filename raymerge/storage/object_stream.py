@@ -1,7 +1,8 @@
-"""One large object on its way into an object store: a multipart upload, complete or aborted."""
+"""One object on its way into an object store: an upload in parts, complete or aborted, or one request."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from raymerge.errors import (
 )
 from raymerge.storage.addresses import parse_place
 from raymerge.storage.object_client import chain_of
-from raymerge.storage.object_faults import asking, told
+from raymerge.storage.object_faults import asking, lacks_credentials, told
 from raymerge.storage.patience import KEPT
 from raymerge.storage.store import Buffer
 from raymerge.storage.transfers import as_bytes
@@ -45,27 +46,26 @@ def stream_bytes(nbytes: int) -> int:
     Args:
         nbytes: of the object.
     """
+    if nbytes <= part_bytes(nbytes):
+        # Ours, and the client's of the one request.
+        return 2 * nbytes + 2 * _AT_ONCE
     # Those on their way, one that is filled, and one that goes from hand to hand.
     return min(nbytes, (STREAM_PARTS + 2) * part_bytes(nbytes)) + 2 * _AT_ONCE
 
 
-class ObjectStream:
+class ObjectStream(ABC):
     """Takes the bytes of an object in about their order, each once. For one thread.
 
     Bytes that come early are kept until those before them are there. Used as a context it is aborted by
     whatever leaves the block before ``finish``: then the store has what it had before.
     """
 
-    def __init__(self, writer: Any, place: str, location: str, nbytes: int) -> None:
+    def __init__(self, location: str, nbytes: int) -> None:
         """
         Args:
-            writer: of obstore.
-            place: where it lies, with its options.
             location: the object, for messages.
             nbytes: how long it will be.
         """
-        self._writer = writer
-        self._place = place
         self._location = location
         self._nbytes = nbytes
         self._early: dict[int, bytes] = {}
@@ -106,13 +106,13 @@ class ObjectStream:
 
         Raises:
             TransientError: as ``write`` does; and TargetError.
-            IncompleteError: bytes lack.
+            IncompleteError: bytes lack, or the guard of the stream refuses it.
         """
         if self.done_bytes != self._nbytes:
             raise IncompleteError(
                 f"{self._location}: {self.done_bytes} of {self._nbytes} bytes came; it is not there. {KEPT}"
             )
-        self._asked(self._writer.close)
+        self._complete()
         self._is_open = False
 
     def abort(self) -> None:
@@ -121,6 +121,70 @@ class ObjectStream:
             return
         self._is_open = False
         self._early.clear()
+        self._drop()
+
+    @abstractmethod
+    def _send(self, view: memoryview) -> None:
+        """Take the next bytes; they count as done."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Have the object there, all of whose bytes were sent."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Have the store forget what was sent; raises nothing."""
+
+
+class OneRequest(ObjectStream):
+    """An object of one part, kept until it is whole."""
+
+    def __init__(self, put: Callable[[bytearray], None], location: str, nbytes: int) -> None:
+        """
+        Args:
+            put: writes the whole object.
+            location: the object, for messages.
+            nbytes: how long it will be.
+        """
+        super().__init__(location, nbytes)
+        self._put = put
+        self._data = bytearray(nbytes)
+
+    def _send(self, view: memoryview) -> None:
+        self._data[self.done_bytes : self.done_bytes + len(view)] = view
+        self.done_bytes += len(view)
+
+    def _complete(self) -> None:
+        self._put(self._data)
+
+    def _drop(self) -> None:
+        self._data = bytearray()
+
+
+class Upload(ObjectStream):
+    """An object in parts that go out as they come."""
+
+    def __init__(
+        self, writer: Any, place: str, location: str, nbytes: int, guard: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            writer: of obstore.
+            place: where it lies, with its options.
+            location: the object, for messages.
+            nbytes: how long it will be.
+            guard: called just before the store is to have it for good.
+        """
+        super().__init__(location, nbytes)
+        self._writer = writer
+        self._place = place
+        self._guard = guard
+
+    def _complete(self) -> None:
+        self._guard()
+        self._asked(self._writer.close)
+
+    def _drop(self) -> None:
         from obstore.exceptions import BaseError
 
         try:
@@ -161,8 +225,11 @@ def refusing(place: str, location: str) -> Iterator[None]:
         yield
     except UnreadableError as error:
         address = parse_place(place)
-        said = told(error.__cause__) if isinstance(error.__cause__, Exception) else ""
-        if said[:3] not in ("", "401", "403"):
+        cause = error.__cause__
+        if isinstance(cause, Exception) and lacks_credentials(cause):
+            raise TargetError(error.problems) from error
+        said = told(cause) if isinstance(cause, Exception) else ""
+        if said.removeprefix("status ")[:3] not in ("", "401", "403"):
             remedy = "Check the place and the options in storage:."
             raise TargetError(Problem(location, f"the store refuses it: {said}.", remedy)) from error
         what = f"the store refuses it to the credentials of this machine: {said or 'there are none'}."

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, TransientError
 from raymerge.storage.addresses import parse_place, shown
 from raymerge.storage.object_client import object_client
 from raymerge.storage.object_faults import asking
-from raymerge.storage.object_stream import STREAM_PARTS, ObjectStream, part_bytes, refusing
-from raymerge.storage.patience import Patience
-from raymerge.storage.store import FileInfo
+from raymerge.storage.object_stream import (
+    STREAM_PARTS,
+    ObjectStream,
+    OneRequest,
+    Upload,
+    part_bytes,
+    refusing,
+)
+from raymerge.storage.patience import KEPT, Patience
+from raymerge.storage.store import Buffer, FileInfo
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -24,6 +31,8 @@ _STREAM_RETRIES = 8
 """How often the client repeats a part of a stream by itself: a stream cannot go back."""
 _DELETED_AT_ONCE = 1000
 _ASKED_AT_ONCE = 8
+_TRIED = 4
+"""How often an object is written over what was just seen there."""
 _STAMP = "raymerge"
 """Name of the attribute that says who wrote an object; some stores take no signs in it."""
 _Result = TypeVar("_Result")
@@ -36,9 +45,13 @@ class ObjectInfo:
     nbytes: int
     """Its size."""
     version: str
-    """The store's tag of it; some stores give another with each write of the same bytes, or none."""
+    """What ``put_over`` knows it by; some stores give another with each write of the same bytes, or none."""
     stamp: str
     """What its writer put down with it; "" where it put down nothing."""
+
+
+def _unguarded() -> None:
+    """For what nobody else writes."""
 
 
 class ObjectWriter:
@@ -84,12 +97,8 @@ class ObjectWriter:
 
     def files(self) -> tuple[FileInfo, ...]:
         """Every object below the place, sorted by key, by a listing made now."""
-        import obstore
-
-        prefix = f"{self._objects.prefix}/" if self._objects.prefix else ""
-        found = self._have("", "listing", lambda: obstore.list(self._store, prefix or None).collect())
-        infos = (_info(each["path"].removeprefix(prefix), each) for each in found)
-        return tuple(sorted((each for each in infos if each.key), key=lambda each: each.key))
+        found = self._have("", "listing", lambda: list(self._objects.listed()))
+        return tuple(sorted(found, key=lambda each: each.key))
 
     def info(self, key: str) -> ObjectInfo | None:
         """One object, as it is now; None where there is none."""
@@ -101,7 +110,7 @@ class ObjectWriter:
             except FileNotFoundError:
                 return None
             stamp = str(found.attributes.get(_STAMP, ""))
-            return ObjectInfo(int(found.meta["size"]), str(found.meta["e_tag"] or ""), stamp)
+            return ObjectInfo(int(found.meta["size"]), _version(found.meta), stamp)
 
         return self._have(key, "reading", attempt)
 
@@ -117,7 +126,7 @@ class ObjectWriter:
         def attempt() -> tuple[bytes, str] | None:
             try:
                 found = obstore.get(self._store, self._objects.path(key))
-                return bytes(found.bytes()), _stamp(found.meta)
+                return bytes(found.bytes()), _version(found.meta)
             except FileNotFoundError:
                 return None
 
@@ -138,35 +147,75 @@ class ObjectWriter:
 
         path = self._objects.path(key)
         done = self._have(key, "writing", lambda: obstore.put(self._store, path, data, use_multipart=False))
-        return _stamp(done)
+        return _version(done)
 
-    def put_new(self, key: str, data: bytes) -> str | None:
+    def put_new(self, key: str, data: Buffer, *, stamp: str = "") -> str | None:
         """Write a small object if there is none; its version, or None where there is one.
 
         Where an answer was lost and the request was repeated, the one that is there may be this one.
-        """
-        return self._put_if(key, data, "create")
 
-    def put_over(self, key: str, data: bytes, version: str) -> str | None:
+        Args:
+            key: of the object.
+            data: all of it.
+            stamp: what ``info`` is to say of who wrote it.
+        """
+        return self._put_if(key, data, "create", stamp)
+
+    def put_over(self, key: str, data: Buffer, version: str, *, stamp: str = "") -> str | None:
         """Write a small object over one of this version; its version, or None where it has another; and as
         ``put_new`` where an answer was lost."""
         # Stores know an object by one of these or by the other.
         e_tag, _, generation = version.partition(" ")
         known = {"e_tag": e_tag, "version": generation}
-        return self._put_if(key, data, {name: text for name, text in known.items() if text})
+        return self._put_if(key, data, {name: text for name, text in known.items() if text}, stamp)
 
-    def _put_if(self, key: str, data: bytes, mode: Any) -> str | None:
+    def put_only(self, key: str, data: Buffer, guard: Callable[[], None], *, stamp: str = "") -> None:
+        """Write a small object where there is none, or over what was there when ``guard`` let it pass.
+
+        However late a request arrives, it changes nothing that came after that: a client repeats by itself
+        what was under way when its machine was suspended.
+
+        Args:
+            key: of the object.
+            data: all of it.
+            guard: raises where nothing more is to be written; called before each request that writes.
+            stamp: what ``info`` is to say of who wrote it. One of this size that bears it already is as good.
+
+        Raises:
+            TransientError: others go on writing there, or the store failed for a while.
+            TargetError: it is refused for good.
+        """
+        there: ObjectInfo | None = None
+        for _ in range(_TRIED):
+            guard()
+            if there is None:
+                done = self.put_new(key, data, stamp=stamp)
+            else:
+                done = self.put_over(key, data, there.version, stamp=stamp)
+            if done is not None:
+                return
+            # Looked at before the guard is asked, so that it was there while the place was still ours.
+            there = self.info(key)
+            if stamp and there is not None and (there.nbytes, there.stamp) == (len(data), stamp):
+                return
+        raise TransientError(f"{self.location(key)}: another process goes on writing there. {KEPT}")
+
+    def _put_if(self, key: str, data: Buffer, mode: Any, stamp: str) -> str | None:
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
+        path, attributes = self._objects.path(key), _attributes(stamp)
+
         def attempt() -> str | None:
             try:
-                done = obstore.put(self._store, self._objects.path(key), data, mode=mode, use_multipart=False)
+                done = obstore.put(
+                    self._store, path, data, mode=mode, attributes=attributes, use_multipart=False
+                )
             except (AlreadyExistsError, PreconditionError):
                 return None
             except (NotSupportedError, NotImplementedError) as error:
                 raise OptionError(unconditional(self.location(""))) from error
-            return _stamp(done)
+            return _version(done)
 
         return self._have(key, "writing", attempt)
 
@@ -179,27 +228,33 @@ class ObjectWriter:
             some = paths[start : start + _DELETED_AT_ONCE]
             self._have("", "deleting", partial(_deleted, obstore.delete, self._store, some))
 
-    def stream(self, key: str, nbytes: int, *, stamp: str = "") -> ObjectStream:
+    def stream(
+        self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = _unguarded
+    ) -> ObjectStream:
         """An object of so many bytes to come, which is there once it is finished.
 
-        What is at the key stays until then.
+        What is at the key stays until then. One of a single part is written as ``put_only`` does.
 
         Args:
             key: of the object.
             nbytes: how long it will be.
             stamp: what ``info`` is to say of who wrote it.
+            guard: called just before the store is to have it for good; raises where it is not to.
         """
         import obstore
 
         path, size = self._objects.path(key), part_bytes(nbytes)
+        if nbytes <= size:
+            put = partial(self.put_only, key, guard=guard, stamp=stamp)
+            return OneRequest(put, self.location(key), nbytes)
         writer = obstore.open_writer(
             self._streams(),
             path,
-            attributes={_STAMP: stamp} if stamp else None,
+            attributes=_attributes(stamp),
             buffer_size=size,
             max_concurrency=STREAM_PARTS,
         )
-        return ObjectStream(writer, self.place, self.location(key), nbytes)
+        return Upload(writer, self.place, self.location(key), nbytes, guard)
 
     def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
         """Abort what killed processes left half uploaded; how many there were.
@@ -208,12 +263,16 @@ class ObjectWriter:
 
         Args:
             is_ours: whether an upload to a key below the place may be aborted.
+
+        Raises:
+            TransientError: the store failed for a while.
         """
         if self._address.scheme != "s3" or self._address.options.anonymous:
             return 0
         from raymerge.storage.unfinished_uploads import abort_uploads
 
-        return abort_uploads(self._address, self._objects, is_ours)
+        attempt = partial(abort_uploads, self._address, self._objects, is_ours)
+        return self._patience.have(attempt, path=self.location(""), doing="listing", again=lambda _: None)
 
     def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
         """The result of a request that is made again where the store fails for a moment.
@@ -251,10 +310,10 @@ def _deleted(delete: Callable[..., None], store: Any, paths: Sequence[str]) -> N
                 continue
 
 
-def _info(key: str, found: Any) -> FileInfo:
-    return FileInfo(key, int(found["size"]), str(found["e_tag"] or ""))
+def _attributes(stamp: str) -> dict[str, str] | None:
+    return {_STAMP: stamp} if stamp else None
 
 
-def _stamp(found: Any) -> str:
+def _version(found: Any) -> str:
     """What an object must still have to be written over: its tag, and its number where the store has one."""
     return f"{found['e_tag'] or ''} {found['version'] or ''}".strip()

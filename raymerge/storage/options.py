@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
 from raymerge.errors import OptionError, Problem
 
+_NAME = re.compile(r"[!-~]+")
 _TRUTHS: Mapping[str, bool] = {"true": True, "false": False}
 
 
@@ -22,19 +24,34 @@ class StoreOptions:
     region: str | None = None
     """Region of the buckets on S3."""
     endpoint: str | None = None
-    """Address of a server that speaks S3, where it is not that of AWS: ``https://minio.example:9000``."""
+    """Address of a server that speaks S3, where it is not that of AWS: ``https://minio.example:9000``. Other
+    stores are not asked there: that server would be shown their credentials."""
     anonymous: bool = False
     """Whether requests are not signed, for buckets that anybody may read."""
     profile: str | None = None
     """Name of a profile in the AWS configuration of each machine."""
     allow_http: bool = False
     """Whether a server may be spoken to without TLS."""
+    kms_key: str | None = None
+    """Key of AWS KMS, by its id, alias or ARN, that objects on S3 are encrypted with when they are written;
+    None for what the bucket does by itself."""
+    requester_pays: bool = False
+    """Whether the account of the credentials pays for requests on S3, as some buckets ask for."""
 
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: the endpoint is no address of a server, holds a user, or needs ``allow_http``.
+            OptionError: the endpoint is no address of a server, holds a user, or needs ``allow_http``; or
+                nobody pays; or what goes into requests as it stands is no name.
         """
+        for name, value in (("region", self.region), ("kms_key", self.kms_key)):
+            if value is not None and _NAME.fullmatch(value) is None:
+                what = "is empty, or holds spaces or other characters that no such name has."
+                remedy = "Write it in printable ASCII, or leave it out."
+                raise OptionError(Problem(f"storage: {name}", what, remedy))
+        if self.requester_pays and self.anonymous:
+            what = "nobody can pay for requests that are not signed."
+            raise OptionError(Problem("storage: requester_pays", what, "Take anonymous out, or this."))
         if self.endpoint is None:
             return
         parts = urlsplit(self.endpoint)

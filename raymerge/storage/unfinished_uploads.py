@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -12,8 +13,9 @@ from raymerge.storage.addresses import Address
 from raymerge.storage.object_client import ObjectClient
 
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 10, 2
-"""Nothing waits for this: what is not aborted now is when the next run begins."""
+"""Of one request; ``Patience`` goes on from there."""
 _SIGNED = timedelta(minutes=1)
+_FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
 
 def abort_uploads(address: Address, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
@@ -25,26 +27,51 @@ def abort_uploads(address: Address, objects: ObjectClient, is_ours: Callable[[st
         address: on S3.
         objects: what it is written with.
         is_ours: whether an upload to a key below the place may be aborted.
+
+    Raises:
+        OSError: the server failed for a moment; those that are left are to be aborted by another call.
     """
     try:
         import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-        from obstore.exceptions import BaseError
     except ImportError:
         return 0
     done, prefix = 0, objects.path("")
-    with suppress(BotoCoreError, ClientError, BaseError):
+    payer = {"RequestPayer": "requester"} if address.options.requester_pays else {}
+    with _unless_refused():
         client = _client(boto3, address, objects)
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=address.bucket, Prefix=prefix)
-        for page in pages:
+        listing = client.get_paginator("list_multipart_uploads")
+        for page in listing.paginate(Bucket=address.bucket, Prefix=prefix, **payer):
             # Some servers list more than what they were asked for.
             below = (each for each in page.get("Uploads", ()) if each["Key"].startswith(prefix))
             for each in (each for each in below if is_ours(each["Key"].removeprefix(prefix))):
-                client.abort_multipart_upload(
-                    Bucket=address.bucket, Key=each["Key"], UploadId=each["UploadId"]
-                )
-                done += 1
+                # Its own process may have ended it since it was listed.
+                with _unless_refused():
+                    client.abort_multipart_upload(
+                        Bucket=address.bucket, Key=each["Key"], UploadId=each["UploadId"], **payer
+                    )
+                    done += 1
     return done
+
+
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Goes on behind what is refused for good; raises OSError where the server fails for a moment."""
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except SSLError:
+        # It knows other authorities than the client that writes.
+        return
+    except HTTPClientError as error:
+        raise OSError(errno.ECONNRESET, str(error)) from error
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] in _FOR_A_MOMENT:
+            raise OSError(errno.EIO, str(error)) from error
+    except (BotoCoreError, BaseError):
+        # There are no credentials of boto3's, or it does not speak to such a server.
+        return
 
 
 def _client(boto3: Any, address: Address, objects: ObjectClient) -> Any:

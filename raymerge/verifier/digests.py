@@ -19,6 +19,8 @@ from raymerge.verifier.findings import AGAIN, Findings
 from raymerge.verifier.plan_rows import PlanRow, PlanRows
 
 _CHUNK = 1 << 20
+_FAR_CHUNK = 16 << 20
+"""Bytes of a request where each takes long to begin."""
 
 Bytes_ = Callable[[int, int], bytes]
 """Some bytes that a row should have: from an offset in it on, so many."""
@@ -42,6 +44,7 @@ def check_bytes(
     *,
     where: str,
     wanted: Expectation | None,
+    chunk: int = _CHUNK,
 ) -> None:
     """Read every byte of a row and compare it.
 
@@ -52,12 +55,13 @@ def check_bytes(
         findings: take what is wrong.
         where: what messages call the checkpoint.
         wanted: what the bytes should be, where that is known.
+        chunk: bytes that are read at once.
     """
     hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
     name = f"{where}: {row.tensor}"
     try:
-        for begin in range(0, place.nbytes, _CHUNK):
-            count = min(_CHUNK, place.nbytes - begin)
+        for begin in range(0, place.nbytes, chunk):
+            count = min(chunk, place.nbytes - begin)
             found = output.read(place.key, place.offset + begin, count)
             hasher.update(found)
             if wanted is not None and is_as_wanted:
@@ -80,8 +84,9 @@ def check_bytes(
 def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
     """All bytes of an output against the digests of the ledger, one row after the other."""
     findings, rows = Findings(most=20), PlanRows(plan)
+    chunk = _FAR_CHUNK if output.is_far else _CHUNK
     for row in _all_rows(plan, rows):
-        check_bytes(row, output, digests, findings, where=where, wanted=None)
+        check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
     return findings
 
 

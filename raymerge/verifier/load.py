@@ -90,7 +90,9 @@ class LoadVerdict:
         return self
 
 
-def load_checkpoint(root: Path, *, memory: int, trust_remote_code: bool = False) -> LoadVerdict:
+def load_checkpoint(
+    root: Path, *, memory: int, trust_remote_code: bool = False, name: str = "", lack: str = ""
+) -> LoadVerdict:
     """Verify that transformers loads a checkpoint. Never raises for what is wrong: the verdict says it.
 
     Args:
@@ -98,10 +100,12 @@ def load_checkpoint(root: Path, *, memory: int, trust_remote_code: bool = False)
         memory: bytes that its weights may take; larger models are compared by names and shapes alone.
         trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
             know its model.
+        name: what messages call it; "" for its directory.
+        lack: why its weights are not there, but their headers alone; "" where they are.
     """
-    found = _Findings(root)
+    found = _Findings(name or str(root))
     try:
-        checkpoint = open_checkpoint(root, str(root))
+        checkpoint = open_checkpoint(root, found.name)
         found.tensors = len(checkpoint.tensors)
         if checkpoint.is_raw:
             raise NotLoadableError("it has no config.json: it is tensors without a model")
@@ -109,19 +113,22 @@ def load_checkpoint(root: Path, *, memory: int, trust_remote_code: bool = False)
             _compare(found, checkpoint, trust_remote_code=trust_remote_code)
             if not found.problems:
                 own_code = trust_remote_code and bool(needs_own_code(checkpoint))
-                _load_and_run(found, checkpoint, memory, own_code=own_code)
+                if lack:
+                    found.note = f"only names and shapes were compared: {lack}"
+                else:
+                    _load_and_run(found, checkpoint, memory, own_code=own_code)
     except UserError as error:
         found.problems += error.problems
     except NotLoadableError as error:
-        found.problems.append(_not_loadable(root, error))
+        found.problems.append(_not_loadable(found.name, error))
     return found.verdict()
 
 
 class _Findings:
     """What is found on the way to a verdict."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.model_class = self.note = ""
         self.tensors = self.keys = self.needed_nbytes = 0
         self.passed: list[Passed] = []
@@ -132,7 +139,7 @@ class _Findings:
     def verdict(self) -> LoadVerdict:
         """All of it."""
         return LoadVerdict(
-            path=str(self.root),
+            path=self.name,
             transformers=version("transformers"),
             model_class=self.model_class,
             tensors=self.tensors,
@@ -305,8 +312,8 @@ def _vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def _not_loadable(root: Path, error: NotLoadableError) -> Problem:
-    return Problem(str(root), f"it is not loadable here: {error}.", _not_loadable_remedy(str(error)))
+def _not_loadable(name: str, error: NotLoadableError) -> Problem:
+    return Problem(name, f"it is not loadable here: {error}.", _not_loadable_remedy(str(error)))
 
 
 def _not_loadable_remedy(text: str) -> str:

@@ -101,7 +101,7 @@ def test_options_that_mean_nothing_else_are_taken(folder: Path) -> None:
 
 def test_options_that_cannot_be_honoured_are_refused_at_once(folder: Path) -> None:
     args = ("--workers", "2", "--threads", "2", "--memory", "1GiB", "--device", "cuda", "--address", "auto")
-    args = (*args, "--patience", "5")
+    args = (*args, "--patience", "5", "--scratch", "x", "--steps", "y")
     outcome = _submit(folder, "-o", "out", *args, "--keep-intermediates", "--replace")
     assert outcome.code == 2
     options = (
@@ -111,6 +111,8 @@ def test_options_that_cannot_be_honoured_are_refused_at_once(folder: Path) -> No
         "--device",
         "--address",
         "--patience",
+        "--scratch",
+        "--steps",
         "--keep-intermediates",
         "--replace",
     )

@@ -12,6 +12,9 @@ from kits.crd import schema_errors
 from kits.kubernetes_profiles import RECIPE
 
 from raymerge.manifests import broken_rules
+from raymerge.profiles import load_profile
+from raymerge.runtime.targets.kubernetes import KubernetesTarget
+from raymerge.runtime.targets.target import Submission
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "cluster" / "kuberay"
@@ -74,6 +77,28 @@ def test_files_are_written_one_for_each_object(folder: Path) -> None:
         "rayjob.yaml": "RayJob",
     }
     assert made["configmap.yaml"]["data"]["recipe.yml"] == RECIPE
+
+
+def test_what_is_rendered_is_what_is_sent_and_its_name_follows_from_it(folder: Path) -> None:
+    volume = "  volumes: [{name: models, mount_path: /mnt/models, pvc: models}]\n"
+    (folder / "p.yml").write_text(
+        PROFILE.replace("s3://models/merged", "file:///mnt/models/merged/") + volume
+    )
+    command = ("cluster", "render", "p.yml", "--recipe", "r.yml")
+    rendered = [run_command(*command, cwd=folder).text for _ in range(2)]
+    # Applied again, it changes nothing.
+    assert rendered[0] == rendered[1]
+    config, job = yaml.safe_load_all(rendered[0])
+    name, output = job["metadata"]["name"], "/mnt/models/merged"
+    profile = load_profile(str(folder / "p.yml"))
+    sent = KubernetesTarget(server=None)._manifests(  # type: ignore[arg-type]
+        Submission(RECIPE, "r.yml", output, profile, name)
+    )
+    assert (config, job) == sent
+    assert f"--run {name}" in job["spec"]["entrypoint"]
+    (folder / "r.yml").write_text(RECIPE + "# another\n")
+    other = list(yaml.safe_load_all(run_command(*command, cwd=folder).text))[1]["metadata"]["name"]
+    assert other != name
 
 
 def test_without_a_recipe_it_is_a_cluster_that_stands(folder: Path) -> None:

@@ -12,13 +12,30 @@ from hypothesis import strategies as st
 
 from raymerge.cli.messages import Failure, failure_of, guarded, show_failure, show_problems
 from raymerge.cli.screen import make_console, make_table, printable
-from raymerge.errors import IncompleteError, OptionError, PlanError, Problem, TargetError
+from raymerge.errors import (
+    AskedError,
+    CheckpointError,
+    HeldError,
+    IncompleteError,
+    OptionError,
+    PlanError,
+    Problem,
+    ProfileError,
+    RecipeError,
+    TargetError,
+    UnreadableError,
+)
 
 PROBLEM = Problem("recipe.yml:3:5", "the weight is missing.", "Add it.")
 
 
 def _raising(error: BaseException) -> int:
     raise error
+
+
+def _because(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
 
 
 def _shown(problems: list[Problem], width: int = 80, encoding: str = "utf-8") -> str:
@@ -53,6 +70,35 @@ def test_every_error_has_its_exit_code(
     assert shown.out == ""
     assert shown.err.strip()
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        *((kind(PROBLEM), True) for kind in (RecipeError, ProfileError, PlanError, TargetError)),
+        (_because(PlanError(PROBLEM), PlanError(PROBLEM)), True),
+        (AskedError("stopped with 3 of 4 segments done."), True),
+        # All of these may go well when they are tried again, or elsewhere.
+        (HeldError(PROBLEM), False),
+        (OptionError(PROBLEM), False),
+        (UnreadableError(PROBLEM), False),
+        (_because(TargetError(PROBLEM), UnreadableError(PROBLEM)), False),
+        (_because(PlanError(PROBLEM), _because(PlanError(PROBLEM), CheckpointError(PROBLEM))), False),
+        # A kind that nobody has thought of here.
+        (type("AwayError", (TargetError,), {})(PROBLEM), False),
+        (IncompleteError("stopped with 3 of 4 segments done."), False),
+        (KeyboardInterrupt(), False),
+        (OSError(5, "Input/output error", "some/place"), False),
+        (ZeroDivisionError("division by zero"), False),
+    ],
+)
+def test_what_another_attempt_would_meet_again_is_told_apart(
+    error: BaseException, is_final: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    guarded(lambda: _raising(error), as_json=True, when_final=lambda: shown.append(capsys.readouterr().out))
+    # Whoever ends the process then has nothing left to say.
+    assert [json.loads(text)["event"] for text in shown] == ["error"] * is_final
 
 
 def test_what_goes_well_gives_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,11 @@ from rich.console import Console
 from raymerge.cli.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
 from raymerge.cli.tally import Tally
 from raymerge.runtime.events import (
+    CarriersChosen,
     DeviceFailed,
     Event,
     MemoryShort,
+    NodeOfNoUse,
     Planned,
     Published,
     RoomAwaited,
@@ -26,6 +28,7 @@ from raymerge.runtime.events import (
     Stopping,
     StorageFailed,
     Verified,
+    WorkerLeft,
     WorkerLost,
 )
 
@@ -200,6 +203,31 @@ def test_a_cluster_that_has_to_grow_first_is_told() -> None:
     progress, stream = _plain(Clock())
     progress(RoomAwaited("a worker needs CPUs: 4", 1800.0))
     assert stream.getvalue() == "waiting for the cluster to grow, 30:00 at most: a worker needs CPUs: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (
+            CarriersChosen(2, 30, 400, "shard"),
+            "2 workers on processors beside the GPUs for what is only copied, 30 of 400 shards",
+        ),
+        (
+            CarriersChosen(0, 0, 400, "segment"),
+            "no worker on processors is started beside the GPUs: each segment that is left computes",
+        ),
+        (WorkerLeft("worker-3"), "worker-3 has nothing more to do and leaves"),
+        (
+            NodeOfNoUse("10.0.0.2", "the output place is not to be found"),
+            "warning: workers on 10.0.0.2, which joined, get no segments: the output place is not to be "
+            "found",
+        ),
+    ],
+)
+def test_what_becomes_of_workers_is_told(event: Event, said: str) -> None:
+    progress, stream = _plain(Clock())
+    progress(event)
+    assert stream.getvalue() == said + "\n"
 
 
 def test_a_segment_that_runs_out_of_memory_is_a_warning() -> None:

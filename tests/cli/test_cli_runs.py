@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kits.command_line import Outcome, run_command
@@ -16,6 +18,7 @@ from kits.merge_cases import Family, digests, make_family, merge, recipes
 from raymerge.runtime.holder import myself
 from raymerge.runtime.run_notes import RunNote, RunNotes
 from raymerge.runtime.stop_request import StopRequest
+from raymerge.runtime.targets.local import PlaceRuns
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +109,32 @@ def test_where_no_server_answers_the_place_tells(recipe: Path, tmp_path: Path) -
 
 
 def test_a_place_without_a_run_is_told(tmp_path: Path) -> None:
-    for verb in ("status", "logs", "stop"):
-        outcome = _say(tmp_path, verb, "out")
+    for verb in (("status",), ("logs",), ("logs", "-f"), ("stop",)):
+        outcome = _say(tmp_path, *verb, "out")
         assert (outcome.code, "there is nothing of raymerge at out" in outcome.text) == (2, True)
+        outcome = _say(tmp_path, *verb, " ")
+        assert (outcome.code, "RUN: no run is named" in outcome.text) == (2, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_followed_at_once(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find out whether its holder on another machine lives takes seconds, and a server may be away."""
+    merge(str(recipe), tmp_path / "out")
+    asked: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        answer = getattr(PlaceRuns, name)
+
+        def ask(*arguments: Any, **more: Any) -> Any:
+            asked.append(name)
+            return answer(*arguments, **more)
+
+        return ask
+
+    for name in ("report", "logs"):
+        monkeypatch.setattr(PlaceRuns, name, noted(name))
+    assert _say(tmp_path, "logs", "-f", "out").code == 0
+    assert asked == ["logs", "report"]
 
 
 @pytest.mark.parametrize(

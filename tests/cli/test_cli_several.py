@@ -104,6 +104,31 @@ def test_what_is_made_already_is_said(folder: Path) -> None:
     assert [each["is_made"] for each in elsewhere] == [False, False, False]
 
 
+def test_what_is_made_on_the_way_may_lie_elsewhere(folder: Path) -> None:
+    done = _submit(folder, "-o", "out", "--keep-intermediates", "--steps", "steps")
+    assert done.code == 0, done.text
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "out", "recipe.yml", "steps", "two"]
+    (root,) = [path for path in (folder / "steps").iterdir() if not path.name.startswith(".")]
+    outcome = _plan(folder, "-o", "out", "--steps", "steps")
+    assert outcome.text.count("made already") == 2
+    assert f"what is made on the way lies in {root}" in outcome.text
+    found = json.loads(_plan(folder, "-o", "out", "--steps", "steps", "--json").text)
+    assert [each.get("steps") for each in found] == [None, None, str(root)]
+    assert [each["is_made"] for each in json.loads(_plan(folder, "-o", "out", "--json").text)] == [False] * 3
+    audit = ("verify", "out", "--level", "audit", "--inline")
+    kept = run_command(*audit, "--steps", "steps", cwd=folder)
+    assert (kept.code, "not audited" in kept.text) == (0, False)
+    assert "not audited: 30 tensors" in run_command(*audit, cwd=folder).text
+
+
+@pytest.mark.parametrize("how", [("plan",), ("submit", "--dry-run"), ("submit", "--inline")])
+def test_towards_a_store_it_must_be_named(folder: Path, how: tuple[str, ...]) -> None:
+    outcome = run_command(how[0], "recipe.yml", "-o", "s3://b/out", *how[1:], cwd=folder)
+    assert outcome.code == 2
+    assert "s3://b/out: this recipe has results between" in outcome.text
+    assert "Give --steps DIR" in outcome.text
+
+
 def test_planning_several_merges_writes_nothing(folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     _plan(folder)

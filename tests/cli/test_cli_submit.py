@@ -291,6 +291,23 @@ def test_a_signal_while_what_was_there_is_removed_leaves_a_success(
     assert (folder / "out").stat().st_ino != before
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_stop_that_somebody_asked_for_at_the_output_place_is_final(
+    is_asked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[object] = []
+
+    def ends(*_: object, on_event: Callable[[Event], None]) -> None:
+        on_event(Stopping(1.0, is_asked=is_asked))
+        raise IncompleteError("stopped with 1 of 2 segments done.")
+
+    monkeypatch.setattr("raymerge.api.submit", ends)
+    monkeypatch.setattr("raymerge.runtime.targets.own_job.end_for_good", stopped.append)
+    outcome = _submit(folder, "-o", "out", "--json", "--run", "raymerge-0123456789ab")
+    assert (outcome.code, len(stopped)) == (3, int(is_asked))
+    assert "stopped with 1 of 2" in outcome.text
+
+
 @pytest.mark.parametrize(("published", "code"), [("out", 0), (".out.raymerge.steps/a", 3)])
 def test_who_is_slow_to_clear_up_after_a_signal_is_ended_with_what_came_of_the_run(
     published: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,3 +331,29 @@ def test_who_is_slow_to_clear_up_after_a_signal_is_ended_with_what_came_of_the_r
         # As JSON: to show the end of a merge it would have to have begun.
         _submit(folder, "-o", "out", "--json")
     assert codes == [code]
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_stop_that_was_asked_for_is_final_also_for_who_is_slow_to_clear_up(
+    is_asked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    is_ended = threading.Event()
+
+    def end(number: int) -> None:
+        told.append(number)
+        is_ended.set()
+
+    def slow(*_: object, on_event: Callable[[Event], None]) -> None:
+        on_event(Stopping(1.0, is_asked=is_asked))
+        assert is_ended.wait(10)
+
+    monkeypatch.setattr("raymerge.api.submit", slow)
+    monkeypatch.setattr("raymerge.cli.running._LAST_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "raymerge.runtime.targets.own_job.end_for_good", lambda _: told.append("stopped for good")
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("os._exit", end)
+        _submit(folder, "-o", "out", "--json", "--run", "raymerge-0123456789ab")
+    assert told == ["stopped for good"] * is_asked + [3]

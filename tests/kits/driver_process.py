@@ -42,11 +42,11 @@ class Slow(MergeWorker):
 PAUSE = job["pause"]
 if job["workers"]:
     ray_pool.RayPool = functools.partial(ray_pool.RayPool, worker=Slow)
-    options = RunOptions(workers=job["workers"], memory=64 << 20)
+    options = RunOptions(workers=job["workers"], memory=64 << 20, steps=job["steps"])
 else:
     run = SegmentRunner.run
     SegmentRunner.run = lambda self, segment: (time.sleep(PAUSE), run(self, segment))[1]
-    options = RunOptions(inline=True)
+    options = RunOptions(inline=True, steps=job["steps"])
 
 if isinstance(job["recipe"], str):
     from raymerge.cli.main import main
@@ -72,6 +72,7 @@ def driver(
     workers: int = 0,
     pause: float = 0.0,
     environment: Mapping[str, str] | None = None,
+    steps: str | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running driver that prints its events as JSON lines.
 
@@ -83,6 +84,7 @@ def driver(
         workers: Ray workers; 0 runs inline.
         pause: seconds that every segment waits before it begins.
         environment: variables on top of this process's own.
+        steps: directory of the results between; the library's only.
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     process = subprocess.Popen(
@@ -94,7 +96,7 @@ def driver(
         env=settings,
     )
     assert process.stdin is not None
-    job = {"recipe": recipe, "output": str(output), "workers": workers, "pause": pause}
+    job = {"recipe": recipe, "output": str(output), "workers": workers, "pause": pause, "steps": steps}
     process.stdin.write(json.dumps(job))
     process.stdin.close()
     process.stdin = None

@@ -93,6 +93,8 @@ class FakeRay:
     def __init__(self, nodes: Sequence[str] = ("node-a",)) -> None:
         self.handles: list[Handle] = []
         self.alive = dict.fromkeys(nodes, True)
+        self.without_gpus: set[str] = set()
+        """Nodes, of these."""
 
     def remote(self, worker: type[Any]) -> Any:
         """What actors are made with."""
@@ -103,9 +105,14 @@ class FakeRay:
         return SimpleNamespace(options=options)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The nodes, with two CPUs each."""
+        """The nodes, with two CPUs and two GPUs each."""
         return [
-            {"NodeID": node, "Alive": alive, "Resources": {"CPU": 2.0}, "NodeManagerHostname": node}
+            {
+                "NodeID": node,
+                "Alive": alive,
+                "Resources": {"CPU": 2.0, "GPU": 0.0 if node in self.without_gpus else 2.0},
+                "NodeManagerHostname": node,
+            }
             for node, alive in self.alive.items()
         ]
 

@@ -1,7 +1,8 @@
 """An S3 server on this machine that fails when told to, and says what was asked of it.
 
 moto keeps the objects; in front of it stands a proxy, which counts requests and injects faults. The proxy
-also mends moto's answer to CompleteMultipartUpload, whose root element is not that of S3.
+also mends two answers of moto: to CompleteMultipartUpload, whose root element is not that of S3, and about
+uploads that were aborted, which moto stumbles over.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,7 +39,7 @@ ENVIRONMENT = {
 _CHUNK = 64 << 10
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
-Kind = Literal["error", "throttle", "forbid", "reset", "cut", "tear", "delay", "hang"]
+Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "delay", "hang"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Request:
     """What was answered; 0 where the connection was broken off."""
     sent: int
     """Bytes of the answer's body that went out."""
+    headers: Mapping[str, str]
+    """Of the request, by their names in small letters."""
 
 
 @dataclass(slots=True)
@@ -68,9 +71,10 @@ class Fault:
     """What goes wrong, and with which requests."""
 
     kind: Kind
-    """``error`` 500, ``throttle`` 503 SlowDown, ``forbid`` 403, ``reset`` in place of an answer, ``cut`` in
-    the middle of the body and ``tear`` there with a reset, which loses bytes that were sent; ``delay``
-    answers after ``seconds``, ``hang`` never, but breaks off then."""
+    """``error`` 500, ``throttle`` 503 SlowDown, ``forbid`` 403, ``reset`` in place of an answer, and ``lose``
+    when the server has done what was asked; ``cut`` in the middle of the body and ``tear`` there with a
+    reset, which loses bytes that were sent; ``delay`` answers after ``seconds``, ``hang`` never, but breaks
+    off then."""
     method: str = "GET"
     """The method it strikes."""
     key: str = ""
@@ -118,6 +122,8 @@ class S3Server:
     """Objects that a listing gives at once; None for as many as S3 does."""
     before: Callable[[str, str], None] | None = None
     """Called with method and key before each request is passed on."""
+    drops: str | None = None
+    """Headers of requests that begin so are not passed on."""
 
     @property
     def options(self) -> StoreOptions:
@@ -140,7 +146,7 @@ class S3Server:
         with self.lock:
             self.requests.clear()
             self.faults.clear()
-            self.before = self.page = None
+            self.before = self.page = self.drops = None
             self.most_at_once = 0
 
     def client(self) -> Any:
@@ -294,7 +300,7 @@ class _Proxy(BaseHTTPRequestHandler):
         elif "forbid" in kinds:
             self._refuse(403, "AccessDenied")
         else:
-            self._pass_on(body, end=next(iter(kinds & {"cut", "tear"}), None))
+            self._pass_on(body, end=next(iter(kinds & {"lose", "cut", "tear"}), None))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815
 
@@ -310,6 +316,8 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def _pass_on(self, body: bytes, *, end: str | None) -> None:
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        if self.s3.drops is not None:
+            headers = {name: each for name, each in headers.items() if not name.startswith(self.s3.drops)}
         parts = urlsplit(self.s3.behind)
         if self.behind is None:
             self.behind = http.client.HTTPConnection(parts.hostname or "", parts.port)
@@ -317,8 +325,14 @@ class _Proxy(BaseHTTPRequestHandler):
         self.behind.request(self.command, path, body, {**headers, "Content-Length": str(len(body))})
         answer = self.behind.getresponse()
         data = answer.read()
+        if end == "lose":
+            self._break(0)
+            return
         if self.command == "POST" and b"CompleteMultipartUploadRes" in data:
             data = data.replace(b"CompleteMultipartUploadResponse", b"CompleteMultipartUploadResult")
+        if answer.status == 500 and "uploadId=" in self.path:
+            self._refuse(404, "NoSuchUpload")
+            return
         self._answer(answer.status, answer.getheaders(), data, end=end)
 
     def _answer(
@@ -362,6 +376,8 @@ class _Proxy(BaseHTTPRequestHandler):
         key, query, received = self.about
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         asked = (int(found.group(1)), int(found.group(2)) + 1) if found else None
-        note = Request(self.command, key, query, asked, self.headers.get("If-Match"), received, status, sent)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        match = headers.get("if-match")
+        note = Request(self.command, key, query, asked, match, received, status, sent, headers)
         with self.s3.lock:
             self.s3.requests.append(note)

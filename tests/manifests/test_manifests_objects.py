@@ -130,7 +130,7 @@ def test_whatever_a_profile_says_is_valid_for_the_server_and_the_operator(sectio
 def test_the_driver_is_started_by_safe_characters_and_reads_data_files() -> None:
     config, job = rayjob(kubernetes_profile(), RECIPE, OUTPUT, RUN)
     entrypoint = "raymerge submit /etc/raymerge/recipe.yml --profile /etc/raymerge/profile.yml --json"
-    assert job["spec"]["entrypoint"] == entrypoint
+    assert job["spec"]["entrypoint"] == f"{entrypoint} --run {RUN}"
     assert job["spec"]["submissionMode"] == "HTTPMode"
     assert job["spec"]["shutdownAfterJobFinishes"] is True
     assert job["spec"]["backoffLimit"] == 2

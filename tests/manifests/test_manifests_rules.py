@@ -196,7 +196,8 @@ def test_models_that_pods_see_are_taken(path: str) -> None:
 
 def test_results_of_the_same_file_are_no_paths() -> None:
     chain = f"name: first\n{RECIPE}---\n{_recipe('first')}"
-    check(kubernetes_profile(), chain, OUTPUT, RUN, exists=lambda _: False)
+    output = "/mnt/models/out"
+    check(kubernetes_profile({"volumes": [SHARED]}), chain, output, RUN, exists=lambda _: False)
 
 
 def test_all_reasons_are_told_at_once() -> None:
@@ -220,7 +221,7 @@ def test_a_profile_for_another_target_is_held_to_the_same_rules() -> None:
 def test_flags_are_part_of_the_entrypoint_where_a_shell_reads_them_as_they_are() -> None:
     profile = kubernetes_profile()
     job = rayjob(profile, RECIPE, OUTPUT, RUN, flags=("--replace", "--keep-intermediates"))[1]
-    assert job["spec"]["entrypoint"].endswith("profile.yml --json --replace --keep-intermediates")
+    assert job["spec"]["entrypoint"].endswith(f"--json --run {RUN} --replace --keep-intermediates")
     check(profile, RECIPE, OUTPUT, RUN, flags=("--replace",))
     with pytest.raises(OptionError, match=r"spec\.entrypoint: a shell would read"):
         check(profile, RECIPE, OUTPUT, RUN, flags=("$(reboot)",))

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -397,3 +398,42 @@ def test_the_data_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LocalStore, "read_into", counting)
     assert len(read(path)[0].tensors) == 4
     assert sum(reads) < 1 << 20 < path.stat().st_size
+
+
+class _Far(LocalStore):
+    """A directory that takes its time, and counts what it is asked."""
+
+    asked: list[int]
+    others: threading.Event
+    """Set once a second record is asked for."""
+
+    @property
+    def is_far(self) -> bool:
+        return True
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.asked.append(buffer.nbytes)
+        if buffer.nbytes < 100:
+            if sum(nbytes < 100 for nbytes in self.asked) > 1:
+                self.others.set()
+            assert self.others.wait(10), "they are asked for one after the other"
+        super().read_into(key, offset, buffer)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_a_server_is_asked_once_for_each_record_and_for_both_ends(size: int, tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.full((size,), float(number)) for number in range(40)}
+    path = saved(tmp_path / "x.bin", tensors)
+    info = FileInfo(path.name, path.stat().st_size, "v")
+    with _Far(path.parent) as store:
+        store.asked, store.others = [], threading.Event()
+        assert read_pickled(store, info) == read(path)
+    if size == 1:
+        assert store.asked == [info.nbytes]
+        return
+    ends = [nbytes for nbytes in store.asked if nbytes == 256 << 10]
+    heads = [nbytes for nbytes in store.asked if nbytes < 100]
+    # Of those that lie in the ends nothing is asked for again.
+    assert (len(ends), len(heads)) == (2, len(store.asked) - 2)
+    assert 30 < len(heads) < 40
+    assert sum(store.asked) < info.nbytes // 10

@@ -73,6 +73,7 @@ HINTS = {
         "node_selector: {kubernetes.io/arch: amd64}",
         "volumes:",
         "  - {name: scratch, mount_path: /scratch, empty_dir: {size_limit: 200Gi}}",
+        "  - {name: shared, mount_path: /shared, pvc: shared}",
         "env_from_secrets: [s3-credentials]",
     ],
 }

@@ -94,6 +94,32 @@ def test_what_is_not_said_is_as_the_documentation_says() -> None:
         ({}, {}, {"run": {"workers": 5, "threads": 4}}, "5 workers of 4 threads are asked for, but the pods"),
         ({}, {"gpus": 2}, {"run": {"workers": 5, "device": "cuda"}}, "5 workers are asked for, but the pods"),
         (SCALED, {"max_replicas": 3}, {"run": {"workers": 25}}, "the pods hold at most 24"),
+        (
+            {},
+            {"gpus": 2},
+            {"run": {"device": "cuda", "cpu_workers": 13}},
+            "run.cpu_workers: 13 workers on processors are asked for beside 4 others, but the pods have "
+            "processors for 16 in all",
+        ),
+        (
+            {},
+            {"gpus": 2},
+            {"run": {"device": "cuda", "workers": 2, "cpu_workers": 7, "threads": 2}},
+            "7 workers of 2 threads on processors are asked for beside 2 others, but the pods",
+        ),
+        (
+            {},
+            {},
+            {"run": {"workers": 10, "cpu_workers": 7}},
+            "7 workers on processors are asked for beside 10",
+        ),
+        ({}, {}, {"run": {"cpu_workers": 17}}, "17 workers on processors are asked for beside 0 others"),
+        (
+            {},
+            {"gpus": 2},
+            {"run": {"cpu_workers": 13}},
+            "13 workers on processors are asked for beside 4 others",
+        ),
         ({}, {}, {"run": {"threads": 9}}, "no pod has processors for a worker of 9 threads"),
         ({}, {}, {"run": {"memory": "32GiB"}}, "but no pod has more than"),
         # Volumes.
@@ -125,11 +151,30 @@ def test_what_is_not_said_is_as_the_documentation_says() -> None:
         # The output place.
         ({}, {}, {"output": "merged"}, "output: 'merged' is relative to a directory of this machine"),
         ({}, {}, {"output": "hf://org/name"}, "hf://org/name can be read from, and not written to"),
+        (
+            {},
+            {},
+            {"run": {"steps": "below"}},
+            "run.steps: 'below' is relative to a directory of this machine",
+        ),
+        (
+            {},
+            {},
+            {"run": {"steps": "/mnt/models"}},
+            "run.steps: /mnt/models is on no volume that every pod mounts",
+        ),
+        (
+            {"volumes": [{**SHARED, "read_only": True}]},
+            {},
+            {"run": {"steps": "/mnt/models/x"}},
+            "run.steps: /mnt/models/x is on no volume that every pod mounts, shared and writable",
+        ),
         ({}, {}, {"output": "/mnt/models/x"}, "is on no volume that every pod mounts, shared and writable"),
         ({"volumes": [{**SHARED, "read_only": True}]}, {}, {"output": "/mnt/models/x"}, "is on no volume"),
         ({"volumes": [SHARED]}, {"volumes": []}, {"output": "/mnt/models/x"}, "is on no volume"),
         ({"volumes": [SHARED]}, {}, {"output": "/mnt/models"}, "is on no volume"),
         ({"volumes": [SHARED]}, {}, {"output": "/mnt/models2/x"}, "is on no volume"),
+        ({"volumes": [SHARED]}, {}, {"output": "file:///mnt/models2/x"}, "/mnt/models2/x is on no volume"),
         (
             {"volumes": [{"name": "a", "mount_path": "/a", "empty_dir": {}}]},
             {},
@@ -158,7 +203,9 @@ def test_two_groups_of_one_name_are_refused_once() -> None:
     assert "two groups are named 'a'" in line
 
 
-@pytest.mark.parametrize("output", ["s3://b/x", "gs://b/x", "/mnt/models/x", "/mnt/models/a/b"])
+@pytest.mark.parametrize(
+    "output", ["s3://b/x", "gs://b/x", "/mnt/models/x", "/mnt/models/a/b", "file:///mnt/models/x"]
+)
 def test_an_output_that_every_pod_reaches_is_taken(output: str) -> None:
     assert kubernetes_profile({"volumes": [SHARED]}, output=output).output == output
 
@@ -193,3 +240,20 @@ def test_a_full_profile_is_written_and_read_back_the_same() -> None:
         storage={"region": "x"},
     )
     assert profile_from_mapping(profile.model_dump(mode="json", exclude_defaults=True)) == profile
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"device": "cuda", "cpu_workers": 12},
+        {"device": "cuda", "workers": 4, "cpu_workers": 12},
+        {"device": "auto", "workers": 3, "cpu_workers": 13},
+        {"cpu_workers": 12},
+        {"device": "cpu", "cpu_workers": 16},
+    ],
+)
+def test_both_kinds_of_workers_are_held_and_go_along(run: dict[str, Any]) -> None:
+    profile = kubernetes_profile({}, {"gpus": 2}, run=run)
+    inside = profile.for_inside("s3://bucket/x")
+    assert inside.run.cpu_workers == run["cpu_workers"]
+    assert f"cpu_workers: {run['cpu_workers']}" in inside.as_yaml()

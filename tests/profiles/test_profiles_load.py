@@ -13,8 +13,9 @@ from raymerge.storage.options import StoreOptions
 FULL = """\
 target: job
 output: s3://b/merged
-run: {workers: 8, threads: null, memory: 8GiB, device: cpu, patience: 900, scratch: /tmp/x}
-storage: {region: us-east-1, endpoint: "http://minio:9000", anonymous: false, profile: null, allow_http: true}
+run: {workers: 8, threads: null, memory: 8GiB, device: cpu, patience: 900, scratch: /tmp/x, steps: /tmp/y}
+storage: {region: us-east-1, endpoint: "http://minio:9000", anonymous: false, profile: null, allow_http: true,
+  kms_key: alias/models, requester_pays: true}
 cluster: {address: "10.0.0.1:6379"}
 job:
   address: http://head:8265/
@@ -37,8 +38,10 @@ def test_every_section_is_read() -> None:
     assert (profile.target, profile.output) == ("job", "s3://b/merged")
     run = profile.run
     assert (run.workers, run.threads, run.memory, run.device) == (8, None, 8 * 2**30, "cpu")
-    assert (run.patience, run.scratch) == (900.0, "/tmp/x")
-    assert profile.storage == StoreOptions("us-east-1", "http://minio:9000", allow_http=True)
+    assert (run.patience, run.scratch, run.steps) == (900.0, "/tmp/x", "/tmp/y")
+    assert profile.storage == StoreOptions(
+        "us-east-1", "http://minio:9000", allow_http=True, kms_key="alias/models", requester_pays=True
+    )
     assert profile.cluster.address == "10.0.0.1:6379"
     assert profile.job.address == "http://head:8265"
     assert profile.job.env == {"OMP_NUM_THREADS": "4"}
@@ -78,12 +81,17 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ("run: {worker: 2}", "p.yml:1:7: unknown key 'worker'. Did you mean 'workers'?"),
         ("target: kubernets", "p.yml:1:1: target: 'kubernets' is not known here. Did you mean 'kubernetes'?"),
         ("run: {workers: 0}", "p.yml:1:7: workers: 0 is out of range."),
+        ("run: {workers: 10001}", "p.yml:1:7: workers: 10001 is out of range. Write a whole"),
+        ("run: {cpu_workers: 10001}", "p.yml:1:7: cpu_workers: 10001 is out of range."),
         ("run: {memory: much}", "p.yml:1:7: memory: 'much' is not a size."),
         ("run: {device: gpu}", "p.yml:1:7: device: 'gpu' is not known here."),
         ("run: {patience: 0}", "p.yml:1:7: patience: 0 is not above 0."),
         ("run: [1]", "p.yml:1:1: run: [1] is a list where a map belongs."),
         ("storage: {endpont: x}", "p.yml:1:11: unknown key 'endpont'. Did you mean 'endpoint'?"),
         ("storage: {endpoint: 'http://x'}", "p.yml:1:11: endpoint: http://x is spoken to without TLS"),
+        ("storage: {kms_key: ''}", "p.yml:1:11: kms_key: is empty, or holds spaces"),
+        ('storage: {kms_key: "a\\nb"}', "p.yml:1:11: kms_key: is empty, or holds spaces"),
+        ("storage: {region: eu west}", "p.yml:1:11: region: is empty, or holds spaces"),
         ("storage: {anonymous: 1}", "p.yml:1:11: anonymous: 1 is a number; expected true or false."),
         (
             "cluster: {address: 'http://h:8265'}",
@@ -96,6 +104,11 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ('job: {env: {A: "\\0"}}', "p.yml:1:13: A: it holds the character U+0000."),
         ("run: {scratch: ''}", "p.yml:1:7: scratch: '' is no path of a directory. Write a path"),
         ("run: {scratch: 's3://b/x'}", "p.yml:1:7: scratch: 's3://b/x' is no path of a directory."),
+        ("run: {steps: 's3://b/x'}", "p.yml:1:7: steps: 's3://b/x' is no path of a directory."),
+        (
+            "target: job\nrun: {steps: below}",
+            "p.yml:2:7: steps: 'below' is relative to a directory of this machine, which the cluster",
+        ),
         ("job: {working_dir: 's3:/b/x'}", "p.yml:1:7: working_dir: 's3:/b/x' is no path of a directory."),
         ("output: ''", "p.yml:1:1: output: an empty text is no place."),
         ("target: kubernetes", "p.yml:1:1: target: the target kubernetes needs the section 'kubernetes'"),

@@ -18,14 +18,15 @@ from kits.merge_cases import INLINE, digests
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
-from raymerge.runtime.chain import kept_steps, steps_directory
 from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
 from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.kept import kept_steps
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Stop, Work
 from raymerge.runtime.run import RunResult
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.staging import Staging
+from raymerge.runtime.steps_place import steps_directory
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -134,6 +135,23 @@ def test_the_pool_is_started_once(
     monkeypatch.setattr(InlinePool, "close", closed)
     _submit(chain, output)
     assert calls == ["start", "close"]
+
+
+def test_the_pool_is_told_which_work_is_the_last(
+    chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Event | None] = []
+    monkeypatch.setattr(InlinePool, "conclude", lambda _: told.append(None))
+    _submit(chain, output, on_event=told.append)
+    published = [number for number, event in enumerate(told) if isinstance(event, Published)]
+    (concluded,) = (number for number, event in enumerate(told) if event is None)
+    assert len(published) == len(chain)
+    assert published[-2] < concluded < published[-1]
+    (begun,) = (n for n, event in enumerate(told) if n > published[-2] and isinstance(event, Started))
+    assert concluded < begun
+    told.clear()
+    _submit(chain[0], output.parent / "other", on_event=told.append)
+    assert [event for event in told if event is None] == [None]
 
 
 def test_the_order_of_the_documents_does_not_matter(chain: list[dict[str, Any]], output: Path) -> None:

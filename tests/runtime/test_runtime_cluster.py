@@ -14,6 +14,7 @@ import pytest
 from kits.merge_cases import digests, make_family, recipes
 
 import raymerge
+from raymerge.errors import OptionError
 from raymerge.runtime.ray_environment import RayConnection
 
 _DRIVE = """
@@ -72,6 +73,19 @@ def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         connection.open()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_ray_raises_when_it_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of that is of no class of its own."""
+
+    def late(_: RayConnection) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.setattr(RayConnection, "_start", late)
+    connection = RayConnection(None)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    with pytest.raises(OptionError, match=r"does not start \(The current node timed out during startup\)"):
+        connection.open()
 
 
 _PROCESSES = """

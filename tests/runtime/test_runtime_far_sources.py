@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -32,6 +33,7 @@ from raymerge.runtime.options import RunOptions
 from raymerge.runtime.placement import Seen, Sight, SourceFile, survey_problems
 from raymerge.runtime.ray_nodes import _look
 from raymerge.storage.options import NO_OPTIONS
+from raymerge.units import format_size
 
 NAMED_AFTER_SOURCES = frozenset(
     {
@@ -329,8 +331,13 @@ def test_what_is_under_way_counts_as_memory(s3: S3Server, family: Family, tmp_pa
     (near,) = merge(recipe, tmp_path / "near", replace(options, storage=NO_OPTIONS)).of(Planned)
     (far,) = merge(_far(recipe, family), tmp_path / "far", options).of(Planned)
     assert near.projected_peak + FAR_BYTES + FAR_LANE_BYTES <= far.projected_peak <= 128 << 20
-    with pytest.raises(OptionError, match="The smallest budget that works is"):
-        merge(_far(recipe, family), tmp_path / "small", replace(options, memory=32 << 20))
+    # What is told is what was given, and what works.
+    with pytest.raises(OptionError, match=r"27\.26 MB a worker are too little for .*") as refused:
+        merge(_far(recipe, family), tmp_path / "small", replace(options, memory=26 << 20))
+    (least,) = map(int, re.findall(r"smallest budget that works is (\d+) bytes", str(refused.value)))
+    with pytest.raises(OptionError, match=f"{format_size(least - 1)} a worker are too little"):
+        merge(_far(recipe, family), tmp_path / "small", replace(options, memory=least - 1))
+    assert merge(_far(recipe, family), tmp_path / "small", replace(options, memory=least)).result.digest
 
 
 def test_nodes_that_may_not_read_a_source(s3: S3Server) -> None:

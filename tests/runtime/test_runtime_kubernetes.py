@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -358,6 +359,29 @@ def test_why_a_log_cannot_be_had_is_told_and_the_run_is_reported_all_the_same(
     assert target.report(sent.run).state is RunState.RUNNING
     lines = target.logs(sent.run, follow=True)
     assert f"its log cannot be shown: {said}" in [next(lines), next(lines)][-1]
+
+
+def test_why_a_driver_had_its_job_stopped_is_told_as_long_as_its_log_is_there(
+    target: KubernetesTarget, api: KubeApi, sent: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.submit(sent)
+    over = {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED", "jobId": "one"}
+    cluster = {"rayClusterName": "gone", "dashboardURL": "gone-head-svc.merges.svc.cluster.local:8265"}
+    api.store.set_status(RAYJOB, "merges", sent.run, over | cluster)
+    report = target.report(sent.run)
+    assert report.state is RunState.STOPPED
+    assert "by its driver because you must change something" in report.message
+    error = json.dumps({"event": "error", "exit_code": 2, "message": "no such source."})
+    answer = 200, json.dumps({"logs": f"Running entrypoint\n{error}\n"})
+    monkeypatch.setattr(kubernetes_api.Server, "service", lambda *_, **__: answer)
+    api.store.create(
+        SECRET,
+        "merges",
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "gone"}, "data": {"auth_token": "dA=="}},
+    )
+    report = target.report(sent.run)
+    assert (report.state, report.details["exit_code"]) == (RunState.FAILED, "2")
+    assert report.message.endswith("is not begun again: no such source.")
 
 
 def test_a_run_that_is_over_is_not_stopped(target: KubernetesTarget, api: KubeApi, sent: Submission) -> None:

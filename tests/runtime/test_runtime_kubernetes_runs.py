@@ -21,7 +21,7 @@ from kits.command_line import Outcome, run_command
 from kits.kube_api import TOKEN, KubeApi, kube_api
 from kits.kube_cases import admits, claim, kube_profile, profile_of
 from kits.kube_operator import Operator, operator
-from kits.kube_store import CONFIGMAP, RAYCLUSTER, RAYJOB
+from kits.kube_store import CONFIGMAP, RAYCLUSTER, RAYJOB, RefusalError
 from kits.merge_cases import INLINE, Family, digests, recipes
 from kits.ray_head import RayHead, ray_head
 
@@ -173,19 +173,65 @@ def test_a_run_that_fails_is_tried_again_is_stopped_and_goes_on_to_the_same_byte
     assert keeper.head.token not in ended.text + str([body for _, _, body in api.asked])
 
 
-def test_a_driver_that_finds_no_source_fails_with_its_words_and_code(
-    keeper: Operator, api: KubeApi, tmp_path: Path
+def test_a_driver_that_finds_its_place_taken_fails_with_its_words_and_code_and_is_not_begun_again(
+    keeper: Operator, api: KubeApi, medium: Family, tmp_path: Path
 ) -> None:
-    missing = str(tmp_path / "not-there")
-    recipe = {"merge_method": "linear", "models": [{"model": missing, "parameters": {"weight": 1}}]}
-    files = _write(tmp_path, {**recipe, "dtype": "float32"}, tmp_path, backoff_limit=0)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "theirs").touch()
+    shared = Path(os.path.commonpath([medium.base, tmp_path]))
+    files = _write(tmp_path, recipes(medium)["linear"], shared, backoff_limit=2)
     ended = run_command("submit", files[0], "-o", str(tmp_path / "out"), "--profile", files[1], cwd=tmp_path)
     assert ended.code == 2, ended.text
-    assert "not-there" in ended.text
+    assert "not empty" in ended.text
     (job,) = api.store.list(RAYJOB)
-    told = run_command("status", job["metadata"]["name"], cwd=tmp_path)
+    run, driver = job["metadata"]["name"], job["status"]
+    assert (driver["jobStatus"], driver["jobDeploymentStatus"]) == ("STOPPED", "Complete")
+    assert (run, "Retrying") not in keeper.seen
+    told = run_command("status", run, cwd=tmp_path)
     assert "failed" in told.text
-    assert "not-there" in told.text
+    assert "not empty" in told.text
+
+
+def test_a_rendered_run_is_stopped_at_its_output_place_and_applied_as_often_as_one_likes(
+    keeper: Operator, api: KubeApi, medium: Family, tmp_path: Path
+) -> None:
+    recipe, output = recipes(medium)["linear"], tmp_path / "there"
+    shared = Path(os.path.commonpath([medium.base, tmp_path]))
+    files = _write(tmp_path, recipe, shared)
+    with open(files[1], "a") as profile:
+        profile.write(f"output: {output}\n")
+    rendered = run_command("cluster", "render", files[1], "--recipe", files[0], cwd=tmp_path)
+    config, job = yaml.safe_load_all(rendered.text)
+    run = job["metadata"]["name"]
+
+    def applied() -> None:
+        for kind in (CONFIGMAP, RAYJOB):
+            with suppress(RefusalError):
+                api.store.delete(kind, "merges", run)
+        until = time.monotonic() + SECONDS
+        while any(each["metadata"]["name"] == run for each in api.store.list(RAYJOB)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        keeper.seen.clear()
+        for kind, body in ((CONFIGMAP, config), (RAYJOB, job)):
+            api.store.create(kind, "merges", body)
+
+    applied()
+    _halted(keeper, run, output)
+    # From a machine that knows of the place and of nothing else.
+    stopped = run_command("stop", str(output), cwd=tmp_path)
+    assert stopped.code == 0, stopped.text
+    _until(keeper, (run, "Complete"))
+    assert api.store.get(RAYJOB, "merges", run)["status"]["jobStatus"] == "STOPPED"
+    assert (run, "Retrying") not in keeper.seen
+    applied()
+    _until(keeper, (run, "Complete"))
+    assert api.store.get(RAYJOB, "merges", run)["status"]["jobStatus"] == "SUCCEEDED", _message(keeper, run)
+    made = output.stat().st_ino
+    applied()
+    _until(keeper, (run, "Complete"))
+    assert api.store.get(RAYJOB, "merges", run)["status"]["jobStatus"] == "SUCCEEDED", _message(keeper, run)
+    assert output.stat().st_ino == made
 
 
 @pytest.mark.skipif("KUBECONFIG" not in os.environ, reason="KUBECONFIG names no cluster")

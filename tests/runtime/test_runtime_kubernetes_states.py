@@ -18,7 +18,7 @@ from raymerge.runtime.targets.kubernetes_api import (
 from raymerge.runtime.targets.kubernetes_logs import DriverLog
 from raymerge.runtime.targets.kubernetes_needs import Need, needs
 from raymerge.runtime.targets.kubernetes_pods import pod_troubles, warnings
-from raymerge.runtime.targets.kubernetes_states import last_words, reported
+from raymerge.runtime.targets.kubernetes_states import given_up, last_words, reported
 from raymerge.runtime.targets.target import RunState
 
 SAID = "recipe.yml:3:5: no method is called 'tyes'."
@@ -85,6 +85,16 @@ def test_a_failure_is_told_with_its_reason_and_the_exit_code_of_a_local_run(
     assert (report.state, report.details["exit_code"]) == (RunState.FAILED, code)
     assert said in report.message
     assert ("Submit it again" in report.message) == (code != "2")
+
+
+def test_a_driver_that_had_its_job_stopped_has_failed() -> None:
+    stopped = reported(_job(deployment="Complete", driver="STOPPED"))
+    failed = given_up(stopped, json.loads(ERROR))
+    assert (failed.state, failed.details["exit_code"]) == (RunState.FAILED, "2")
+    assert failed.message == f"its driver failed, and is not begun again: {SAID}"
+    # Others stop it in the midst of things.
+    for error in ({}, {"event": "error", "exit_code": 3, "message": "stopped with 1 of 2 segments done."}):
+        assert given_up(stopped, error) == stopped
 
 
 def test_what_the_operator_refuses_must_be_changed_by_the_user() -> None:

@@ -19,7 +19,7 @@ import pytest
 from kits.driver_process import PATIENCE_SECONDS
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.errors import IncompleteError, TargetError
+from raymerge.errors import HeldError, IncompleteError, TargetError
 from raymerge.runtime import lease as lease_module
 from raymerge.runtime.events import Event, SegmentDone
 from raymerge.runtime.holder import myself
@@ -289,7 +289,7 @@ def test_a_place_that_is_held_is_told_of_before_workers_start(
     linear: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InlinePool, "start", lambda _: pytest.fail("a worker was started"))
-    with leased(place, ""), pytest.raises(TargetError, match="another run makes another checkpoint here now"):
+    with leased(place, ""), pytest.raises(HeldError, match="another run makes another checkpoint here now"):
         merge(linear, place)
 
 

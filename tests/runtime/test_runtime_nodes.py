@@ -81,7 +81,7 @@ def test_an_output_place_that_a_node_lacks_is_told(place: _Place) -> None:
     place.cluster.begin(recipes(_family(place.shared))["linear"], place.first / "out")
     found = place.cluster.outcome()
     assert found.code == 2
-    assert f"the output place {place.first} is not to be found there. Mount it there" in found.said
+    assert f"the directory {place.first}, which is written to, is not to be found there." in found.said
     assert found.said.count("\n") == 0
     assert not list(place.first.glob("*out*"))
 

@@ -34,9 +34,16 @@ def _said(sights: dict[str, Sight]) -> list[str]:
 def test_where_all_see_all_anybody_does_anything() -> None:
     sights = {"a": _sight("a", SAME, SAME, SAME), "b": _sight("b", SAME, SAME, SAME)}
     assert placement_of(sights, READS) == Placement()
-    assert Placement().is_served({"a"})
+    assert Placement().is_served({"a"}, {"a", "b"})
     assert Placement().allows("of a later node", 2)
     assert not _said(sights)
+
+
+def test_a_node_that_joins_does_what_it_can() -> None:
+    assert Placement().joined("b", [True, True], {"a"}) == Placement()
+    some = Placement((frozenset({"a"}), frozenset({"a", "b"})))
+    assert Placement().joined("b", [False, True], {"a"}) == some
+    assert some.joined("c", [True, False], {"a", "b"}).able == (frozenset({"a", "c"}), frozenset({"a", "b"}))
 
 
 def test_a_part_goes_to_nodes_that_see_all_its_files() -> None:
@@ -47,12 +54,18 @@ def test_a_part_goes_to_nodes_that_see_all_its_files() -> None:
     assert found.allows("b", 2)
     assert not found.allows("b", 0)
     assert found.ordered([2, 0, 1]) == [0, 1, 2]
-    assert found.short_of([0, 1, 2], {"a"}) == {"c"}
-    assert found.short_of([0, 2], {"a"}) == {"a", "b", "c"}
-    assert found.is_served({"a", "c"})
+    assert found.short_of([0, 1, 2], {"a"}, {"a", "b", "c"}) == {"c"}
+    assert found.short_of([0, 2], {"a"}, {"a", "b", "c"}) == set()
+    assert found.is_served({"a", "c"}, {"a", "b", "c"})
     # Nobody does the second part; one has nothing to do.
-    assert not found.is_served({"a", "b"})
-    assert not found.is_served({"a", "c", "elsewhere"})
+    assert not found.is_served({"a", "b"}, {"a", "b", "c"})
+    assert not found.is_served({"a", "c", "elsewhere"}, {"a", "b", "c"})
+    # Workers of this kind can only be on two of the nodes, and the second part is for others.
+    assert found.is_served({"a", "b"}, {"a", "b"})
+    assert not found.is_served({"b"}, {"a", "b"})
+    assert found.is_served({"b"}, set())
+    assert found.short_of([0, 1, 2], {"a"}, {"a", "b"}) == set()
+    assert found.short_of([0, 1], {"b"}, {"a", "b"}) == {"a"}
     assert not _said(sights)
 
 
@@ -85,7 +98,9 @@ def test_what_no_node_sees_is_told_by_node() -> None:
 def test_a_node_that_cannot_write_the_output_is_told() -> None:
     sights = {"a": _sight("10.0.0.1", SAME, SAME, SAME, lack="is not to be found")}
     (said,) = _said(sights)
-    assert said.startswith("node 10.0.0.1: the output place /out is not to be found there. Mount it there")
+    assert said.startswith(
+        "node 10.0.0.1: the directory /out, which is written to, is not to be found there."
+    )
 
 
 def test_parts_whose_files_are_on_no_node_together_are_told() -> None:

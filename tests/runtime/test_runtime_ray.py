@@ -217,31 +217,6 @@ def test_workers_that_never_come_up_are_given_up(
     assert ["no other takes its place" in reason for reason in losses] == [False, False, True]
 
 
-def test_failed_starts_count_in_a_row_only(
-    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every other worker does not start, and every one that does dies after a few segments."""
-
-    class Frail(MergeWorker):
-        def open(self, work: Any) -> dict[str, Any]:
-            self._left = 8
-            if int(self._name.removeprefix("worker-")) % 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().open(work)
-
-        def run(self, segment: int) -> dict[str, Any]:
-            self._left -= 1
-            if self._left < 0 and self._name != "worker-8":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().run(segment)
-
-    _use_worker(monkeypatch, Frail)
-    events: list[Event] = []
-    submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1), on_event=events.append)
-    losses = [event for event in events if isinstance(event, WorkerLost)]
-    assert sum(not event.segments for event in losses) >= 3
-
-
 def test_workers_that_take_for_ever_are_given_up(
     small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,19 +275,21 @@ def test_an_embedded_ray_leaves_standard_output_and_the_machine_as_they_were(
     home.mkdir()
     current = Path("/tmp/ray/ray_current_cluster")
     before = current.stat().st_mtime_ns if current.exists() else None
-    directories = set(Path("/tmp").glob("raymerge-*"))
     decoy = {"HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1"}
     output = tmp_path / "out"
     with driver(recipes(medium)["linear"], output, workers=1, pause=0.1, environment=decoy) as process:
         wait_for_receipts(output, 2)
-        (victim,) = kin_of(process).workers
+        kin = kin_of(process)
+        (victim,) = kin.workers
         victim.kill()
         events = finish(process)
     assert [event["worker"] for event in events if event["event"] == "worker_lost"] == ["worker-0"]
     assert events[-1]["event"] == "published"
     assert list(home.iterdir()) == []
     assert (current.stat().st_mtime_ns if current.exists() else None) == before
-    assert set(Path("/tmp").glob("raymerge-*")) <= directories
+    # Not all of this name: other tests run beside this one.
+    assert kin.directories
+    assert not [each for each in kin.directories if Path(each).exists()]
 
 
 _CONNECT = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kits.fake_ray import ActorDiedError, FakeRay, receipt
 
-from raymerge.runtime import ray_pool
+from raymerge.runtime import ray_pool, sizing
 from raymerge.runtime.events import Event, RoomAwaited
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.placement import SourceFile
@@ -45,6 +45,15 @@ def _pool(
     connection = SimpleNamespace(ray=ray, open=lambda: None, close=lambda: None)
     monkeypatch.setattr(ray_pool, "RayConnection", lambda *_, **__: connection)
     return RayPool(options, events.append, parts=1), ray, events
+
+
+def test_no_more_slots_are_asked_for_than_there_are_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    connection = SimpleNamespace(ray=FakeRay(("node-a",)))
+    monkeypatch.setattr(ray_pool, "RayConnection", lambda *_, num_cpus: asked.append(num_cpus) or connection)
+    monkeypatch.setattr(sizing, "cores_here", lambda: 2)
+    RayPool(RunOptions(workers=50, cpu_workers=5000, threads=1, device="cpu"), lambda _: None, parts=3)
+    assert asked == [6]
 
 
 def _lost_behind_its_last_receipt(pool: RayPool, ray: FakeRay) -> None:
@@ -89,7 +98,7 @@ def test_a_cluster_that_grows_is_not_kept_growing_once_nothing_is_left(
 
 @pytest.mark.parametrize(
     ("threads", "lack"),
-    [(2, None), (4, "a worker needs CPUs: 4, GPUs: 0; the largest node has CPUs: 2, GPUs: 0")],
+    [(2, None), (4, "a worker needs CPUs: 4, GPUs: 0; the largest node has CPUs: 2, GPUs: 2")],
 )
 def test_it_is_told_that_a_cluster_has_to_grow_first(
     threads: int, lack: str | None, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +106,9 @@ def test_it_is_told_that_a_cluster_has_to_grow_first(
     options = RunOptions(workers=3, threads=threads, device="cpu", address="far:6379", growing=True)
     pool, _, events = _pool(monkeypatch, options)
     waits: list[float | None] = []
-    monkeypatch.setattr(pool.team, "take_on", lambda _, *, seconds: waits.append(seconds))
+    monkeypatch.setattr(
+        pool.team, "take_on", lambda _, *, seconds=None, look=None: waits.append(look and seconds)
+    )
     pool.start()
     told = [each for each in events if isinstance(each, RoomAwaited)]
     assert [(each.lack, each.seconds) for each in told] == ([] if lack is None else [(lack, waits[0])])

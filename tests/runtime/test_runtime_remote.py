@@ -26,6 +26,7 @@ from kits.s3_server import ENVIRONMENT, S3Server, s3_server
 from raymerge.api import extract_lora, plan, submit, verify
 from raymerge.errors import (
     CheckpointError,
+    HeldError,
     IncompleteError,
     NonFiniteError,
     OptionError,
@@ -43,6 +44,7 @@ from raymerge.runtime.remote_lease import leased
 from raymerge.runtime.remote_ledger import RemoteLedger
 from raymerge.runtime.remote_staging import RemoteStaging
 from raymerge.runtime.shard_order import shard_orders
+from raymerge.runtime.shard_work import stamp_of
 from raymerge.runtime.worker import MergeWorker
 from raymerge.storage import object_stream
 from raymerge.storage.object_writer import ObjectWriter
@@ -337,9 +339,9 @@ def test_a_shard_that_somebody_else_writes_is_not_published(
 
 
 def _again(s3: S3Server, key: str, data: bytes) -> None:
-    """Write a shard in one part, bearing the mark of the run that is there: it has another tag."""
-    mark = s3.objects(BEGUN)[BEGUN].decode()
-    s3.client().put_object(Bucket=s3.bucket, Key=key, Body=data, Metadata={"raymerge": mark})
+    """Write a shard in one part, bearing what those of the run that is there bear: it has another tag."""
+    stamp = stamp_of(s3.objects(BEGUN)[BEGUN].decode(), "cpu")
+    s3.client().put_object(Bucket=s3.bucket, Key=key, Body=data, Metadata={"raymerge": stamp})
 
 
 @pytest.mark.usefixtures("parts")
@@ -383,6 +385,13 @@ def test_a_worker_of_a_run_that_is_gone_completes_nothing(s3: S3Server, recipe: 
 # Runs that are killed
 
 
+def _reached(s3: S3Server, folder: Path) -> tuple[str, str]:
+    """What tells a command where the server is."""
+    path = folder / "profile.yml"
+    path.write_text(json.dumps({"storage": asdict(s3.options)}))
+    return "--profile", str(path)
+
+
 _IN_PARTS = f"""
 from raymerge.storage import object_stream
 object_stream.SMALLEST_PART = {_PART}
@@ -392,18 +401,19 @@ main()
 
 
 @pytest.mark.usefixtures("parts")
-def test_a_killed_driver_is_resumed_by_any_machine(
-    s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
+    number: signal.Signals, s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
 ) -> None:
     drivers: list[subprocess.Popen[bytes]] = []
 
     def stop(method: str, key: str) -> None:
         if method == "PUT" and "-of-" in key and _pieces_put(s3) >= 3:
-            drivers[0].kill()
+            drivers[0].send_signal(number)
 
     s3.before = stop
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
-    command = ["submit", "recipe.yml", "-o", s3.place("out"), "--inline", "--json"]
+    command = ["submit", "recipe.yml", "-o", "s3://models/out", *_reached(s3, tmp_path), "--inline", "--json"]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
     drivers.append(
         subprocess.Popen(
@@ -413,14 +423,16 @@ def test_a_killed_driver_is_resumed_by_any_machine(
             stdout=subprocess.DEVNULL,
         )
     )
-    assert drivers[0].wait(60) == -signal.SIGKILL
+    is_killed = number == signal.SIGKILL
+    assert drivers[0].wait(60) == (-number if is_killed else 3)
     assert INDEX not in s3.objects("out/")
-    assert LEASE in s3.objects("out/")
+    # Whoever is told to end leaves nothing to be waited for, or cleared away.
+    assert (LEASE in s3.objects("out/")) == is_killed
     pieces = s3.objects("out/raymerge/ledger/").values()
     lines = [json.loads(line) for piece in pieces for line in piece.decode().splitlines()]
     kept = {line["shard"] for line in lines if "shard" in line}
     assert len(kept) >= 3
-    assert [key for key in s3.uploads() if "-of-" in key]
+    assert bool([key for key in s3.uploads() if "-of-" in key]) == is_killed
     s3.calm()
     merged = merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
     assert merged.of(Started)[0].done_segments > 0
@@ -470,9 +482,7 @@ def test_a_killed_worker_is_replaced_and_shards_that_are_there_stay(
 def test_a_place_that_is_held_is_told(s3: S3Server, recipe: dict[str, Any]) -> None:
     writer = ObjectWriter(s3.place("out"))
     with leased(writer, "raymerge/lease.json", plan(recipe).digest):
-        with pytest.raises(
-            TargetError, match=r"s3://models/out: another run makes this very checkpoint here"
-        ):
+        with pytest.raises(HeldError, match=r"s3://models/out: another run makes this very checkpoint here"):
             merge(recipe, s3.place("out"), INLINE)  # type: ignore[arg-type]
         assert list(s3.objects("out/")) == [LEASE]
     assert s3.objects("out/") == {}
@@ -567,7 +577,7 @@ def test_nobody_writes_over_what_another_recorded(s3: S3Server, tmp_path: Path) 
     def ledger(name: str, mark: str) -> RemoteLedger:
         path = tmp_path / name / "ledger.jsonl"
         path.parent.mkdir(exist_ok=True)
-        return RemoteLedger(path, {"versions": []}, writer, "raymerge", mark)
+        return RemoteLedger(path, {"versions": []}, writer, "raymerge", mark, lambda: None)
 
     def fetched(mark: str) -> set[str]:
         path = tmp_path / f"of {mark}" / "ledger.jsonl"
@@ -666,7 +676,7 @@ def test_places_that_cannot_be_written_to(
     s3.calm()
     monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1000)
     told(s3.place("out"), TargetError, r"an object has at most 1.00 kB.*smaller shard_size")
-    monkeypatch.setattr(ObjectWriter, "put_new", ObjectWriter.put)
+    monkeypatch.setattr(ObjectWriter, "put_new", lambda self, key, data, **_: self.put(key, data))
     monkeypatch.setattr(remote_staging, "LARGEST_OBJECT", 1 << 40)
     told(s3.place("out"), TargetError, "this store has no conditional writes")
     assert s3.objects("out/") == {}
@@ -696,11 +706,12 @@ def test_the_command_line(
     s3: S3Server, recipe: dict[str, Any], expected: Mapping[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
-    place = s3.place("out")
-    dry = run_command("submit", "recipe.yml", "-o", place, "--inline", "--dry-run", cwd=tmp_path)
+    place, reached = "s3://models/out", _reached(s3, tmp_path)
+    submitted = ("submit", "recipe.yml", "-o", place, *reached, "--inline")
+    dry = run_command(*submitted, "--dry-run", cwd=tmp_path)
     assert (dry.code, "can be made" in dry.text) == (0, True)
     assert s3.objects("out/") == {}
-    done = run_command("submit", "recipe.yml", "-o", place, "--inline", cwd=tmp_path)
+    done = run_command(*submitted, cwd=tmp_path)
     assert done.code == 0, done.text
     made = _digests(s3)
     # Of a recipe in a file there is its very text.
@@ -708,18 +719,19 @@ def test_the_command_line(
     assert {key: each for key, each in made.items() if key not in {*apart, "README.md"}} == {
         key: each for key, each in expected.items() if key not in {*apart, "README.md"}
     }
-    sound = run_command("verify", place, cwd=tmp_path)
+    verified = ("verify", place, *reached)
+    sound = run_command(*verified, cwd=tmp_path)
     assert (sound.code, "s3://models/out is sound" in sound.text) == (0, True)
-    audited = run_command("verify", place, "--level", "audit", "--sample", "1", "--inline", cwd=tmp_path)
+    audited = run_command(*verified, "--level", "audit", "--sample", "1", "--inline", cwd=tmp_path)
     assert (audited.code, "read again and compared with the digests" in audited.text) == (0, True), (
         audited.text
     )
     third = "out/model-00003-of-00008.safetensors"
     s3.put(third, s3.objects(third)[third][:-2] + b"xy")
-    audited = run_command("verify", place, "--level", "audit", "--inline", cwd=tmp_path)
+    audited = run_command(*verified, "--level", "audit", "--inline", cwd=tmp_path)
     assert (audited.code, "s3://models/out" in audited.text) == (2, True)
     s3.client().delete_object(Bucket=s3.bucket, Key=third)
-    assert run_command("verify", place, cwd=tmp_path).code == 2
+    assert run_command(*verified, cwd=tmp_path).code == 2
     everything = b"".join(s3.objects("out/").values())
     for secret in (ENVIRONMENT["AWS_SECRET_ACCESS_KEY"], ENVIRONMENT["AWS_ACCESS_KEY_ID"]):
         assert secret.encode() not in everything

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ from raymerge.runtime.remote_stop import RemoteStopRequest, ask_to_stop
 from raymerge.runtime.run_records import journal_lines
 from raymerge.runtime.run_status import report_of
 from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.options import StoreOptions
 
 INLINE = RunOptions(inline=True)
 KEY = "raymerge/lease.json"
@@ -278,11 +282,56 @@ def test_a_worker_sweeps_and_looks_for_room_where_it_is(
     assert list(scratch.iterdir()) == []
 
 
+def test_control_directories_of_killed_drivers_are_swept(
+    recipe: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    left, other = (OwnDirectory(str(tmp_path / "temporary"), "raymerge-control-") for _ in range(2))
+    (left.path / "output").mkdir()
+    # As the system does where a process is killed.
+    os.close(left._descriptor)
+    submit(recipe, place, INLINE)
+    gc.collect()
+    assert [path.name for path in (tmp_path / "temporary").iterdir()] == [other.path.name]
+    other.remove()
+
+
+def test_directories_of_other_machines_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks may be those of each machine, on a file system that several share."""
+    own = OwnDirectory(str(tmp_path))
+    os.close(own._descriptor)
+    for host, left in (("another", [own.path]), (socket.gethostname(), [])):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "gethostname", lambda host=host: host)
+            sweep(tmp_path)
+        assert list(tmp_path.iterdir()) == left
+
+
+def test_a_key_of_aws_is_refused_where_there_is_none(recipe: dict[str, Any]) -> None:
+    options = RunOptions(inline=True, storage=StoreOptions(kms_key="alias/models"))
+    with pytest.raises(OptionError, match=r"kms_key: it is a key of AWS, and nothing at gs://b/out would"):
+        submit(recipe, "gs://b/out", options)
+
+
 def test_a_directory_needs_no_scratch(recipe: dict[str, Any], tmp_path: Path) -> None:
     options = RunOptions(inline=True, scratch=str(tmp_path / "scratch"))
     with pytest.raises(OptionError, match="--scratch"):
         submit(recipe, tmp_path / "out", options)
     assert list(tmp_path.iterdir()) == []
+
+
+# The store
+
+
+def test_a_store_that_drops_what_is_put_down_with_objects_is_refused_at_once(
+    s3: S3Server, recipe: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    s3.drops = "x-amz-meta-"
+    with pytest.raises(TargetError, match=r"objects here do not keep their metadata, by which a run knows"):
+        submit(recipe, place, INLINE)
+    assert s3.objects(f"{tmp_path.name}/") == {}
 
 
 # What is there once

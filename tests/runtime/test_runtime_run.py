@@ -393,13 +393,11 @@ def test_bad_values_in_integers_and_buffers_are_nobodys_fault(tmp_path: Path) ->
 
 
 def test_a_full_disk_is_told_and_the_run_can_go_on(recipe: dict[str, Any], tmp_path: Path) -> None:
-    writes = 0
     pwrite = os.pwrite
 
     def nearly_full(descriptor: int, data: bytes, offset: int) -> int:
-        nonlocal writes
-        writes += 1
-        if writes > 24:
+        ledgers = tmp_path.glob(".out.raymerge-*/raymerge/ledger.jsonl")
+        if any('{"receipt"' in each.read_text(encoding="utf-8") for each in ledgers):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(descriptor, data, offset)
 
@@ -420,6 +418,10 @@ def test_a_full_disk_is_told_and_the_run_can_go_on(recipe: dict[str, Any], tmp_p
         ({"memory": 0}, "--memory: 0 bytes"),
         ({"inline": True, "address": "auto"}, "--inline: a run in this process has no cluster"),
         ({"inline": True, "workers": 2}, "--inline: a run in this process is one worker"),
+        ({"inline": True, "cpu_workers": 1}, "--inline: a run in this process is one worker. Drop --cpu-w"),
+        ({"cpu_workers": -1}, "--cpu-workers: -1 workers on processors cannot be. Give 0 or more"),
+        ({"workers": 10001}, "--workers: 10001 workers are more than Ray is tested with. Give at most 10000"),
+        ({"cpu_workers": 10**20}, "--cpu-workers: 1(0{20}) workers are more than Ray is tested with"),
         ({"scratch": " "}, "--scratch: ' ' is no path of a directory"),
         ({"scratch": "s3://me:word@b/x"}, "--scratch: 's3://b/x' is no path of a directory"),
         ({"scratch": "s3:/b/x"}, "--scratch: 's3:/b/x' is no path of a directory"),

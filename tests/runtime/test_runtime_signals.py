@@ -13,6 +13,7 @@ from kits.driver_process import PATIENCE_SECONDS, driver, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.runtime.events import Started
+from raymerge.runtime.lease import hold_of
 
 LONG = 60.0
 """Seconds that a segment takes which nobody waits for."""
@@ -67,6 +68,8 @@ def test_sigterm_ends_a_run_within_three_seconds_whatever_is_in_hand(
         process.send_signal(signal.SIGTERM)
         assert _ended(process, within=3.0) <= 3.0
         assert process.returncode == 3
+    # Nobody on another machine has to wait until it counts as dead.
+    assert hold_of(output) is None
     _goes_on(recipe, output, expected)
 
 
@@ -80,6 +83,8 @@ def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
         process.send_signal(signal.SIGTERM)
         assert _ended(process, within=3.0) <= 3.0
         assert process.returncode == 3
+    # Nobody on another machine has to wait until it counts as dead.
+    assert hold_of(output) is None
     _goes_on(recipe, output, expected)
 
 

@@ -40,7 +40,7 @@ from raymerge.errors import (
 from raymerge.planner.explain import StageLine
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
-from raymerge.runtime.chain import Chain, kept_steps, stage_lines, steps_directory
+from raymerge.runtime.chain import Chain, stage_lines, steps_directory
 from raymerge.runtime.events import (
     Event,
     Planned,
@@ -58,6 +58,7 @@ from raymerge.runtime.events import (
 )
 from raymerge.runtime.holder import myself
 from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.kept import kept_steps
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.prepared import with_stage_results
 from raymerge.runtime.ray_pool import RayPool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def test_results_stay_until_the_output_is_there(recipe: dict[str, Any], output: 
 
     def wanted() -> int:
         steps = steps_directory(output)
-        return disk_nbytes([merge], lambda _: output, steps, staging_of=lambda each: taken[each.name])
+        return disk_nbytes(
+            [merge], lambda _: output, steps, staging_of=lambda each: taken[each.name]
+        ).together
 
     assert wanted() == 2 * result + written
     taken["second"] = 100 * written
@@ -97,9 +100,18 @@ def test_results_between_count_too(tmp_path: Path, recipe: dict[str, Any], outpu
 
     def wanted() -> int:
         places = {"between": steps / "between", "last": output}
-        return disk_nbytes(merges, lambda each: places[str(each.recipe.name)], steps, staging_of=lambda _: 0)
+        found = disk_nbytes(merges, lambda each: places[str(each.recipe.name)], steps, staging_of=lambda _: 0)
+        return found.together
 
     assert wanted() == sum(written)
+    # What is not to go on goes before it is begun anew.
+    other = output.with_name(f".{output.name}.raymerge-0123456789abcdef")
+    other.mkdir(parents=True)
+    with (other / "model.safetensors.unfinished").open("wb") as file:
+        file.write(bytes(1 << 14))
+        os.fsync(file.fileno())
+    assert wanted() <= sum(written) - (1 << 14)
+    shutil.rmtree(other)
     (steps / "between").mkdir(parents=True)
     assert wanted() == written[1]
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_a_place_tells_of_its_runs(place: str, medium: Family, slow: Callable[[f
     assert stopped.state is RunState.STOPPED
     assert "Submit it again" in stopped.message
     assert [type(error) for error in errors] == [IncompleteError]
-    assert any(isinstance(event, Stopping) for event in events)
+    assert [event.is_asked for event in events if isinstance(event, Stopping)] == [True]
     slow(0.0)
     submit(recipe, place, INLINE)
     report = runs.report(place)
@@ -150,7 +151,8 @@ def test_a_lease_is_looked_at_without_being_taken(tmp_path: Path) -> None:
     # What is made before it is held by itself.
     with leased(tmp_path / ".out.raymerge.steps", "digest"):
         report = report_of(LocalRecords(str(place)))
-    assert (report.state, "it has not begun to write yet" in report.message) == (RunState.RUNNING, True)
+    assert report.state is RunState.RUNNING
+    assert "it has not begun to write the output yet" in report.message
 
 
 def test_a_holder_far_away_is_waited_for(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,46 @@ def test_a_holder_far_away_is_waited_for(s3: S3Server, monkeypatch: pytest.Monke
     hold = RemoteRecords(place).hold()
     assert hold is not None
     assert hold.is_alive
+    # Another's lease that shows nothing is not waited for then.
+    s3.put("far/raymerge/steps-lease.json", json.dumps({"holder": holder, "beats": 0}).encode())
+    began = time.monotonic()
+    hold = RemoteRecords(place, dead_seconds=60.0).hold()
+    assert hold is not None
+    assert hold.is_alive
+    assert time.monotonic() - began < 30.0
     assert "process 7 of you on far" in report_of(RemoteRecords(place)).message
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_stopped_before_it_writes_the_output_is_told(
+    is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "out"
+    if is_replaced:
+        (place / "raymerge").mkdir(parents=True)
+        (place / "raymerge" / "run.json").write_text('{"finished": "2026-01-01T00:00:00+00:00"}')
+    with ExitStack() as held:
+        held.enter_context(leased(place, "digest"))
+        monkeypatch.setattr(LocalRecords, "ask_to_stop", lambda *_: held.close())
+        stopped = PlaceRuns().stop(str(place))
+    assert stopped.state is RunState.STOPPED
+    assert f"process {myself('').pid}" in stopped.message
+    assert "has stopped before it began to write the output. Submit it again" in stopped.message
+    state = RunState.SUCCEEDED if is_replaced else RunState.UNKNOWN
+    assert PlaceRuns().report(str(place)).state is state
+
+
+def test_what_ended_before_it_wrote_the_output_is_told(s3: S3Server, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    (tmp_path / ".out.raymerge.steps").mkdir()
+    beside = PlaceRuns().report(str(place))
+    assert (beside.state, "is kept beside it. Submit it again" in beside.message) == (RunState.STOPPED, True)
+    holder = asdict(Holder("r", "w", "another machine", "far", 7, "1", "you", "today"))
+    s3.put("dead/raymerge/steps-lease.json", json.dumps({"holder": holder, "beats": 1}).encode())
+    dead = report_of(RemoteRecords(s3.place("dead"), dead_seconds=0.1))
+    assert dead.state is RunState.FAILED
+    assert "process 7 of you on far, since today died" in dead.message
+    assert "it had not begun to write the output. Submit it again" in dead.message
 
 
 def test_an_object_store_knows_which_run_has_published(s3: S3Server) -> None:

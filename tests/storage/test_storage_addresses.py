@@ -102,6 +102,11 @@ def test_what_is_no_place_is_refused_without_repeating_a_secret(place: str) -> N
     assert "secret" not in str(caught.value)
 
 
+def test_ways_up_are_named() -> None:
+    with pytest.raises(OptionError, match=r"s3://b/a/\.\./c: has '\.\.' in it"):
+        parse_place("s3://b/a/../c")
+
+
 def test_one_slash_is_told_from_two() -> None:
     for place, meant in (("s3:/models/x", "s3://models/x"), ("file:/tmp/x", "file:///tmp/x")):
         with pytest.raises(OptionError, match=re.escape(f"Write {meant}, or ./")):
@@ -129,8 +134,20 @@ def test_endpoints_that_are_refused(endpoint: str, said: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["", "eu west", "a\nb", "ключ"])
+def test_what_goes_into_requests_is_a_name(value: str) -> None:
+    for name in ("region", "kms_key"):
+        with pytest.raises(OptionError, match=f"storage: {name}: is empty, or holds spaces"):
+            StoreOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_nobody_pays_for_requests_that_are_not_signed() -> None:
+    with pytest.raises(OptionError, match="storage: requester_pays: nobody can pay"):
+        StoreOptions(anonymous=True, requester_pays=True)
+
+
 def test_unknown_options_name_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="region, endpoint, anonymous, profile, allow_http"):
+    with pytest.raises(OptionError, match="profile, allow_http, kms_key, requester_pays"):
         options_from_text({"regoin": "x"})
 
 

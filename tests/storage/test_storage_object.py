@@ -17,6 +17,7 @@ from raymerge.storage.addresses import parse_place, with_options
 from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.object import ObjectStore
 from raymerge.storage.object_client import object_client
+from raymerge.storage.object_faults import told
 from raymerge.storage.open import open_store
 from raymerge.storage.options import StoreOptions
 from raymerge.storage.patience import Patience
@@ -182,6 +183,11 @@ def test_refusals_say_what_was_asked(s3: S3Server, monkeypatch: pytest.MonkeyPat
         open_store(_named(s3, profile="nobody")).files()
 
 
+def test_codes_of_other_services_are_told_too() -> None:
+    said = "status code: 400 Bad Request: <Error><Code>KMS.NotFoundException</Code></Error>"
+    assert told(OSError(said)) == "400 KMS.NotFoundException"
+
+
 def test_the_environment_says_where_the_server_is(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     with pytest.raises(OptionError, match="AWS_ALLOW_HTTP=true"):
@@ -247,7 +253,7 @@ def test_a_package_that_is_not_installed(scheme: str, extra: str, monkeypatch: p
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_other_object_stores_have_the_same_client(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as can be tried without their servers: it takes its settings, and shows none of them."""
+    """It takes its settings, and shows none of them."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     client = object_client(parse_place(f"{scheme}://bucket/a/b?anonymous=true"))
     assert client.path("c") == "a/b/c"

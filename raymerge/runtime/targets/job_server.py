@@ -81,6 +81,7 @@ class JobServer:
                 submission.recipe_name,
                 submission.output,
                 along=along_of(submission),
+                run=submission.profile.run,
             )
         )
         found.extend(folder_problems(submission))

@@ -28,7 +28,7 @@ from raymerge.runtime.targets.kubernetes_api import (
 from raymerge.runtime.targets.kubernetes_logs import DriverLog
 from raymerge.runtime.targets.kubernetes_needs import missing
 from raymerge.runtime.targets.kubernetes_pods import pod_troubles, warnings
-from raymerge.runtime.targets.kubernetes_states import reported
+from raymerge.runtime.targets.kubernetes_states import given_up, reported
 from raymerge.runtime.targets.sending import recipe_digest
 from raymerge.runtime.targets.target import RunReport, RunState, Submission
 
@@ -91,9 +91,9 @@ class KubernetesTarget:
             if job is None:
                 return self._nowhere(run)
             found, log = self._found(job), DriverLog()
-            if found.state is not RunState.RUNNING or log.read(self.server, job) or not log.segments():
+            if found.state not in (RunState.RUNNING, RunState.STOPPED) or log.read(self.server, job):
                 return found
-        return replace(found, details={**found.details, "segments": log.segments()})
+        return given_up(found, log.error()) if found.state is RunState.STOPPED else _counted(found, log)
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
         """Lines of the driver's log; with ``follow`` until the run is over.
@@ -151,10 +151,8 @@ class KubernetesTarget:
 
     def _manifests(self, submission: Submission) -> tuple[Json, Json]:
         recipe, output, run = submission.recipe_text, submission.output, submission.run
-        # Another attempt finds by the name that this run has published already.
-        flags = ("--run", run, *submission.flags)
-        check(submission.profile, recipe, output, run, submission.recipe_name, flags=flags)
-        return rayjob(submission.profile, recipe, output, run, flags=flags)
+        check(submission.profile, recipe, output, run, submission.recipe_name, flags=submission.flags)
+        return rayjob(submission.profile, recipe, output, run, flags=submission.flags)
 
     def _running(self, output: str) -> str | None:
         on_its_way = [job for job in self._making(output) if not reported(job).state.is_over]
@@ -250,6 +248,11 @@ def open_kubernetes(profile: Profile) -> KubernetesTarget:
         OptionError: no cluster can be reached from here, or lightkube is not installed.
     """
     return KubernetesTarget(open_server(profile.kubernetes.namespace if profile.kubernetes else None))
+
+
+def _counted(found: RunReport, log: DriverLog) -> RunReport:
+    segments = log.segments()
+    return replace(found, details={**found.details, "segments": segments}) if segments else found
 
 
 def _stamped(job: Json) -> Json:

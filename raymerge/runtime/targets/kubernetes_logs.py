@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from raymerge.runtime.run_records import entries_of
@@ -75,6 +76,11 @@ class DriverLog:
             elif kind == "segment_done":
                 done += 1
         return f"{done} of {of}" if of else ""
+
+    def error(self) -> Mapping[str, Any]:
+        """The event by which the driver said that it failed, the last of them; empty where it has not."""
+        errors = [each for each in entries_of(self._text.encode()) if each.get("event") == "error"]
+        return errors[-1] if errors else {}
 
     def new_lines(self, *, is_over: bool) -> list[str]:
         """Lines that were not given before; half a line is given when it is whole, or nothing more comes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from raymerge.manifests import OUTPUT_ANNOTATION
@@ -17,6 +18,10 @@ _MOST_LINES = 5
 _RESUMABLE = 3
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 _RESUMED = "Submit it again; it goes on where it stopped."
+_STOPPED = (
+    "its job was stopped, by somebody, or by its driver because you must change something; its log told what."
+)
+"""Of a run whose RayJob is still there; a stop by raymerge deletes it."""
 
 _ENDED_BY: Mapping[str, str] = {
     "AppFailed": "its driver failed",
@@ -59,6 +64,21 @@ def reported(job: Json) -> RunReport:
     return RunReport(name, state, notes.get(OUTPUT_ANNOTATION, ""), said, details)
 
 
+def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
+    """A run whose job was stopped, with what its driver said: it does that itself where nobody can go on.
+
+    Args:
+        report: of the run.
+        error: the event that tells of a failure; empty for none.
+    """
+    if error.get("exit_code") != 2:
+        return report
+    message = f"its driver failed, and is not begun again: {error.get('message', '')}"
+    return replace(
+        report, state=RunState.FAILED, message=message, details={**report.details, "exit_code": "2"}
+    )
+
+
 def _state(job: Json, deployment: str, driver: str) -> RunState:
     if "deletionTimestamp" in job["metadata"]:
         return _JOB_STATES.get(driver, RunState.STOPPED)
@@ -81,7 +101,7 @@ def _said(job: Json, state: RunState, status: Json) -> str:
     if state is RunState.SUCCEEDED:
         return "the checkpoint is published."
     if state is RunState.STOPPED:
-        return f"its job was stopped. {_RESUMED}"
+        return f"{_STOPPED} {_RESUMED}"
     if state is RunState.FAILED:
         return _why_failed(status)
     attempt, attempts = _attempts(job)

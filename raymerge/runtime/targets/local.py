@@ -6,10 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
-from raymerge.runtime.run_records import RunRecords, is_made, journal_lines, records_of
-from raymerge.runtime.run_status import report_of
+from raymerge.runtime.run_records import (
+    STORY,
+    RunRecords,
+    is_made,
+    journal_lines,
+    read_object,
+    records_of,
+)
+from raymerge.runtime.run_status import GOES_ON, report_of
 from raymerge.runtime.targets.target import RunReport, RunState
 from raymerge.storage.addresses import shown
 from raymerge.storage.patience import KEPT
@@ -59,6 +67,7 @@ class PlaceRuns:
         """
         with _looking(run):
             records = self._records(run)
+            there = _story(records)
             hold = records.hold()
             if hold is None or hold.holder is None or not hold.is_alive:
                 return report_of(records)
@@ -67,10 +76,21 @@ class PlaceRuns:
             while is_made(records) and time.monotonic() < ends_at:
                 time.sleep(_LOOK_SECONDS)
             report = report_of(records)
+            is_as_before = _story(records) == there
         if report.state is RunState.RUNNING:
             asked = "It was asked to stop, and has not done so yet."
             return replace(report, message=f"{report.message} {asked}")
+        if report.state is RunState.UNKNOWN or (report.state is RunState.SUCCEEDED and is_as_before):
+            # What is published there, if anything, is what it was to replace.
+            what = f"{hold.holder} has stopped before it began to write the output. {GOES_ON}"
+            return replace(report, state=RunState.STOPPED, message=what)
         return report
+
+
+def _story(records: RunRecords) -> dict[str, Any]:
+    """What is told of the checkpoint in its place; empty where there is none."""
+    published = records.published()
+    return {} if published is None else read_object(published, STORY)
 
 
 @contextmanager

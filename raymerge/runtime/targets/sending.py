@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from raymerge.errors import Problem
+from raymerge.profiles.feasible import steps_faults
+from raymerge.profiles.run import RunSettings
 from raymerge.recipes import canonical, parse_recipes
 from raymerge.recipes.paths import places_read
-from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.addresses import as_path, is_remote, shown
 
+_USUAL = RunSettings()
+_OPTIONS: Mapping[tuple[str | int, ...], str] = {("output",): "-o", ("run", "steps"): "--steps"}
+"""The option that says what a key of a profile says."""
 _ABSOLUTE = "Write its absolute path as the cluster sees it, or an address such as s3://bucket/dir."
 
 
@@ -25,7 +30,9 @@ def recipe_digest(text: str) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def sending_problems(text: str, name: str, output: str, *, along: Path | None = None) -> tuple[Problem, ...]:
+def sending_problems(
+    text: str, name: str, output: str, *, along: Path | None = None, run: RunSettings = _USUAL
+) -> tuple[Problem, ...]:
     """Paths that mean nothing on another machine; all of them.
 
     Args:
@@ -33,12 +40,17 @@ def sending_problems(text: str, name: str, output: str, *, along: Path | None = 
         name: what messages call it.
         output: the output place.
         along: a directory that is sent with it, and is the current one there.
+        run: how it is to be run.
 
     Raises:
         RecipeError: the recipe is not valid.
     """
-    found = list(_output_problems(output))
-    for where, path in places_read(parse_recipes(text, name)):
+    found, recipes = list(_output_problems(output)), parse_recipes(text, name)
+    found += (
+        Problem(_OPTIONS[each.path], each.what, each.remedy)
+        for each in steps_faults(run, output, len(recipes))
+    )
+    for where, path in places_read(recipes):
         if _is_of_here(path) and not (along is not None and (along / path).exists()):
             what = f"'{shown(path)}' is a path of this machine, which the cluster does not have."
             found.append(Problem(where, what, _ABSOLUTE))
@@ -46,7 +58,7 @@ def sending_problems(text: str, name: str, output: str, *, along: Path | None = 
 
 
 def _output_problems(output: str) -> Iterator[Problem]:
-    if not is_remote(output) and not os.path.isabs(output):
+    if not is_remote(output) and not os.path.isabs(as_path(output)):
         what = f"the output place '{output}' is relative to a directory of this machine."
         yield Problem("-o", what, _ABSOLUTE)
 

@@ -1,0 +1,160 @@
+"""A shift of workers that are up, and a Ray that does as it is told: what becomes of parts and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kits.fake_ray import FakeRay, Handle, Ref, receipt
+
+from raymerge.runtime import shift as shift_module
+from raymerge.runtime.events import Event
+from raymerge.runtime.options import RunOptions
+from raymerge.runtime.placement import Placement, Sight, SourceFile
+from raymerge.runtime.pool import Runner, Stop
+from raymerge.runtime.ray_nodes import Nodes
+from raymerge.runtime.shift import USUAL_TERMS, Shift, Terms
+from raymerge.runtime.sizing import Layout
+from raymerge.runtime.team import Team
+
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class PlainWork:
+    """Parts that need 100 bytes and usually have 800."""
+
+    slots: int = 2
+    part: str = "segment"
+    files: tuple[SourceFile, ...] = ()
+    place: Path = Path("place")
+    read: tuple[frozenset[int], ...] = ()
+
+    def reads(self) -> tuple[frozenset[int], ...]:
+        return self.read
+
+    def copies(self) -> frozenset[int]:
+        return frozenset()
+
+    def lessened(self, number: int, budget: int | None) -> int | None:
+        had = 800 if budget is None else budget
+        return had // 2 if had > 100 else None
+
+    def open(self, device: torch.device, name: str) -> Runner:
+        raise AssertionError("no worker of these tests opens it")
+
+
+class FakeNodes(Nodes):
+    """Nodes whose kernels have counted, and which see, what a test says."""
+
+    def __init__(self, ray: FakeRay) -> None:
+        super().__init__(ray, is_here=True)
+        self.counted = 0
+        self.asked: dict[str, Ref] = {}
+        """Answers to what nodes see that joined, by the node; each a ``Sight``."""
+
+    def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Ref:
+        self.asked[node] = Ref((files, place))
+        return self.asked[node]
+
+    def sight(self, node: str, answer: Ref, files: Sequence[SourceFile]) -> Sight:
+        found: Sight = self._ray.get(answer)
+        return found
+
+    def oom_kills(self, node: str) -> int | None:
+        return self.counted
+
+
+class Scene:
+    """A shift of workers that are up, spread over the nodes in turn, and what a test does around it."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        numbers: Sequence[int],
+        *,
+        workers: int = 1,
+        nodes: Sequence[str] = ("node-a",),
+        able: Sequence[set[str]] = (),
+        slots: int = 2,
+        carriers: int = 0,
+        terms: Terms = USUAL_TERMS,
+        work: PlainWork | None = None,
+    ) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
+        monkeypatch.setattr(shift_module, "time", clock)
+        self.ray = FakeRay(nodes)
+        self.nodes = FakeNodes(self.ray)
+        connection: Any = SimpleNamespace(ray=self.ray)
+        self.team = Team(connection, object, RunOptions(), ready_seconds=120.0)
+        self.team.equip(Layout(workers, 1, carriers), with_gpu=carriers > 0)
+        self.team.actors = [self.team.spawn() for _ in range(workers)]
+        self.team.actors += [self.team.spawn(is_carrier=True) for _ in range(carriers)]
+        self.events: list[Event] = []
+        self.done: list[int] = []
+        self.stop = Stop()
+        self.shift = Shift(
+            self.team,
+            self.nodes,
+            work or PlainWork(slots=slots),
+            numbers,
+            placement=Placement(tuple(frozenset(each) for each in able)),
+            patience=PATIENCE,
+            on_event=self.events.append,
+            terms=terms,
+        )
+        self.shift.begin()
+        for number, handle in enumerate(self.ray.handles):
+            handle.is_up(nodes[number % len(nodes)])
+        # They take up the work and are given parts; then they are asked how these get on.
+        self.step()
+        self.step()
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Every worker that there ever was."""
+        return self.ray.handles
+
+    def step(self, seconds: float = 0.0) -> None:
+        """Let time go by, and the driver look around once."""
+        self.now += seconds
+        for batch in self.shift.advance(self.stop):
+            self.done += [each.segment for each in batch]
+
+    def fail(self, error: Exception, times: int) -> None:
+        """Have the part that was handed out last fail so often; who replaces a lost worker comes up."""
+        for _ in range(times):
+            before = self.handles[-1]
+            before.run.last.answer(error)
+            self.step()
+            if self.handles[-1] is not before:
+                self.handles[-1].is_up()
+                self.step()
+
+    def wait(self, seconds: float) -> None:
+        """Let time go by in steps of five seconds."""
+        for _ in range(round(seconds / 5)):
+            self.step(5.0)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def make_all(scene: Scene, handle: Handle) -> None:
+    """Have a worker make all that it is given."""
+    for _ in range(100):
+        for ref in handle.run.calls:
+            if not ref.answers:
+                ref.answer(receipt(ref.arguments[0]))
+        if not scene.shift.goes_on(scene.stop):
+            return
+        scene.step()
+    raise AssertionError("it does not end")
