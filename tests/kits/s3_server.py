@@ -173,6 +173,13 @@ class S3Server:
             client.put_object(Bucket=self.bucket, Key=key, Body=path.read_bytes())
         return self.place(prefix)
 
+    def empty(self) -> None:
+        """Be calm, and have no object."""
+        self.calm()
+        client = self.client()
+        for key in self.objects():
+            client.delete_object(Bucket=self.bucket, Key=key)
+
     def objects(self, prefix: str = "") -> dict[str, bytes]:
         """Every object below a prefix, by key."""
         client = self.client()

@@ -65,7 +65,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(server: S3Server) -> Iterator[S3Server]:
     """The server, empty."""
-    _clear(server)
+    server.empty()
     yield server
     server.calm()
     assert [key for key in server.uploads() if key.startswith("out/")] == []
@@ -83,13 +83,6 @@ def expected(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     output = tmp_path_factory.mktemp("expected") / "out"
     merge(recipe, output)
     return digests(output)
-
-
-def _clear(server: S3Server) -> None:
-    server.calm()
-    client = server.client()
-    for key in server.objects():
-        client.delete_object(Bucket=server.bucket, Key=key)
 
 
 def _digests(s3: S3Server, prefix: str = "out") -> dict[str, str]:

@@ -33,9 +33,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(server: S3Server) -> S3Server:
     """The server, empty."""
-    server.calm()
-    for key in server.objects():
-        server.client().delete_object(Bucket=server.bucket, Key=key)
+    server.empty()
     return server
 
 

@@ -53,10 +53,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(server: S3Server) -> Iterator[S3Server]:
     """The server, empty."""
-    server.calm()
-    client = server.client()
-    for key in server.objects():
-        client.delete_object(Bucket=server.bucket, Key=key)
+    server.empty()
     yield server
     server.calm()
     assert [key for key in server.uploads() if key.startswith("out/")] == []

@@ -60,10 +60,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(server: S3Server) -> Iterator[S3Server]:
     """The server, without an output."""
-    server.calm()
-    client = server.client()
-    for key in server.objects():
-        client.delete_object(Bucket=server.bucket, Key=key)
+    server.empty()
     yield server
     server.calm()
     assert server.uploads() == []
