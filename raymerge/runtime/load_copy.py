@@ -20,6 +20,7 @@ from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
+from raymerge.storage.transfers import write_fully
 from raymerge.units import format_size
 
 _COPIES = "raymerge-load-"
@@ -108,7 +109,7 @@ def _copy_whole(store: ReadStore, file: WeightFile, path: Path) -> None:
 
         def copy(begin: int) -> None:
             data = store.read(file.key, begin, min(_PIECE, file.nbytes - begin))
-            os.pwrite(out.fileno(), data, begin)
+            write_fully(out.fileno(), begin, memoryview(data))
 
         out.truncate(file.nbytes)
         # Taken to the end, for what goes wrong in a thread to be raised here.
