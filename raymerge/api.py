@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from raymerge.checkpoints.adapters import is_adapter
+from raymerge.documents.locate import in_order
 from raymerge.errors import PlanError, Problem, RecipeError
 from raymerge.lora import (
     Combination,
@@ -20,23 +21,27 @@ from raymerge.lora import (
     ModuleReport,
     OnModule,
     Selection,
+    adapter_problems,
     combine_recipe,
     extract_lora,
 )
 from raymerge.planner.inspection import Inspection
-from raymerge.planner.planned import PlannedMerge, plan_merges
+from raymerge.planner.planned import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.tables import Plan
 from raymerge.proving import diff, inspect, replay, verify_load
 from raymerge.recipes import (
     AnyRecipe,
+    Draft,
     ExpertSetRecipe,
     ModelReference,
     MoeRecipe,
     Recipe,
     conversion_recipe,
-    load_recipes,
+    draft_mapping,
+    draft_recipes,
+    join_drafts,
     merge_order,
-    recipe_from_mapping,
+    with_order_problems,
 )
 from raymerge.runtime.audit_run import Audit, AuditOptions
 from raymerge.runtime.chain import Chain
@@ -106,7 +111,11 @@ def read_recipe(recipe: RecipeLike) -> AnyRecipe:
     Raises:
         RecipeError: it is not valid, or the file holds several.
     """
-    found = read_recipes(recipe)
+    return _only(read_recipes(recipe))
+
+
+def _only(found: Sequence[AnyRecipe]) -> AnyRecipe:
+    """The one recipe; raises RecipeError where there are several."""
     if len(found) > 1:
         what = f"there are {len(found)} recipes where one is expected."
         remedy = "Use 'plan_all' and 'submit', which take several; a merge of adapters is a recipe alone."
@@ -120,7 +129,7 @@ def read_recipes(recipes: RecipesLike) -> tuple[AnyRecipe, ...]:
     Raises:
         RecipeError: they are not valid, or do not go together.
     """
-    return merge_order(_read_all(recipes))
+    return merge_order(_draft(recipes).require())
 
 
 def plan(recipe: RecipeLike) -> Plan:
@@ -129,10 +138,12 @@ def plan(recipe: RecipeLike) -> Plan:
     The plan carries its problems; ``Plan.require`` raises them.
 
     Raises:
-        RecipeError: the recipe is not valid, or the file holds several: ``plan_all`` takes those.
+        RecipeError: the recipe is not valid, with all that is wrong with its models too; or the file holds
+            several: ``plan_all`` takes those.
         PlanError: recipe and sources fit so little that there is no plan to show, or it merges adapters.
     """
-    return plan_all(read_recipe(recipe))[0]
+    draft = _draft(recipe)
+    return plan_all(recipe if draft.problems else _only(draft.recipes))[0]
 
 
 def plan_all(recipes: RecipesLike) -> tuple[Plan, ...]:
@@ -159,14 +170,17 @@ def plan_for(
             say where, and an unfinished run there has the commits of the Hub that it began with.
         options: how it would be run; None for the usual.
     """
-    found = read_recipes(recipes)
-    if (adapters := _of_adapters(found)) is not None:
-        raise PlanError(_no_plan(adapters))
+    draft = _draft(recipes)
     chosen = options or RunOptions()
     place = place_of(output, chosen)
+    found = draft.recipes if draft.problems else merge_order(draft.recipes)
+    if (adapters := _of_adapters(found)) is not None:
+        raise PlanError(in_order([*draft.problems, _no_plan(adapters)]))
     steps = steps_directory(place, chosen.steps)
-    commits = NO_COMMITS if chosen.replace else commits_begun(found, place, steps)
+    commits = NO_COMMITS if chosen.replace or draft.problems else commits_begun(found, place, steps)
     lookup = Lookup(options=chosen.storage, commits=commits)
+    if draft.problems:
+        raise RecipeError(draft_problems(draft, steps, version=version("raymerge"), lookup=lookup))
     return plan_merges(found, steps, version=version("raymerge"), lookup=lookup)
 
 
@@ -192,7 +206,10 @@ def submit(
     began = time.monotonic()
     chosen = options or RunOptions()
     place = place_of(output, chosen)
-    recipes = read_recipes(recipe)
+    draft = _draft(recipe)
+    if draft.problems:
+        plan_for(recipe, place, chosen)
+    recipes = merge_order(draft.require())
     with Journal(on_event or _ignore) as emit, ThreadPoolExecutor(1) as thread:
         planning = thread.submit(plan_for, recipes, place, chosen)
         # Most errors of a recipe show at once; only a long planning is overlapped with starting the workers.
@@ -238,7 +255,11 @@ def merge_adapters(
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
-    asked = read_recipe(recipe)
+    draft = _draft(recipe)
+    if draft.problems:
+        theirs = [each for one in draft.recipes if isinstance(one, Recipe) for each in adapter_problems(one)]
+        raise RecipeError(in_order([*draft.problems, *theirs]))
+    asked = _only(draft.recipes)
     if not isinstance(asked, Recipe):
         what = "this recipe makes a mixture of experts, and no adapter."
         raise PlanError(Problem(asked.where("experts"), what, "Use 'submit'."))
@@ -249,12 +270,10 @@ def merges_adapters(recipes: RecipesLike) -> bool:
     """Whether ``merge_adapters`` does what is asked rather than ``submit``.
 
     It does for one recipe that has an ``adapter`` block, or that lists two or more models which all are
-    local directories of adapters. Nothing is fetched to find out.
-
-    Raises:
-        RecipeError: the recipes are not valid, or do not go together.
+    local directories of adapters; a recipe that is not valid goes by what can be read of it. Nothing is
+    fetched to find out.
     """
-    return _of_adapters(read_recipes(recipes)) is not None
+    return _of_adapters(_draft(recipes).recipes) is not None
 
 
 def verify(path: str | Path) -> Verdict:
@@ -293,32 +312,29 @@ def audit(
         pool.close()
 
 
-def _read_all(recipes: RecipesLike, name: str = "recipe") -> tuple[AnyRecipe, ...]:
-    """The recipes in their own order; ``name`` is what messages call one that has no file."""
+def _draft(recipes: RecipesLike) -> Draft:
+    """The recipes in their own order, as far as they can be read, with what is wrong with them."""
+    return with_order_problems(_draft_all(recipes), os.path.isdir)
+
+
+def _draft_all(recipes: RecipesLike, name: str = "recipe") -> Draft:
+    """The recipes; ``name`` is what messages call one that has no file."""
     if isinstance(recipes, Recipe | MoeRecipe | ExpertSetRecipe):
-        return (recipes,)
+        return Draft((recipes,), names=(recipes.name,) if recipes.name is not None else ())
     if isinstance(recipes, Mapping):
-        return (recipe_from_mapping(recipes, name),)
+        return draft_mapping(recipes, name)
     if isinstance(recipes, str | Path):
-        return load_recipes(Path(recipes))
-    found: list[AnyRecipe] = []
-    problems: list[Problem] = []
-    for index, each in enumerate(recipes):
-        try:
-            found += _read_all(each, f"recipes[{index}]")
-        except RecipeError as error:
-            problems += error.problems
+        return draft_recipes(Path(recipes))
     if not recipes:
-        problems.append(Problem("recipes", "there is none in the sequence.", "Give at least one recipe."))
-    if problems:
-        raise RecipeError(problems)
-    return tuple(found)
+        what = "there is none in the sequence."
+        return Draft((), (Problem("recipes", what, "Give at least one recipe."),))
+    return join_drafts(_draft_all(each, f"recipes[{index}]") for index, each in enumerate(recipes))
 
 
 def _of_adapters(recipes: Sequence[AnyRecipe]) -> Recipe | None:
     """The recipe, where it is one alone and merges adapters."""
-    recipe = recipes[0]
-    if len(recipes) != 1 or not isinstance(recipe, Recipe):
+    recipe = recipes[0] if len(recipes) == 1 else None
+    if not isinstance(recipe, Recipe):
         return None
     models = recipe.models
     # One adapter alone stands where a model is needed: planning says how to name it together with its model.

@@ -6,8 +6,19 @@ Errors that also are a kind of builtin error inherit it, so that callers may cat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+_WORD_CHARACTERS = 200
+"""Characters of a word, such as a name or a path, that a message shows."""
+_TEXT_CHARACTERS = 4000
+"""Characters of a sentence that a message shows."""
+_ALIKE = 20
+"""Problems with the same words about different names that are listed."""
+_LONG_WORD = re.compile(rf"\S{{{_WORD_CHARACTERS + 1},}}")
+_NAME = re.compile(r"'[^']*'|\S*[0-9./]\S*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,47 @@ class Problem:
     """What to change."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} {self.remedy}".rstrip()
+        short = self.shortened()
+        return f"{short.where}: {short.what} {short.remedy}".rstrip()
+
+    def shortened(self) -> Problem:
+        """The problem as people are shown it: of what is too long both ends."""
+        where, what = (
+            _ends(_LONG_WORD.sub(lambda word: _ends(word[0], _WORD_CHARACTERS), text), _TEXT_CHARACTERS)
+            for text in (self.where, self.what)
+        )
+        remedy = _LONG_WORD.sub(lambda word: _ends(word[0], _WORD_CHARACTERS), self.remedy)
+        return (
+            self
+            if (where, what, remedy) == (self.where, self.what, self.remedy)
+            else Problem(where, what, remedy)
+        )
+
+
+def shown_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Problems as people are shown them: long names shortened, and of many that are alike the first few."""
+    counts: Counter[tuple[str, str]] = Counter()
+    listed: list[tuple[tuple[str, str], Problem]] = []
+    for problem in problems:
+        short = problem.shortened()
+        key = (_NAME.sub("", short.what), _NAME.sub("", short.remedy))
+        counts[key] += 1
+        if counts[key] <= _ALIKE:
+            listed.append((key, short))
+    more = {key: count - _ALIKE for key, count in counts.items() if count > _ALIKE}
+    last = {key: number for number, (key, _) in enumerate(listed)}
+    return tuple(
+        replace(short, what=f"{short.what} And {more[key]} more like this.")
+        if key in more and last[key] == number
+        else short
+        for number, (key, short) in enumerate(listed)
+    )
+
+
+def _ends(text: str, limit: int) -> str:
+    """A text, or both its ends where it is longer than a limit."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 class RaymergeError(Exception):
@@ -38,7 +89,7 @@ class UserError(RaymergeError):
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__("\n".join(str(problem) for problem in shown_problems(self.problems)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
         return (type(self), (self.problems,))
@@ -74,6 +125,10 @@ class HeldError(TargetError):
 
 class UnreadableError(CheckpointError):
     """A file of a checkpoint is not there, or may not be read."""
+
+
+class NotCachedError(CheckpointError):
+    """A model of the Hub is not in its local cache, and the Hub was not asked for it."""
 
 
 class NonFiniteError(UserError, ValueError):

@@ -61,9 +61,7 @@ def verify_load(
         )
 
 
-def replay(
-    path: str | Path, sources: Mapping[str, str] = _NOWHERE, *, pickled_weights: bool = False
-) -> ReplayVerdict:
+def replay(path: str | Path, sources: Mapping[str, str] = _NOWHERE) -> ReplayVerdict:
     """Derive the provenance of a checkpoint anew from its recipe and sources, and compare; reads its bytes.
 
     Sources are fetched from nowhere but where the caller says that they are: of the Hub, its cache has what
@@ -73,12 +71,11 @@ def replay(
         path: its directory, or its address.
         sources: where sources are now, by the names that the recipe has for them; others are looked for
             where they were.
-        pickled_weights: whether pickled weights may be read, where the recipe in the record says so.
 
     Raises:
         OptionError: the address says no place.
     """
-    return replay_checkpoint(place_of(path, RunOptions()), sources, pickled=pickled_weights)
+    return replay_checkpoint(place_of(path, RunOptions()), sources)
 
 
 def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Comparison:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.gpu_arithmetic import multiply_in_tf32
 
 import raymerge
-from raymerge.errors import PlanError
+from raymerge.device_numerics import full_float32
+from raymerge.errors import OptionError, PlanError
 
 Q = "model.layers.{}.self_attn.q_proj"
 DOWN = "model.layers.{}.mlp.down_proj"
@@ -63,6 +65,25 @@ def test_a_model_with_its_adapter_alone_is_that_model_merged(tmp_path: Path, bas
     assert torch.equal(found[untouched], read_tensors(base)[untouched])
 
 
+def test_adapters_are_multiplied_in_full_float32_whatever_the_process_has_set(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, whose libraries take TF32 where they are allowed to."""
+    lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}
+    expected = _merge(recipe, tmp_path / "expected")
+    multiply_in_tf32(monkeypatch)
+    with full_float32():
+        torch.set_float32_matmul_precision("high")
+        found = _merge(recipe, tmp_path / "out")
+        assert torch.get_float32_matmul_precision() == "high"
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    multiply_in_tf32(monkeypatch, is_forced=True)
+    with pytest.raises(OptionError, match="NVIDIA_TF32_OVERRIDE"):
+        _merge(recipe, tmp_path / "forced")
+    assert not (tmp_path / "forced").exists()
+
+
 def test_deltas_of_adapters_on_one_base(tmp_path: Path, base: Path) -> None:
     tensors = read_tensors(base)
     one, two = (tiny_lora(tmp_path / name, tensors, seed) for seed, name in enumerate(("one", "two")))
@@ -72,6 +93,24 @@ def test_deltas_of_adapters_on_one_base(tmp_path: Path, base: Path) -> None:
     found = _merge(recipe, tmp_path / "out")
     merged = [peft_merge(tensors, each) for each in (one, two)]
     _check(found, {name: sum(m[name] for m in merged) - tensors[name].double() for name in tensors})
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_a_base_with_its_adapter_alone_is_the_result_of_deltas(
+    tmp_path: Path, base: Path, weight: float
+) -> None:
+    """Recipes that ablate by an adapter write it so; the delta of the base to itself is 0."""
+    lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
+    model = f"{base}+{lora}"
+    source = {"model": model, "layer_range": [0, 3], "parameters": {"weight": weight}}
+    recipe = {
+        "base_model": model,
+        "dtype": "float32",
+        "merge_method": "task_arithmetic",
+        "parameters": {"normalize": False, "scale": 2},
+        "slices": [{"sources": [source]}],
+    }
+    _check(_merge(recipe, tmp_path / "out"), peft_merge(read_tensors(base), lora))
 
 
 @pytest.mark.parametrize(

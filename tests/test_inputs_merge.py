@@ -36,7 +36,7 @@ def test_pickled_weights_give_the_bytes_of_safetensors(method: str, files: int, 
     base = tiny_llama(tmp_path / "base", 0)
     tunes = [tiny_llama(tmp_path / f"tune{seed}", seed, base=base) for seed in (1, 2)]
     twins = [pickled_twin(tune, tmp_path / f"{tune.name}-bin", files=files) for tune in tunes]
-    asked = {"merge_method": method, "base_model": str(base), "pickled_weights": "read"}
+    asked = {"merge_method": method, "base_model": str(base)}
     for name, models in (("plain", tunes), ("pickled", twins)):
         entries = [{"model": str(model), "parameters": METHODS[method]} for model in models]
         merge({**asked, "models": entries}, tmp_path / name)
@@ -54,7 +54,7 @@ def test_a_pickled_model_gives_config_and_companions(tmp_path: Path) -> None:
     save_pickles(pickled, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     (pickled / "training_args.bin").write_bytes(b"")
     merge(
-        {"merge_method": "passthrough", "models": [{"model": str(pickled)}], "pickled_weights": "read"},
+        {"merge_method": "passthrough", "models": [{"model": str(pickled)}]},
         tmp_path / "out",
     )
     found = read_tensors(tmp_path / "out")
@@ -66,9 +66,7 @@ def test_a_pickled_model_gives_config_and_companions(tmp_path: Path) -> None:
 
 def test_a_pickle_that_changes_under_the_merge_is_another_plan(tmp_path: Path) -> None:
     model = pickled_twin(tiny_llama(tmp_path / "plain", 1), tmp_path / "pickled")
-    recipe = read_recipe(
-        {"merge_method": "passthrough", "models": [{"model": str(model)}], "pickled_weights": "read"}
-    )
+    recipe = read_recipe({"merge_method": "passthrough", "models": [{"model": str(model)}]})
     before = build_plan(recipe, open_sources(recipe), version="0").digest
     assert build_plan(recipe, open_sources(recipe), version="0").digest == before
     tensors = {name: tensor + 1 for name, tensor in read_tensors(tmp_path / "plain").items()}
@@ -158,7 +156,7 @@ def test_a_config_that_was_not_planned_is_found(files: tuple[Path, Path], tmp_pa
 def test_pickled_files_are_merged_where_that_is_allowed(files: tuple[Path, Path], tmp_path: Path) -> None:
     pickle = tmp_path / "in" / "two.ckpt"
     torch.save({"state_dict": load_file(files[1]), "epoch": 3}, pickle)
-    merge(mean(files[0], pickle, pickled_weights="read"), tmp_path / "pickled")
+    merge(mean(files[0], pickle), tmp_path / "pickled")
     merge(mean(*files), tmp_path / "plain")
     key = "model.safetensors"
     assert (tmp_path / "pickled" / key).read_bytes() == (tmp_path / "plain" / key).read_bytes()

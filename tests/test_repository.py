@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "raymerge"
 FOLDERS = (".ci", "cluster", "configs", "docs", "raymerge", "tests")
 FOREIGN = ROOT / "configs" / "quickstart" / "texts"
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # Put together from parts, so that this file does not contain what it looks for.
@@ -93,8 +92,7 @@ def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_files_and_functions_stay_small(module: str) -> None:
-    assert len((ROOT / module).read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+def test_functions_stay_small(module: str) -> None:
     long = [
         f"{function.name} ({function.end_lineno - function.lineno + 1} lines)"
         for function in _functions(module)

@@ -6,11 +6,12 @@ from raymerge.architectures.canonical import (
     fused_layout,
     logical_name,
     logical_names,
+    other_names,
 )
 from raymerge.architectures.dense_models import DenseModel, dense_mlp, dense_model
 from raymerge.architectures.depth import restack_config
 from raymerge.architectures.layers import Stack, rename_layer, stacks
-from raymerge.architectures.modules import module_of
+from raymerge.architectures.modules import module_finder, module_of
 from raymerge.architectures.moe_config import moe_config
 from raymerge.architectures.moe_names import (
     AddedTensor,
@@ -26,7 +27,7 @@ from raymerge.architectures.moe_names import (
 )
 from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
 from raymerge.architectures.moe_targets import Layout, MoeTarget, named_targets, targets
-from raymerge.architectures.roles import TensorInfo, describe
+from raymerge.architectures.roles import NameReader, TensorInfo, describe, joined_matrix
 from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules
 from raymerge.architectures.ties import TiedPair, declared_tie, tied_pair
 
@@ -39,6 +40,7 @@ __all__ = [
     "LayoutKind",
     "Mixture",
     "MoeTarget",
+    "NameReader",
     "Projection",
     "Refusal",
     "Role",
@@ -56,12 +58,15 @@ __all__ = [
     "fused_layout",
     "fused_names",
     "is_fused",
+    "joined_matrix",
     "load_rules",
     "logical_name",
     "logical_names",
+    "module_finder",
     "module_of",
     "moe_config",
     "named_targets",
+    "other_names",
     "refusals",
     "rename_layer",
     "restack_config",

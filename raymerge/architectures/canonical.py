@@ -7,7 +7,8 @@ The canonical spelling of experts is ``{block}.experts.{e}.{gate,up,down}_proj.w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from raymerge.architectures.rules import LayoutKind, Role, Rules
 from raymerge.architectures.sections import config_int
 
 _BLOCK_WORDS = frozenset({"block_sparse_moe", "feed_forward", "ffn", "moe"})
+_BLOCKS_NOT_RENAMED = frozenset({"feed_forward"})
+# What transformers 5 leaves as it is, for dense layers and mixtures alike.
+_MAY_BE_STACKED = frozenset({Role.EXPERT, Role.MLP, Role.OTHER})
+_OF_CODES = re.compile(r"(scales?(_inv)?|blocks|packed|q?zeros|qweight|g_idx)$")
 _ROUTER_WRAPPERS = frozenset({"gate", "router", "wg", "layer", "classifier"})
 
 
@@ -56,20 +61,59 @@ def canonical_block(block: str, rules: Rules) -> str:
     return f"{parent}{dot}{'mlp' if word in _BLOCK_WORDS else word}"
 
 
+def other_names(name: str, logical: str, info: TensorInfo, rules: Rules) -> tuple[str, ...]:
+    """What a logical tensor is called where its checkpoint is stored in another layout.
+
+    These are its names in the layout of transformers 5, by itself and stacked, and in that of the Hub: a
+    recipe speaks of the same tensors in each of them.
+
+    Args:
+        name: the stored tensor that holds it.
+        logical: its canonical name.
+        info: what ``name`` says.
+        rules: those of the checkpoint's family.
+    """
+    if info.block is None:
+        return (logical,) if logical != name else ()
+    block, inner = canonical_block(info.block, rules), logical
+    if block:
+        inner = logical[len(block) + 1 :]
+    word = info.block.rpartition(".")[2]
+    if word in _BLOCKS_NOT_RENAMED:
+        block = block.removesuffix("mlp") + word
+    elif info.part in (Role.ROUTER, Role.ROUTER_BIAS) and word not in _BLOCK_WORDS:
+        inner = name[len(info.block) + 1 :] if info.block else name
+    alone = f"{block}.{inner}" if block else inner
+    stacked = _stacked_name(block, inner.split(".")) if info.part is Role.EXPERT else alone
+    published = ".".join(rules.published.get(part, part) for part in alone.split("."))
+    return tuple(each for each in dict.fromkeys((alone, stacked, published)) if each != name)
+
+
+def _stacked_name(block: str, inner: Sequence[str]) -> str:
+    """What transformers 5 calls the stack that holds a matrix or a bias of an expert."""
+    words = [word for word in inner if not word.isdecimal()]
+    if words[-1] in ("weight", "bias"):
+        pair = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        matrix = pair.get(words[-2], words[-2])
+        words = [*words[:-2], matrix if words[-1] == "weight" else f"{matrix}_bias"]
+    return ".".join([block, *words] if block else words)
+
+
 def fused_layout(
     name: str, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> FusedLayout | None:
     """How a tensor holds the matrices of many experts; None when it is no such tensor.
 
+    A stack of as many matrices as the config counts experts is one, of unknown layout, by whatever name.
     The orientation comes from the family, else from the sizes in the config, never from which side is longer.
     """
     path = name.split(".")
     word = projection_word(path, rules)
-    if word is None or not _is_plain(path, word) or EXPERT_NUMBER.search(name):
+    if EXPERT_NUMBER.search(name) or (word is not None and not _is_plain(path, word)):
         return None
     info = describe(name, rules)
-    if info.part is not Role.EXPERT:
-        return None
+    if word is None or info.part is not Role.EXPERT:
+        return _unrecognised(path[-1], info, shape, config, rules)
     kind, num_experts = _placed(word, info, shape, config, rules)
     projection = info.projection or ""
     return FusedLayout(
@@ -109,6 +153,18 @@ def _inside_block(info: TensorInfo, path: list[str], rules: Rules) -> str:
         return ".".join(path)
     tail = path[path.index(word) + 1 :]
     return ".".join(["experts", str(info.expert), f"{info.projection}_proj", *tail])
+
+
+def _unrecognised(
+    word: str, info: TensorInfo, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
+) -> FusedLayout | None:
+    """A stack of unknown layout: it has a matrix for each expert, and a name that does not say which ones."""
+    if len(shape) != 3 or min(shape) < 2 or info.layer is None or info.role is Role.VISION:
+        return None
+    is_stack = shape[0] == config_int(config, rules.sizes["num_experts"]) or info.part is Role.EXPERT
+    if info.part not in _MAY_BE_STACKED or not is_stack or _OF_CODES.search(word):
+        return None
+    return FusedLayout("unknown", canonical_block(info.block or "", rules), (), shape[0], info.is_bias)
 
 
 def _is_plain(path: list[str], word: str) -> bool:

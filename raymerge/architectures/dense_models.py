@@ -8,7 +8,7 @@ from typing import Any
 
 from raymerge.architectures.layers import stacks
 from raymerge.architectures.moe_targets import target_table
-from raymerge.architectures.roles import TensorInfo, describe
+from raymerge.architectures.roles import NameReader, TensorInfo, describe
 from raymerge.architectures.rules import Role, load_rules
 
 
@@ -136,9 +136,9 @@ def dense_mlp(names: Iterable[str], config: Mapping[str, Any]) -> dict[tuple[int
     main = next((stack for stack in found if stack.is_main), None)
     if main is None:
         return {}
-    matrices: dict[tuple[int, str], str] = {}
+    reader, matrices = NameReader(rules, stacks=found), dict[tuple[int, str], str]()
     for name in listed:
-        info = describe(name, rules, stacks=found)
+        info = reader.describe(name)
         is_mlp = info.role is Role.MLP and info.stack == main.prefix and name.endswith(".weight")
         if is_mlp and info.layer is not None and info.projection is not None:
             matrices[info.layer, info.projection] = name

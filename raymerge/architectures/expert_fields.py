@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,6 @@ from typing import Any
 from raymerge.architectures.rules import Rules
 from raymerge.architectures.sections import text_path
 
-_CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_k", "moe_top_k", "num_selected_experts", "ffn_config.moe_top_k"),
-)
-# How many experts each token goes to; a number, or a list of one number a layer.
 _GROUPS = ("n_group", "num_expert_group")
 # Experts are chosen among those of the best groups of neighbours ...
 _USED_GROUPS = ("topk_group", "n_limited_groups")
@@ -25,6 +19,7 @@ _FOLLOWING = ("moe_capacity",)
 # Fields that repeat the number of experts for purposes of their own.
 _QUANTISED = ("quantization_config", "compression_config")
 _NAMES_EXPERT = re.compile(r"experts\W{1,3}[0-9]")
+_ONE_EXPERT = re.compile(r"((?:\w+\.)*experts)\.([0-9]{1,9})(\.[\w.]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ def expert_fields(config: Mapping[str, Any], rules: Rules) -> ExpertFields | Non
     is_grouped = groups is not None and groups.value > 1
     return ExpertFields(
         count=count,
-        chosen=_first(config, _CHOSEN),
+        chosen=_first(config, rules.sizes["chosen_experts"]),
         groups=groups if is_grouped else None,
         used_groups=_first(config, _USED_GROUPS) if is_grouped else None,
     )
@@ -127,10 +122,46 @@ def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> di
     return result
 
 
-def names_experts(config: Mapping[str, Any]) -> bool:
-    """Whether what a config says of quantisation speaks of experts by their numbers."""
-    tables = [section.get(key) for section in _sections(config) for key in _QUANTISED]
-    return any(table and _NAMES_EXPERT.search(json.dumps(table, default=str)) for table in tables)
+def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any] | None:
+    """A copy of a config whose tables of quantisation name ``after`` experts where they name ``before``.
+
+    None where they single some out, or mean them by patterns with numbers: these do not tell what they say of
+    experts in another order.
+    """
+    result = copy.deepcopy(dict(config))
+    for section in _sections(result):
+        for key in _QUANTISED:
+            if isinstance(section, dict) and section.get(key):
+                try:
+                    section[key] = _renumbered(section[key], before, after)
+                except ValueError:
+                    return None
+    return result
+
+
+def _renumbered(value: Any, before: int, after: int) -> Any:
+    """A part of a table with the names of other experts.
+
+    Raises:
+        ValueError: it does not name all of them alike.
+    """
+    if isinstance(value, Mapping):
+        if any(_NAMES_EXPERT.search(str(key)) for key in value):
+            raise ValueError("keys name experts")
+        return {key: _renumbered(each, before, after) for key, each in value.items()}
+    if not isinstance(value, list):
+        if _NAMES_EXPERT.search(str(value)):
+            raise ValueError("a value names an expert")
+        return value
+    named = [_ONE_EXPERT.fullmatch(each) if isinstance(each, str) else None for each in value]
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, named):
+        numbers.setdefault((match[1], match[3] or ""), set()).add(int(match[2]))
+    if any(found != set(range(before)) for found in numbers.values()):
+        raise ValueError("some experts are named, and others not")
+    rest = (_renumbered(each, before, after) for each, match in zip(value, named, strict=True) if not match)
+    names = (f"{head}.{number}{tail}" for head, tail in numbers for number in range(after))
+    return [*rest, *names]
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

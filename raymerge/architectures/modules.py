@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures.layers import Stack
@@ -36,10 +36,21 @@ def module_of(name: str, config: Mapping[str, Any], stacks: Sequence[Stack]) -> 
     ``vision_model``, ``multi_modal_projector`` and ``audio_tower``; encoder-decoders have ``encoder``,
     ``decoder`` (with the head) and ``shared``; all others are one module, ``default``.
     """
+    return module_finder(config, stacks)(name)
+
+
+def module_finder(config: Mapping[str, Any], stacks: Sequence[Stack]) -> Callable[[str], str]:
+    """``module_of`` for many names of one model."""
     if _is_multimodal(config, stacks):
-        return next((module for module, pattern in _BESIDE_TEXT if pattern.match(name)), _TEXT)
-    if not _is_encoder_decoder(stacks):
-        return DEFAULT
+        return _beside_text
+    return _of_encoder_decoder if _is_encoder_decoder(stacks) else lambda _: DEFAULT
+
+
+def _beside_text(name: str) -> str:
+    return next((module for module, pattern in _BESIDE_TEXT if pattern.match(name)), _TEXT)
+
+
+def _of_encoder_decoder(name: str) -> str:
     if _SHARED.match(name):
         return "shared"
     return "encoder" if _ENCODER.match(name) else "decoder"

@@ -39,35 +39,59 @@ class TensorInfo:
     """Path of the mixture-of-experts block it is stored in; None for other tensors."""
 
 
+class NameReader:
+    """Reads the names of one checkpoint's tensors. What all of them share is looked up once."""
+
+    def __init__(self, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()) -> None:
+        """
+        Args:
+            rules: those of the checkpoint's family.
+            num_layers: layers of the main stack: those at or beyond are multi-token-prediction layers.
+            stacks: the checkpoint's stacks. With them a layer number is one exactly where a stack says so,
+                and the main stack gives ``num_layers``; without, where the word before the number says so.
+        """
+        main = next((each for each in stacks if each.is_main), None)
+        self._rules = rules
+        self._prefixes = frozenset(each.prefix for each in stacks)
+        self._main = None if main is None else main.prefix
+        self._limit = num_layers if main is None else main.num_layers
+
+    def describe(self, name: str) -> TensorInfo:
+        """What a tensor's name says."""
+        rules, path = self._rules, name.split(".")
+        stack, layer = self._layer(path)
+        numbered = EXPERT_NUMBER.search(name)
+        part = Role.EXPERT if numbered else _part(name, rules)
+        is_beyond = layer is not None and self._limit is not None and layer >= self._limit
+        return TensorInfo(
+            role=_role(path, part, rules, beyond=is_beyond and self._main in (None, stack)),
+            part=part,
+            stack=stack,
+            layer=layer,
+            expert=int(numbered[1]) if numbered else None,
+            projection=_projection(path, rules) if part in _GATED else None,
+            is_bias=path[-1] == "bias" or path[-1].endswith("_bias") or part is Role.ROUTER_BIAS,
+            block=_block(path, rules) if part in _MOE else None,
+        )
+
+    def _layer(self, path: Sequence[str]) -> tuple[str, int | None]:
+        """The stack and the number of the layer that a path leads to."""
+        place = layer_place(path)
+        if place is None:
+            return "", None
+        prefix = ".".join(path[:place])
+        if self._prefixes:
+            is_layer = prefix in self._prefixes
+        else:
+            is_layer = place > 0 and path[place - 1] in self._rules.layer_words
+        return (prefix, int(path[place])) if is_layer else ("", None)
+
+
 def describe(
     name: str, rules: Rules, num_layers: int | None = None, *, stacks: Sequence[Stack] = ()
 ) -> TensorInfo:
-    """Read a tensor's name.
-
-    Args:
-        name: its name in the checkpoint.
-        rules: those of the checkpoint's family.
-        num_layers: layers of the main stack: those at or beyond are multi-token-prediction layers.
-        stacks: the checkpoint's stacks. With them a layer number is one exactly where a stack says so, and
-            the main stack gives ``num_layers``; without, where the word before the number says so.
-    """
-    path = name.split(".")
-    stack, layer = _layer(path, rules, stacks)
-    numbered = EXPERT_NUMBER.search(name)
-    part = Role.EXPERT if numbered else _part(name, rules)
-    main = next((each for each in stacks if each.is_main), None)
-    limit = main.num_layers if main else num_layers
-    beyond = layer is not None and limit is not None and layer >= limit and (not main or main.prefix == stack)
-    return TensorInfo(
-        role=_role(path, part, rules, beyond=beyond),
-        part=part,
-        stack=stack,
-        layer=layer,
-        expert=int(numbered[1]) if numbered else None,
-        projection=_projection(path, rules) if part in _GATED else None,
-        is_bias=path[-1] == "bias" or path[-1].endswith("_bias") or part is Role.ROUTER_BIAS,
-        block=_block(path, rules) if part in _MOE else None,
-    )
+    """What one name says; arguments as of ``NameReader``, which many names of a checkpoint need."""
+    return NameReader(rules, num_layers, stacks=stacks).describe(name)
 
 
 def projection_word(path: Sequence[str], rules: Rules) -> str | None:
@@ -77,18 +101,6 @@ def projection_word(path: Sequence[str], rules: Rules) -> str | None:
         if plain in rules.projections:
             return plain
     return None
-
-
-def _layer(path: Sequence[str], rules: Rules, stacks: Sequence[Stack]) -> tuple[str, int | None]:
-    place = layer_place(path)
-    if place is None:
-        return "", None
-    prefix = ".".join(path[:place])
-    if stacks:
-        is_layer = any(each.prefix == prefix for each in stacks)
-    else:
-        is_layer = place > 0 and path[place - 1] in rules.layer_words
-    return (prefix, int(path[place])) if is_layer else ("", None)
 
 
 def _part(name: str, rules: Rules) -> Role:
@@ -112,3 +124,11 @@ def _block(path: Sequence[str], rules: Rules) -> str | None:
     places = (index for index, word in enumerate(path) if word in rules.moe_children)
     place = next(places, None)
     return ".".join(path[:place]) if place is not None else None
+
+
+def joined_matrix(name: str, rules: Rules) -> str | None:
+    """The matrix that servers join the weight of a module to, or None: q, k and v, or gate and up, have the
+    same one."""
+    parent, _, word = name.removesuffix(".weight").rpartition(".")
+    joined = rules.joined.get(word)
+    return f"{parent}.{joined}" if joined is not None and name.endswith(".weight") else None

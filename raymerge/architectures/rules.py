@@ -112,10 +112,14 @@ class Rules:
     """Layout of fused experts by the word that names them."""
     is_out_in: bool
     """Whether fused tensors of this family lie as transformers 5 writes them."""
+    joined: Mapping[str, str]
+    """Name of the matrix that servers join a module to, by the word that names the module."""
     sizes: Mapping[str, tuple[str, ...]]
-    """Config fields for ``hidden``, ``expert_rows`` and ``num_experts``, dotted, best first."""
+    """Fields for ``hidden``, ``expert_rows``, ``num_experts`` and ``chosen_experts``, dotted, best first."""
     renames: tuple[tuple[re.Pattern[str], str], ...]
     """Published spellings and their canonical replacement, applied in order."""
+    published: Mapping[str, str]
+    """Words of canonical names of experts and routers, and what stands in their place on the Hub."""
     ties: tuple[tuple[str, str], ...]
     """Names of head and embedding that go together."""
     depth: DepthRules
@@ -139,14 +143,21 @@ def load_rules(model_type: str | None) -> Rules:
         mtp=frozenset(general["overlays"]["mtp"]),
         layer_words=frozenset(general["words"]["layers"]),
         moe_children=frozenset(general["words"]["moe_children"]),
-        projections={word: kind for kind, words in general["projections"].items() for word in words},
+        projections={
+            word: kind
+            for table in (general["projections"], family.get("projections", {}))
+            for kind, words in table.items()
+            for word in words
+        },
         fused={**fused["layouts"], **family.get("fused", {}).get("layouts", {})},
         is_out_in=_plain(model_type) in fused["out_in"],
+        joined={word: "+".join(words) for words in general["joined"]["modules"] for word in words},
         sizes={kind: tuple(keys) for kind, keys in general["sizes"].items()},
         renames=tuple(
             (re.compile(entry["pattern"]), entry["replacement"])
             for entry in [*family.get("renames", []), *general["renames"]]
         ),
+        published=_published(model_type),
         ties=tuple((head, embedding) for table in (family, general) for head, embedding in _ties(table)),
         depth=_depth({**general["depth"], **family.get("depth", {})}),
     )
@@ -156,6 +167,11 @@ def _family(model_type: str | None) -> dict[str, Any]:
     if _plain(model_type) == "general":
         return {}
     return (_table(model_type) if model_type else None) or _table(_plain(model_type)) or {}
+
+
+def _published(model_type: str | None) -> Mapping[str, str]:
+    spellings: Sequence[Mapping[str, Any]] = _GENERAL["published"]
+    return next((each["words"] for each in spellings if _plain(model_type) in each["families"]), {})
 
 
 def _plain(model_type: str | None) -> str:

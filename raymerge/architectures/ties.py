@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.roles import describe
+from raymerge.architectures.roles import NameReader
 from raymerge.architectures.rules import Role, Rules, load_rules
 from raymerge.architectures.sections import text_section
 
@@ -29,13 +29,14 @@ class TiedPair:
 def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | None:
     """The head and embedding of a checkpoint, or None where it has no token embedding that is known as such.
 
-    A pair of the name table wins when both are stored, then one whose embedding is stored, then the only
-    embedding (and the only head) that names tell by their role.
+    A pair of the name table wins when both are stored, then the only embedding and the only head that names
+    tell by their role, then a pair of the table whose embedding is stored.
     """
     rules = load_rules(str(config.get("model_type") or "") or None)
     # Head and embedding carry no number, and there are few names without one.
     loose = [name for name in names if not any(word.isdecimal() for word in name.split("."))]
-    pair = _by_table(frozenset(loose), rules) or _by_role(loose, rules)
+    known = [each for each in (_by_table(frozenset(loose), rules), _by_role(loose, rules)) if each]
+    pair = next((each for each in known if each[0] in loose), known[0] if known else None)
     return TiedPair(*pair, declared=declared_tie(config)) if pair else None
 
 
@@ -54,7 +55,8 @@ def _by_table(names: Collection[str], rules: Rules) -> tuple[str, str] | None:
 
 
 def _by_role(names: Iterable[str], rules: Rules) -> tuple[str, str] | None:
-    infos = {name: describe(name, rules) for name in names if name.endswith("weight")}
+    reader = NameReader(rules)
+    infos = {name: reader.describe(name) for name in names if name.endswith("weight")}
     heads = [name for name, info in infos.items() if info.role is Role.HEAD]
     embeddings = [name for name, info in infos.items() if info.role is Role.EMBEDDING]
     if len(embeddings) != 1 or len(heads) > 1:

@@ -8,11 +8,10 @@ from typing import Any
 from raymerge.assemble.card import Parent, model_card
 from raymerge.assemble.companions import copy_companions
 from raymerge.checkpoints.index import INDEX_FILE
-from raymerge.checkpoints.layout import weight_map_json
 from raymerge.errors import Problem, VerificationError
 from raymerge.planner.config_fields import config_bytes
 from raymerge.planner.sources import Source
-from raymerge.planner.tables import Plan
+from raymerge.planner.tables import Plan, index_bytes
 from raymerge.storage.hub import snapshot_revision
 from raymerge.storage.hub_places import hub_place, is_hub_place
 from raymerge.storage.store import ReadStore, WriteStore
@@ -94,7 +93,7 @@ def config_files(plan: Plan, donor: ReadStore, donor_config: Mapping[str, Any]) 
         found["config.json"] = _donor_text(donor) if config == dict(donor_config) else config_bytes(config)
     shards = plan["shards"].column("name").to_pylist()
     if len(shards) > 1:
-        found[INDEX_FILE] = _index(plan, shards)
+        found[INDEX_FILE] = index_bytes(plan)
     return found
 
 
@@ -124,10 +123,3 @@ def _called(path: str) -> str:
 def _donor_text(donor: ReadStore) -> bytes:
     size = next(file.nbytes for file in donor.files() if file.key == "config.json")
     return donor.read("config.json", 0, size)
-
-
-def _index(plan: Plan, shards: Sequence[str]) -> bytes:
-    tensors = plan["tensors"]
-    names, places = (tensors.column(column).to_pylist() for column in ("name", "shard"))
-    weight_map = {name: shards[place] for name, place in zip(names, places, strict=True)}
-    return weight_map_json(weight_map, sum(tensors.column("nbytes").to_pylist()))

@@ -13,10 +13,13 @@ from typing import Literal
 
 from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE, AdapterConfig, parse_adapter_config
 from raymerge.checkpoints.bounded_json import read_bounded
+from raymerge.checkpoints.files import LeftOut, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
-from raymerge.checkpoints.source import WeightFile, is_companion, natural_key
+from raymerge.checkpoints.links import linked_directories
+from raymerge.checkpoints.source import WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.addresses import shown
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
@@ -110,6 +113,8 @@ class Adapter:
     resized embeddings). Where a module has a factor too, that is added to what is here."""
     companions: tuple[str, ...]
     """Every other file that belongs to it (tokenizer, licence)."""
+    left_out: tuple[LeftOut, ...]
+    """Every file that is neither read nor a companion."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -143,10 +148,15 @@ def open_adapter(root: Path | str, name: str) -> Adapter:
         infos = {info.key: info for info in files}
         _check_files(infos, store.location("."), shown(str(root)))
         header, config = _read(store, infos)
+        others = unfetched_files(store.location("."), files)
     factors, replaced, sentences = _account(header.tensors, config)
     if sentences:
         where = store.location(ADAPTER_WEIGHTS_FILE)
         raise CheckpointError([Problem(where, what, remedy) for what, remedy in sentences])
+    sizes = {info.key: info.nbytes for info in (*files, *others)}
+    companions, left_out = sort_files(sizes, {ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE}, is_adapter=True)
+    if not is_remote(str(root)):
+        left_out += tuple(linked_directories(Path(root)))
     return Adapter(
         name=name,
         root=str(root),
@@ -155,7 +165,8 @@ def open_adapter(root: Path | str, name: str) -> Adapter:
         tensors={tensor.name: tensor for tensor in header.tensors},
         factors=factors,
         replaced=replaced,
-        companions=tuple(key for key in infos if is_companion(key) and key != ADAPTER_CONFIG_FILE),
+        companions=tuple(key for key in companions if key in infos),
+        left_out=left_out,
     )
 
 

@@ -113,7 +113,7 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
     if indexes and (problem := _wrong_index(indexes, where, kind)):
         raise CheckpointError(problem)
     found = _by_index(store, names, kind) if indexes else _by_names(names, kind, where)
-    return replace(found, notes=(*found.notes, *_pickle_note(found), *_left_alone(names, found)))
+    return replace(found, notes=(*found.notes, *_pickle_note(found)))
 
 
 def check_index(
@@ -139,7 +139,8 @@ def check_index(
     sizes = (
         f"{index.names.index} gives metadata.total_size as {index.total_size}, the headers add up to {total}"
     )
-    if index.total_size * 2 < total:
+    # Some tools write 0 where they do not count.
+    if index.total_size != 0 and index.total_size * 2 < total:
         problems.append(Problem(where, f"{sizes} bytes: the index is of another model.", _GET_A_FIT))
         return problems, []
     return problems, [f"{sizes} bytes; the headers count."]
@@ -307,12 +308,6 @@ def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Prob
 def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
     is_pickled = found.names is PICKLES
     return (f"its tensors are read from pickled files: {_some(found.keys)}.",) if is_pickled else ()
-
-
-def _left_alone(names: Mapping[str, FileInfo], found: WeightIndex) -> tuple[str, ...]:
-    endings = found.names.endings
-    others = sorted(name for name in names if name.endswith(endings) and name not in found.keys)
-    return (f"left alone, because not part of the model's weights: {_some(others)}.",) if others else ()
 
 
 def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Problem]:

@@ -18,6 +18,10 @@ PYTORCH_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 """The metadata that transformers asks of a file before it loads it."""
 
 _LENGTH_NBYTES = 8
+# What a header holds beside its tensors: its length, the usual metadata and the padding.
+_MOST_LISTED_NBYTES = MAX_HEADER_NBYTES - 2 * DATA_ALIGNMENT_NBYTES
+_BESIDE_NAME = ':{"dtype":"","shape":,"data_offsets":[,]},'
+_JSON = json.JSONEncoder(ensure_ascii=False)
 # Widest first, so that every tensor is aligned to its elements. DType is declared in the format's order.
 _RANK = {dtype: -position for position, dtype in enumerate(DType)}
 
@@ -96,19 +100,23 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] = PYTORCH
 def split_into_shards(specs: Sequence[TensorSpec], shard_size: int) -> tuple[tuple[TensorSpec, ...], ...]:
     """Cut ``specs`` in the given order into runs of at most ``shard_size`` bytes of data.
 
-    A tensor above ``shard_size`` gets a shard of its own; 0 means one shard for all. Without tensors there
-    are no shards.
+    A tensor above ``shard_size`` gets a shard of its own; 0 means one shard for all. In either case a shard
+    has no more names than its header may hold. Without tensors there are no shards.
     """
     shards: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
-    filled = 0
+    filled = listed = 0
     for spec in specs:
-        nbytes = spec.nbytes
-        if current and shard_size and filled + nbytes > shard_size:
+        nbytes, entry = spec.nbytes, _entry_nbytes(spec)
+        # Two offsets for each tensor, with as many digits as the last one at most.
+        offsets = 2 * len(str(filled + nbytes)) * (len(current) + 1)
+        is_full = shard_size and filled + nbytes > shard_size
+        if current and (is_full or listed + entry + offsets > _MOST_LISTED_NBYTES):
             shards.append(tuple(current))
-            current, filled = [], 0
+            current, filled, listed = [], 0, 0
         current.append(spec)
         filled += nbytes
+        listed += entry
     return (*shards, tuple(current)) if current else tuple(shards)
 
 
@@ -140,6 +148,12 @@ def _check_names(tensors: Sequence[TensorSpec]) -> None:
             reason = "is reserved" if spec.name == METADATA_KEY else "stands twice in one file"
             raise ValueError(f"the tensor name {spec.name!r} {reason}")
         seen.add(spec.name)
+
+
+def _entry_nbytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor in the header at most, without the digits of its two offsets."""
+    name = len(_JSON.encode(spec.name).encode("utf-8"))
+    return name + len(_BESIDE_NAME) + len(spec.dtype.value) + len(str(spec.shape))
 
 
 def _header(

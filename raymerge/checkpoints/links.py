@@ -6,7 +6,45 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from raymerge.checkpoints.files import LINK_RULE, LeftOut, holds_weights, rule_by_name
 from raymerge.errors import Problem
+
+_MAX_FILES = 10_000
+"""How many files behind a link are looked at; one with more may hold weights."""
+
+
+def linked_directories(root: Path) -> Iterator[LeftOut]:
+    """Links to directories below a local source, which are not followed.
+
+    One that may lead to weights outside of the source has no rule, so that a merge refuses it.
+    """
+    for folder, directories, _ in os.walk(root):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        for name in directories:
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                key = Path(path).relative_to(root).as_posix() + "/"
+                rule = rule_by_name(key) or (None if _may_hold_weights(path, key, root) else LINK_RULE)
+                yield LeftOut(key, 0, rule, is_weights=rule is None)
+
+
+def _may_hold_weights(link: str, key: str, root: Path) -> bool:
+    """Whether weights that no rule is about may lie behind a link, outside of the source."""
+    target, inside = os.path.realpath(link), os.path.realpath(root)
+    if os.path.commonpath((target, inside)) == inside:
+        return False
+    errors: list[OSError] = []
+    num_files = 0
+    for folder, directories, names in os.walk(target, onerror=errors.append):
+        num_files += len(names)
+        below = Path(key) / Path(folder).relative_to(target)
+        is_linked = any(os.path.islink(os.path.join(folder, name)) for name in directories)
+        has_weights = any(
+            holds_weights(name) and rule_by_name((below / name).as_posix()) is None for name in names
+        )
+        if is_linked or has_weights or num_files > _MAX_FILES:
+            return True
+    return bool(errors)
 
 
 def stray_links(root: Path, keys: Sequence[str]) -> Iterator[Problem]:

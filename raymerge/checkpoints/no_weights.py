@@ -33,8 +33,8 @@ def describe_no_weights(names: Iterable[str], where: str, *, pickled: bool = Fal
         what = f"holds {', '.join(pickles[:3])}, but neither pytorch_model.bin nor an index of several files."
         return Problem(where, what, "If one of them is the model, rename it to pytorch_model.bin.")
     if pickles:
-        what = f"has its weights in {pickles[0]}; raymerge reads safetensors only, for a pickle can run code."
-        remedy = "If you trust it, write 'pickled_weights: read' in the recipe, or convert it: "
+        what = f"has its weights in {pickles[0]}, and pickled weights are refused (pickled_weights: refuse)."
+        remedy = "Take that out: no code of the file is run. Or convert it: "
         return Problem(where, what, remedy + _CONVERT.format(path=where))
     if ggufs:
         what = f"has its weights in {ggufs[0]}; GGUF is a format for running models, not for merging them."

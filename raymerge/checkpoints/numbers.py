@@ -48,6 +48,8 @@ def as_numbers(checkpoint: Checkpoint, found: PackedTensors) -> Checkpoint:
     if found.faults:
         raise CheckpointError(found.faults)
     stored = checkpoint.tensors
+    if not found.members:
+        return replace(checkpoint, packs=Packs(stored, found.tensors, found.members, found.unknown))
     tensors = {name: tensor for name, tensor in stored.items() if name not in found.members}
     for name, packed in found.tensors.items():
         codes, packing = stored[packed.codes], packed.packing

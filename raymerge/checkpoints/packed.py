@@ -29,12 +29,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from raymerge.checkpoints.activation_scales import INPUT_SCALES
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.packed_config import Declared, read_declared
 from raymerge.checkpoints.packed_faults import Faults
 from raymerge.checkpoints.packed_grids import Blocks, fp8_blocks, turned_fp8
 from raymerge.checkpoints.packing import Format, Packing
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
+from raymerge.checkpoints.stored_shapes import SHAPE_ENDING
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 
@@ -47,8 +49,9 @@ _OF_PACKED = (
     *(_PACKED, ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
     *(".weight_global_scale", ".input_global_scale", ".input_scale"),
 )
-_OF_FP8 = (".input_scale", ".activation_scale")
 _GET_WHOLE = "Download or copy the checkpoint again, or use one that is converted to bfloat16."
+_NOT_READ = ("which is not read", "may mean something else")
+_CONVERT_ELSEWHERE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
 _ONE_IS_WRONG = f"Mend {CONFIG_FILE}, or take it and the weights from the same place."
 
 
@@ -85,7 +88,7 @@ class Packed:
 
     @property
     def shape_tensor(self) -> str | None:
-        """The stored tensor that repeats the shape, or None. Nobody looks at its content."""
+        """The stored tensor that repeats the shape, or None."""
         return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
@@ -103,7 +106,7 @@ class PackedTensors:
     """What is incomplete, or contradicts the config."""
 
 
-def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Mapping[str, Any]]) -> PackedTensors:
+def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Any]) -> PackedTensors:
     """Find what is stored as codes with scales. Looks at no data, and a few times at each tensor.
 
     Args:
@@ -118,6 +121,7 @@ def packed_tensors(checkpoint: Checkpoint, tables: Sequence[Mapping[str, Any]]) 
         search.find()
         search.lone_scales()
         search.compare()
+    search.wrong()
     return search.result()
 
 
@@ -178,8 +182,6 @@ class _Search:
 
     def compare(self) -> None:
         """Compare everything found with what the config says."""
-        for sentence in self._declared.wrong:
-            self._faults.add(sentence, f"{CONFIG_FILE}: quantization_config {sentence}.", _ONE_IS_WRONG)
         for packed in self._found.values():
             self._compare_one(packed)
         says_codes = self._declared.is_stored and (self._declared.schemes or self._declared.others)
@@ -187,6 +189,12 @@ class _Search:
             what = f"{CONFIG_FILE} says that weights are quantised by {self._declared}, but no tensor is: "
             dtypes = sorted({tensor.dtype.value for tensor in self._stored.values()})
             self._faults.add("plain", f"{what}all are {', '.join(dtypes) or 'missing'}.", _ONE_IS_WRONG)
+
+    def wrong(self) -> None:
+        """Report what the config says and cannot mean, or means in a way that is not known."""
+        for sentence in self._declared.wrong:
+            remedy = _CONVERT_ELSEWHERE if sentence.endswith(_NOT_READ) else _ONE_IS_WRONG
+            self._faults.add(sentence, f"{CONFIG_FILE}: quantization_config {sentence}.", remedy)
 
     def _compare_one(self, packed: Packed) -> None:
         module = packed.name.removesuffix(_WEIGHT)
@@ -229,7 +237,7 @@ class _Search:
         if blocks is None:
             self._misfit(codes, scales)
             return
-        held = tuple(each for ending in _OF_FP8 if (each := f"{module}{ending}") in self._stored)
+        held = tuple(each for ending in INPUT_SCALES if (each := f"{module}{ending}") in self._stored)
         if isinstance(blocks, str):
             self._unknown.update((each, blocks) for each in (name, scales.name, *held))
             return
@@ -255,6 +263,10 @@ class _Search:
             return
         columns = codes.shape[-1] * (codes.dtype.bits // 4) if codes.shape else 0
         groups = scales.shape[-1] if scales.shape else 0
+        told = self._checkpoint.shapes.get(f"{module}{SHAPE_ENDING}")
+        if told is not None and len(codes.shape) == 2 and told != (codes.shape[0], columns):
+            self._other_shape(codes, module, told)
+            return
         if len(codes.shape) < 2 or scales.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
             self._misfit(codes, scales)
             return
@@ -268,6 +280,22 @@ class _Search:
         parts = (f"{module}{ending}" for ending in _OF_PACKED[2:])
         others = tuple(each for each in parts if each in self._stored)
         self._add(_Parts(f"{module}{_WEIGHT}", codes, scales, others), form, block, shape)
+
+    def _other_shape(self, codes: StoredTensor, module: str, told: tuple[int, int]) -> None:
+        """Name the variant of packed codes whose stored shape is not that of rows full of four-bit codes."""
+        said = self._declared.of(module) or self._declared
+        if said.others and not any(scheme.format is Format.INT4 for scheme in said.schemes):
+            self._refuse(module, f"packed integers, declared as {' or '.join(said.others)}")
+            return
+        per_element = codes.dtype.bits // 4
+        padding = codes.shape[1] * per_element - told[1]
+        if told[0] == codes.shape[0] and 0 < padding < per_element:
+            self._refuse(module, f"packed codes with {padding} unused ones at the end of each row")
+            return
+        self._blamed.update((codes.name, f"{module}.weight_scale"))
+        name = f"{module}{SHAPE_ENDING}"
+        what = f"{name} says {list(told)}, which is not the shape that {_told(codes)} holds."
+        self._faults.add("other shape", what, _GET_WHOLE)
 
     def _wider(self, module: str, block: tuple[int, int], shape: tuple[int, ...]) -> tuple[str, ...]:
         """What packed integers are declared as that may be wider: only the config tells, not their dtype."""

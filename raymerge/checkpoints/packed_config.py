@@ -20,6 +20,47 @@ READ_METHODS = frozenset({"fp8", "mxfp4", "compressed-tensors"})
 USUAL_FP8_BLOCK = (128, 128)
 """Rows and columns of a block where transformers is told of none."""
 
+_FP8_KEYS = frozenset(
+    [
+        *("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme", "expert_dtype"),
+        *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "kv_cache_scheme"),
+        *("weight_per_tensor", "act_per_tensor", "dequantize"),
+    ]
+)
+_MXFP4_KEYS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
+_GROUPS_KEYS = frozenset(
+    [
+        *("quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status"),
+        *("global_compression_ratio", "version", "run_compressed", "dequantize", "use_optimized_inference"),
+    ]
+)
+_GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
+_WEIGHT_KEYS = frozenset(
+    [
+        *(
+            "num_bits",
+            "type",
+            "symmetric",
+            "strategy",
+            "group_size",
+            "block_structure",
+            "dynamic",
+            "actorder",
+        ),
+        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    ]
+)
+"""Fields that are understood, or change nothing of what stored codes mean. Others are empty, or refused: one
+of them may say that the weights are rotated, or permuted."""
+_FORMATS = frozenset(
+    [
+        *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+    ]
+)
+"""Values of ``format`` of compressed-tensors that say how codes are stored in one way only."""
+_E4M3 = frozenset({"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"})
+_SCALE_FORMATS = (None, "float", "ue8m0")
 _WHOLE = 0
 _SHOWN = 60
 _COMPRESSED = "compressed-tensors"
@@ -139,7 +180,7 @@ class Group:
     """What it says of them: one scheme at most."""
 
 
-def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
+def read_declared(tables: Sequence[Any]) -> Declared:
     """What the quantisation tables of a config say; of several, the first counts.
 
     Args:
@@ -148,6 +189,8 @@ def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
     table = next(iter(tables), None)
     if table is None:
         return Declared()
+    if not isinstance(table, Mapping):
+        return Declared("no table of fields", wrong=(f"is {_brief(table)!r}, not a table of fields",))
     method = str(table.get("quant_method") or "")
     if not method:
         method = _COMPRESSED if "config_groups" in table else "a method without a name"
@@ -155,6 +198,7 @@ def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
         return _read_fp8(table)
     if method == "mxfp4":
         plain, wrong = _plain_modules(_names(table, "modules_to_not_convert"))
+        wrong = (*wrong, *_unknown(table, _MXFP4_KEYS))
         return Declared(method, (Scheme(Format.MXFP4, None),), plain=plain, wrong=wrong)
     if method == _COMPRESSED:
         return _read_groups(table)
@@ -162,7 +206,7 @@ def read_declared(tables: Sequence[Mapping[str, Any]]) -> Declared:
 
 
 def _read_fp8(table: Mapping[str, Any]) -> Declared:
-    plain, wrong = _plain_modules(_names(table, "modules_to_not_convert", "ignored_layers"))
+    plain, wrong = _plain_modules(_names(table, "modules_to_not_convert", "ignored_layers", "ignore"))
     block = _pair(table.get("weight_block_size"))
     schemes: tuple[Scheme, ...] = (Scheme(Format.FP8_BLOCK, block),)
     if table.get("weight_block_size") is None:
@@ -174,8 +218,11 @@ def _read_fp8(table: Mapping[str, Any]) -> Declared:
     elif block is None:
         said = _brief(table["weight_block_size"])
         wrong = (*wrong, f"gives weight_block_size as {said}, not as two whole numbers above 0")
-    if table.get("fmt", "e4m3") != "e4m3":
+    if table.get("fmt", "e4m3") not in _E4M3:
         wrong = (*wrong, f"gives fmt as {_brief(table['fmt'])}; only e4m3 is read")
+    if table.get("scale_fmt") not in _SCALE_FORMATS:
+        wrong = (*wrong, f"gives scale_fmt as {_brief(table['scale_fmt'])}; only ue8m0 and float are read")
+    wrong = (*wrong, *_unknown(table, _FP8_KEYS))
     return Declared(
         "fp8",
         schemes,
@@ -191,6 +238,8 @@ def _read_groups(table: Mapping[str, Any]) -> Declared:
     found = groups.values() if isinstance(groups, Mapping) else ()
     told = [each for each in found if isinstance(each, Mapping) and isinstance(each.get("weights"), Mapping)]
     plain, wrong = _matched(_names(table, "ignore"))
+    wrong = (*wrong, *_unknown(table, _GROUPS_KEYS | {"sparsity_config"}), *_unread_sparsity(table))
+    wrong = (*wrong, *_unknown_format(table))
     read = [_group(each, plain) for each in told]
     parts = [group.says for group, _ in read]
     return Declared(
@@ -218,7 +267,35 @@ def _group(group: Mapping[str, Any], plain: Modules) -> tuple[Group, tuple[str, 
         plain=plain,
         scales_inputs=_scales_inputs(group.get("input_activations")),
     )
+    wrong = (*wrong, *_unknown(group, _GROUP_KEYS), *_unknown(weights, _WEIGHT_KEYS), *_unknown_format(group))
     return Group(modules, bool(classes) or not targets, says), wrong
+
+
+def _unknown(table: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
+    """What is said under fields that are not understood."""
+    for key, value in table.items():
+        if key not in known and not _is_empty(value):
+            yield f"has {_brief(key)}, which is not understood: what is stored may mean something else"
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a field says nothing: a table of empty tables, too."""
+    if isinstance(value, Mapping):
+        return all(_is_empty(each) for each in value.values())
+    return value is None or value is False or value == "" or value == []
+
+
+def _unknown_format(table: Mapping[str, Any]) -> Iterator[str]:
+    if table.get("format") is not None and str(table["format"]) not in _FORMATS:
+        yield f"gives format as {_brief(table['format'])}, which is not read"
+
+
+def _unread_sparsity(table: Mapping[str, Any]) -> Iterator[str]:
+    """Weights of which only those that are not 0 are stored."""
+    sparsity = table.get("sparsity_config")
+    form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if form not in (None, "dense"):
+        yield f"says in sparsity_config that weights are stored as {_brief(form)}, which is not read"
 
 
 def _scales_inputs(activations: Any) -> bool:

@@ -7,18 +7,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raymerge.checkpoints.bounded_json import load_json, read_bounded
+from raymerge.checkpoints.files import LeftOut, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
-from raymerge.checkpoints.links import stray_links
+from raymerge.checkpoints.links import linked_directories, stray_links
+from raymerge.checkpoints.stored_shapes import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
+from raymerge.storage.hub import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
@@ -42,14 +44,6 @@ _NUM_FAR_READERS = 16
 _COMPARE_NBYTES = 4 * 2**20
 # At most 18 digits at a time: Python refuses to read a number of thousands, and a name may hold one.
 _DIGITS = re.compile(r"([0-9]{1,18})")
-# Made anew for the output: neither files nor directories of these names are taken over.
-_NOT_COPIED_AT_TOP = frozenset({CONFIG_FILE, "README.md", "raymerge"})
-_WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5"),
-    *("*.msgpack", "*.npz", "*.safetensors.index.json", "*.bin.index.json"),
-)
-_TRAINING_LEFTOVERS = ("optimizer*", "scheduler*", "rng_state*", "trainer_state.json", "training_args.bin")
-_SKIPPED_DIRECTORIES = ("checkpoint-[0-9]*",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +90,8 @@ class Checkpoint:
     """Every other file that belongs to the model and is copied as it is (tokenizer, code, licence)."""
     notes: tuple[str, ...]
     """Things worth telling that stand in nobody's way."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Every file that is neither read nor copied, with the rule that says so; weights without a rule, too."""
     unwritten: Unwritten | None = None
     """What stands for the files of a checkpoint that is yet to be made; None where they are there."""
     is_single_file: bool = False
@@ -105,6 +101,10 @@ class Checkpoint:
     contents: str = ""
     """A digest of all that is in its files, for one that a merge made on the way to another: made again, it
     is the same. "" where their versions are all that is known."""
+
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """What the stored tensors say that repeat the shape of packed integers, by their names, as far as they
+    were read; of files that are not written yet, or of which only headers are real, nothing."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -153,22 +153,31 @@ def open_checkpoint(root: Path | str, name: str, *, read_pickle: PickleReader | 
     problems: list[Problem] = []
     with open_store(str(root)) as store:
         files = files_at(store)
+        others = unfetched_files(store.location("."), files)
         weights = _attempt(problems, lambda: _read_weights(store, files, read_pickle))
         config = _attempt(problems, lambda: _read_config(store, files, pickled=read_pickle is not None))
-    companions = tuple(info.key for info in files if is_companion(info.key))
+        tensors = {} if weights is None else _in_order(weights[0])
+        shapes = _attempt(problems, lambda: read_shapes(store, tensors, _num_readers(store)))
+    read = () if weights is None else (*(header.key for header in weights[0]), *weights[2])
+    present = {info.key: info.nbytes for info in files}
+    beside, left_out = sort_files(present | {info.key: info.nbytes for info in others}, {CONFIG_FILE, *read})
+    companions = tuple(key for key in beside if key in present)
     if not is_remote(str(root)):
         problems += stray_links(Path(root), companions)
-    if problems or weights is None or config is None:
+        left_out += tuple(linked_directories(Path(root)))
+    if problems or weights is None or config is None or shapes is None:
         raise CheckpointError(problems)
-    headers, notes = weights
+    headers, notes, _ = weights
     return Checkpoint(
         name=name,
         root=str(root),
         config=config,
-        tensors=_in_order(headers),
+        tensors=tensors,
         files=tuple(_weight_file(header) for header in headers),
         companions=companions,
         notes=notes,
+        left_out=left_out,
+        shapes=shapes,
     )
 
 
@@ -203,17 +212,6 @@ def open_tensor_file(path: Path | str, name: str, *, read_pickle: PickleReader |
         notes=notes,
         is_single_file=True,
     )
-
-
-def is_companion(key: str) -> bool:
-    """Whether the file belongs to the model and is neither weights, nor made anew, nor left by a training."""
-    *directories, name = PurePosixPath(key).parts
-    hidden = any(part.startswith(".") for part in (*directories, name))
-    if hidden or (directories and _matches(directories[0], _SKIPPED_DIRECTORIES)):
-        return False
-    if (*directories, name)[0] in _NOT_COPIED_AT_TOP:
-        return False
-    return not _matches(name, (*_WEIGHTS, *_TRAINING_LEFTOVERS))
 
 
 def main_dtype(checkpoint: Checkpoint) -> DType:
@@ -258,10 +256,6 @@ def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool
     return True
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
     try:
         return action()
@@ -272,7 +266,8 @@ def _attempt(problems: list[Problem], action: Callable[[], _T]) -> _T | None:
 
 def _read_weights(
     store: ReadStore, files: Sequence[FileInfo], read_pickle: PickleReader | None
-) -> tuple[tuple[FileHeader, ...], tuple[str, ...]]:
+) -> tuple[tuple[FileHeader, ...], tuple[str, ...], tuple[str, ...]]:
+    """The headers, things worth telling, and the key of the index where there is one."""
     index = find_weights(store, files, pickled=read_pickle is not None)
     problems = list(index.problems)
     keys = frozenset(index.keys)
@@ -281,7 +276,7 @@ def _read_weights(
         # One after the other: torch keeps global state while it reads one.
         read, readers = read_pickle, 1
     else:
-        read, readers = _read_safetensors, _NUM_FAR_READERS if store.is_far else _NUM_READERS
+        read, readers = _read_safetensors, _num_readers(store)
     found = _read_headers(store, listed, read, readers, problems)
     headers = tuple(header for header, _ in found)
     notes = [note for _, own in found for note in own]
@@ -290,7 +285,11 @@ def _read_weights(
         notes += more
     if problems:
         raise CheckpointError(problems)
-    return headers, (*index.notes, *notes)
+    return headers, (*index.notes, *notes), () if index.weight_map is None else (index.names.index,)
+
+
+def _num_readers(store: ReadStore) -> int:
+    return _NUM_FAR_READERS if store.is_far else _NUM_READERS
 
 
 def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:

@@ -43,6 +43,14 @@ class View:
         return self.strides[-1] if self.strides[-1] > 1 else self.shape[-1]
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether it is made of whole rows of a stored matrix that has as many columns."""
+        if len(self.shape) != 2 or self.strides[1] != 1:
+            return False
+        columns = self.shape[1]
+        return columns > 0 and not self.offset % columns and not self.strides[0] % columns
+
+    @property
     def is_flat(self) -> bool:
         """Whether its elements are one contiguous run in row-major order."""
         if self.num_elements == 0:

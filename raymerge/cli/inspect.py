@@ -11,7 +11,16 @@ from rich.table import Table
 
 from raymerge.cli.messages import guarded
 from raymerge.cli.profile_options import ProfileFile, reached
-from raymerge.cli.screen import MODEL_HELP, counted, heading, make_console, make_table, own_stdout, put_json
+from raymerge.cli.screen import (
+    MODEL_HELP,
+    counted,
+    heading,
+    make_console,
+    make_table,
+    named,
+    own_stdout,
+    put_json,
+)
 from raymerge.runtime.importing import heavy_imports
 from raymerge.units import format_size
 
@@ -111,6 +120,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "MTP", _in_layers(found.mtp_layers)
     yield from _file_facts(found)
     yield "companions", ", ".join(found.companions) or "none"
+    yield from _left_out_facts(found)
     for position, note in enumerate(found.notes):
         yield "" if position else "notes", note
 
@@ -122,6 +132,18 @@ def _file_facts(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "" if position else "files", f"{file.key}  {format_size(file.nbytes)}"
     if len(shown) < len(found.files):
         yield "", f"and {len(found.files) - len(shown)} more"
+
+
+def _left_out_facts(found: Inspection) -> Iterator[tuple[str, str]]:
+    """Files that a merge does without, by rule."""
+    from raymerge.planner.explain import left_out_lines
+
+    for position, line in enumerate(left_out_lines(found.left_out, 0)):
+        what = (
+            f"{line.rule} ({line.reason})" if line.rule else "weights that no rule is about, a merge refuses"
+        )
+        size = f"{named(line.examples, line.files)}, {format_size(line.nbytes)}"
+        yield "" if position else "left out", f"{what}: {size}"
 
 
 def _experts(layout: ExpertLayout) -> str:

@@ -15,6 +15,7 @@ from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
 from raymerge.cli.extract_lora import extract_lora
 from raymerge.cli.inspect import inspect
+from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods
 from raymerge.cli.plan import plan
 from raymerge.cli.runs import logs, status, stop
@@ -30,7 +31,13 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A file name or a terminal of another encoding must not stop a merge.
             stream.reconfigure(errors="replace")
+    raise SystemExit(guarded(_run_app))
+
+
+def _run_app() -> int:
+    """Verbs end with the exit codes of their own; what is left are the help and the version."""
     make_app()(prog_name="raymerge")
+    return 0
 
 
 def make_app() -> typer.Typer:

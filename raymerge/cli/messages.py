@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,10 @@ from raymerge.errors import (
     RecipeError,
     TargetError,
     UserError,
+    shown_problems,
 )
+from raymerge.runtime.memory_errors import PROCESS_LIMIT, is_process_limit
+from raymerge.storage.refusals import OUT_OF_ROOM
 
 STOPPED = 3
 """Exit code of what was stopped before its end."""
@@ -49,7 +53,7 @@ class Failure:
 
     def to_json(self) -> dict[str, Any]:
         """The error as an event."""
-        message = self.message or "\n".join(str(problem) for problem in self.problems)
+        message = self.message or "\n".join(str(problem) for problem in shown_problems(self.problems))
         return {
             "event": "error",
             "exit_code": self.exit_code,
@@ -80,10 +84,12 @@ def guarded(
     try:
         if as_json:
             put_json(sys.stdout, failure.to_json())
-        else:
-            show_failure(make_console(sys.stderr), failure)
     except OSError:
         _forget_stdout()
+        as_json = False
+    if not as_json:
+        with suppress(OSError):
+            show_failure(make_console(sys.stderr), failure)
     if failure.is_final:
         when_final()
     return failure.exit_code
@@ -100,8 +106,13 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, OSError) and error.filename is not None:
         what = f"the system refused it: {error.strerror or error}."
         return Failure(2, "", (Problem(str(error.filename), what, "Check the path and your rights there."),))
+    if is_process_limit(error):
+        return Failure(STOPPED, f"{PROCESS_LIMIT} The same command goes on.")
     if isinstance(error, OSError):
-        return Failure(2, f"what is printed here cannot be written: {error.strerror or error}.")
+        what = f"what is printed here cannot be written: {error.strerror or error}."
+        if error.errno in OUT_OF_ROOM:
+            return Failure(STOPPED, f"{what} Free space where it goes; the same command goes on.")
+        return Failure(2, what)
     said = str(error).strip().splitlines()
     fact = f"{type(error).__name__}{': ' + said[0] if said else ''}"
     return Failure(
@@ -125,8 +136,8 @@ def show_failure(console: Console, failure: Failure) -> None:
 
 
 def show_problems(console: Console, problems: Sequence[Problem]) -> None:
-    """One paragraph a problem: where and what, and below, behind an arrow, what to do."""
-    for number, problem in enumerate(problems):
+    """One paragraph a problem, shortened: where and what, and below, behind an arrow, what to do."""
+    for number, problem in enumerate(shown_problems(problems)):
         if number:
             console.print()
         console.print(Text.assemble((f"{printable(problem.where)}: ", "bold"), printable(problem.what)))

@@ -35,11 +35,11 @@ def _methods(name: str | None) -> int:
 
 def _find(name: str) -> Method:
     with heavy_imports():
-        from raymerge.methods import find_method, methods
+        from raymerge.methods import methods
     from raymerge.errors import OptionError, Problem
     from raymerge.recipes import did_you_mean
 
-    found = find_method(name)
+    found = methods().get(name)
     if found is not None:
         return found
     known = list(methods())

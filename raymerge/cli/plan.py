@@ -18,7 +18,7 @@ from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
 from raymerge.cli.profile_options import ProfileFile, planned_options
-from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable
+from raymerge.cli.screen import counted, heading, make_console, make_table, named, own_stdout, printable
 from raymerge.cli.simulate import (
     check_memory,
     in_hand,
@@ -71,9 +71,17 @@ class Account:
     steps: str = ""
     """Where the results between lie, if the user says where; on the last account alone."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan says what will be made; one that lacks tensors or chose none says nothing true."""
+        return not self.merge.plan.problems
+
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
-        """JSON form; of one of several merges also with its name."""
+        """JSON form; of one of several merges also with its name. Of a plan that is not whole the sources."""
         name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
+        if not self.is_whole:
+            said = self.explanation.to_json()
+            return {**name, "sources": said["sources"], "problems": said["problems"]}
         lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
         simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
         listed = {"tensors": lines} if tensors else {}
@@ -243,7 +251,7 @@ def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool
         if number:
             make_console(stream).print()
         _show_account(stream, account)
-        if tensors:
+        if tensors and account.is_whole:
             _show_tensors(make_console(stream), _tensor_lines(account.merge.plan))
     if accounts[-1].steps:
         made = f"\nwhat is made on the way lies in {accounts[-1].steps}"
@@ -263,14 +271,28 @@ def _show_total(console: Console, accounts: Sequence[Account]) -> None:
 
 def _show_account(stream: IO[str], account: Account) -> None:
     console, explanation = make_console(stream), account.explanation
-    console.print(heading(f"Plan of {account.title}", note=explanation.digest))
+    note = explanation.digest if account.is_whole else ""
+    console.print(heading(f"Plan of {account.title}", note=note))
     if account.is_made:
         console.print("made already: 'submit' takes the result that is there")
-    console.print()
-    console.print(make_table(("", ""), list(_facts(explanation))))
+    if account.is_whole:
+        console.print()
+        console.print(make_table(("", ""), list(_facts(explanation))))
     _show_sources(console, explanation)
+    if account.is_whole:
+        _show_what_is_made(console, account)
+    if explanation.problems:
+        found = f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
+        console.print()
+        console.print(Text(found, style="bold red"))
+        console.print()
+
+
+def _show_what_is_made(console: Console, account: Account) -> None:
+    explanation = account.explanation
     _show_stages(console, explanation)
     _show_dispositions(console, explanation)
+    _show_left_out(console, explanation)
     _show_changes(console, explanation.config_changes)
     if account.simulation is not None:
         show_simulation(console, account.simulation, stages=len(explanation.stages))
@@ -279,11 +301,6 @@ def _show_account(stream: IO[str], account: Account) -> None:
         console.print(heading("Notes"))
     for note in explanation.notes:
         console.print(make_table(("", ""), [("-", note)]))
-    if explanation.problems:
-        found = f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
-        console.print()
-        console.print(Text(found, style="bold red"))
-        console.print()
 
 
 def _facts(explanation: Explanation) -> Iterable[tuple[str, str]]:
@@ -366,6 +383,22 @@ def _show_dispositions(console: Console, explanation: Explanation) -> None:
             listed = ", ".join(line.examples) + (f" and {more} more" if more else "")
             console.print()
             console.print(Text(printable(f"dropped from {line.source} by {line.rule}: {listed}")))
+
+
+def _show_left_out(console: Console, explanation: Explanation) -> None:
+    """Files that are neither read nor copied, and the rules that say so."""
+    if not explanation.left_out:
+        return
+    rows = [
+        (
+            str(line.source), line.rule or "none: refused", line.reason, str(line.files),
+            format_size(line.nbytes), named(line.examples, line.files),
+        )
+        for line in explanation.left_out
+    ]  # fmt: skip
+    titles = ("source", "left out by rule", "which is about", "files", "bytes", "such as")
+    console.print()
+    console.print(make_table(titles, rows, numbers=(0, 3, 4)))
 
 
 def _show_changes(console: Console, changes: Sequence[ConfigChange]) -> None:

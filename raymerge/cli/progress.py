@@ -250,6 +250,8 @@ class _Report:
             self._print(f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}")
         elif isinstance(event, Planned):
             self._print(_planned(event))
+            for note in event.notes:
+                self._print(f"  note: {note}")
         elif isinstance(event, Started):
             self._print(_started(event, tally))
         elif isinstance(event, SegmentDone) and tally.done_segments >= tally.total_segments:
@@ -261,7 +263,7 @@ class _Report:
         elif isinstance(event, EncodingErrorsFound):
             self._tell_encoded(event)
         elif isinstance(event, DeviceFailed):
-            self._tell_failed(event)
+            self._tell_failed(event, tally.part)
         elif isinstance(event, OfWorkers):
             for line, style in worker_lines(event, tally.part):
                 self._print(line, style=style)
@@ -275,11 +277,11 @@ class _Report:
             for line in _published(event, tally, self._output if tally.is_last else ""):
                 self._print(line)
 
-    def _tell_failed(self, event: DeviceFailed) -> None:
+    def _tell_failed(self, event: DeviceFailed, part: str) -> None:
         """Once for each worker: where a GPU fails once, it often fails again."""
         if event.worker not in self._failed:
             self._failed.add(event.worker)
-            instead = f"segment {event.segment} was made on the CPU, and so is any other that it fails in"
+            instead = f"{part} {event.segment} was made on the CPU, and so is any other that it fails in"
             text = f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
             self._print(text, style="yellow")
 

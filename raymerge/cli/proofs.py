@@ -40,13 +40,13 @@ def load(out: str, memory: int | None, scratch: str | None, *, trust_remote_code
     return 2 if verdict.problems else 0
 
 
-def replay(out: str, sources: Mapping[str, str], *, pickled_weights: bool, as_json: bool) -> int:
+def replay(out: str, sources: Mapping[str, str], *, as_json: bool) -> int:
     """Derive a checkpoint's provenance anew, and show the verdict; returns the exit code."""
     with heavy_imports():
         from raymerge.api import replay
 
     with own_stdout() as stdout:
-        verdict = replay(out, sources, pickled_weights=pickled_weights)
+        verdict = replay(out, sources)
         if as_json:
             put_json(stdout, {"sound": not verdict.problems, **asdict(verdict)})
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from raymerge.cli.messages import STOPPED, STOPPED_EARLY
+from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all, show_accounts
 from raymerge.cli.progress import make_progress
 from raymerge.cli.routing import show_routing
@@ -20,11 +22,13 @@ from raymerge.cli.screen import make_console, put_json
 from raymerge.errors import AskedError, IncompleteError
 from raymerge.runtime.options import USUAL_PATIENCE, Device, RunOptions
 from raymerge.storage.addresses import check_alone, is_remote, shown
+from raymerge.storage.patience import KEPT
 
 if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import RecipeLike
+    from raymerge.runtime.events import Event
 
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some who send it kill after three."""
@@ -124,7 +128,21 @@ class Ending:
     """Whether somebody asked for the end at the output place."""
     run: str | None = None
     """``--run``, which is then not to be begun again."""
+    json_to: IO[str] | None = None
+    """Where events are given as JSON; None where they are not."""
+    remedy: str = KEPT
+    """What is said of a command that was cut short."""
     _timers: list[threading.Timer] = field(default_factory=list)
+
+    def heed(self, event: Event) -> None:
+        """Do what an event asks for: the end soon, or at once."""
+        from raymerge.runtime.events import RayEnded, Stopping
+
+        if isinstance(event, Stopping) and event.seconds is not None:
+            self.is_asked = self.is_asked or event.is_asked
+            self.soon()
+        if isinstance(event, RayEnded):
+            self.without_ray(event.process)
 
     def soon(self) -> None:
         """The time runs from now on."""
@@ -138,15 +156,38 @@ class Ending:
         for timer in self._timers:
             timer.cancel()
 
+    def without_ray(self, process: str) -> None:
+        """End the process before Ray does, which would end it with 1 and without a word.
+
+        There is no time for more: the next run removes what Ray leaves on disk.
+        """
+        self._say(f"the embedded Ray of this command has ended ({process} died). {self.remedy}")
+        os._exit(0 if self.is_done else STOPPED)
+
     def _end(self) -> None:
         is_done = self.is_done
-        with suppress(OSError):
-            os.write(2, b"" if is_done else f"\nraymerge: {STOPPED_EARLY}\n".encode())
+        self._say(STOPPED_EARLY)
         try:
             if self.is_asked and not is_done:
                 give_up(self.run)
         finally:
             os._exit(0 if is_done else STOPPED)
+
+    def _say(self, text: str) -> None:
+        """Show why it ends, past buffers that another thread may hold; nothing where it was successful.
+
+        A reader that takes nothing is not waited for.
+        """
+        if self.is_done:
+            return
+        descriptor, line = 2, f"\nraymerge: {text}\n"
+        with suppress(OSError, ValueError):
+            if self.json_to is not None:
+                descriptor = self.json_to.fileno()
+                line = json.dumps(Failure(STOPPED, text).to_json()) + "\n"
+            _, ready, _ = select.select([], [descriptor], [], 0)
+            if ready:
+                os.write(descriptor, line.encode())
 
 
 @contextmanager
@@ -177,6 +218,7 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
         ending: of ``terminable``, which this is to run within.
     """
     ending.run = request.options.run
+    ending.json_to = stdout if request.as_json else None
     try:
         _run(request, stdout, ending)
     except KeyboardInterrupt:
@@ -191,7 +233,7 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
 
 def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
     from raymerge.api import submit
-    from raymerge.runtime.events import Event, Published, StageReport, Stopping
+    from raymerge.runtime.events import Published, StageReport
 
     remote, reports = is_remote(request.output), list[StageReport]()
     place = shown(request.output) if remote else os.path.realpath(request.output)
@@ -200,12 +242,10 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
         def show(event: Event) -> None:
             if isinstance(event, StageReport):
                 reports.append(event)
-            if isinstance(event, Stopping) and event.seconds is not None:
-                ending.is_asked = ending.is_asked or event.is_asked
-                ending.soon()
             # Results between are published too, elsewhere.
             if isinstance(event, Published) and event.path == place:
                 ending.is_done = True
+            ending.heed(event)
             progress(event)
 
         if (seconds := _seconds_taken(request)) is not None:

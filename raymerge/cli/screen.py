@@ -39,6 +39,12 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
+def named(names: Sequence[str], count: int) -> str:
+    """The first of ``count`` names, and how many more there are."""
+    more = count - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
 def heading(title: str, *, note: str = "") -> Text:
     """A line above a section."""
     return Text.assemble((printable(title), "bold"), f"  {printable(note)}" if note else "")

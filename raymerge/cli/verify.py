@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from secrets import randbits
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -95,9 +94,6 @@ def verify(
     replay: Annotated[
         bool, typer.Option("--replay", help="Derive the provenance anew from recipe and sources instead.")
     ] = False,
-    pickled_weights: Annotated[
-        bool, typer.Option("--pickled-weights", help="--replay: read pickled sources, if the recipe does.")
-    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="load: run Python files of OUT for an unknown model.")
     ] = False,
@@ -120,7 +116,7 @@ def verify(
             what = f"it is a check of its own, and so is --level {level.value}."
             raise OptionError(Problem("--replay", what, "Give one after the other."))
         if replay:
-            return proofs.replay(place, places, pickled_weights=pickled_weights, as_json=as_json)
+            return proofs.replay(place, places, as_json=as_json)
         if level is Level.STRUCTURE:
             return _verify(place, as_json=as_json)
         if level is Level.LOAD:
@@ -168,8 +164,8 @@ def _audit(
     with heavy_imports():
         from raymerge.api import AuditOptions, audit
 
-    seed = randbits(32) if asked.seed is None else asked.seed
-    wanted = AuditOptions(asked.sample, seed, asked.sources, asked.show, asked.steps)
+    ending.json_to, ending.remedy = stdout if as_json else None, "Give the same command again."
+    wanted = AuditOptions(asked.sample, asked.seed, asked.sources, asked.show, asked.steps)
     with _progress(ending) as show:
         verdict = audit(out, wanted, options, on_event=show)
     if as_json:
@@ -191,14 +187,11 @@ def _place(text: str) -> tuple[str, str]:
 @contextmanager
 def _progress(ending: Ending) -> Iterator[OnEvent]:
     """Shows on a terminal how far the audit is, and ends it in time when that is asked for."""
-    from raymerge.runtime.events import Stopping
-
     tally = Tally()
     with make_console(sys.stderr).status("auditing") as status:
 
         def show(event: Event) -> None:
-            if isinstance(event, Stopping) and event.seconds is not None:
-                ending.soon()
+            ending.heed(event)
             tally.take(event)
             left = tally.seconds_left
             more = "" if left is None else f", {format_duration(left)} to go"
@@ -230,7 +223,7 @@ def _show_audit(verdict: AuditVerdict, stdout: IO[str]) -> None:
 
 def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
     """What was looked at, and what was not."""
-    if verdict.structure.problems:
+    if not verdict.structure.are_tensors_sound:
         return ["Its structure is not sound, so nothing else was looked at."]
     near = f", {verdict.near} of them near a threshold, where either side was taken" if verdict.near else ""
     lines = [

@@ -50,7 +50,10 @@ class MapEntry(BaseModel):
         try:
             entry = handler(given)
         except ValidationError as error:
-            raise FaultError([*faults, *faults_of(error)]) from None
+            # What lies between keys says more of a place than what reads the value there.
+            said = {fault.path for fault in faults}
+            rest = (fault for fault in faults_of(error) if fault.path not in said)
+            raise FaultError([*faults, *rest]) from None
         if faults:
             raise FaultError(faults)
         return entry
@@ -61,9 +64,10 @@ class MapEntry(BaseModel):
         match = closest(key, (*known, *cls.advice))
         what = f"unknown key '{key}'."
         if match is None:
-            return Fault((key,), what, f"{cls.hint}Keys known here: {', '.join(known)}.")
+            return Fault((key,), what, f"{cls.hint}Keys known here: {', '.join(known)}.", is_key=True)
         guess = "" if match == key else did_you_mean(key, (match,))
-        return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip())
+        meant = match if match in known else None
+        return Fault((key,), what, f"{guess} {cls.advice.get(match, '')}".strip(), meant, is_key=True)
 
 
 def by(reader: Callable[[object], Any]) -> PlainValidator:

@@ -29,6 +29,10 @@ class Fault:
     """The fact, a sentence with the value in it."""
     remedy: str
     """What to write instead."""
+    meant: str | None = None
+    """What was most likely meant: for the last key of the path if ``is_key``, else for the value there."""
+    is_key: bool = False
+    """Whether the last step of the path is a key that is not known."""
 
 
 class FaultError(ValueError):

@@ -7,7 +7,7 @@ aliases may blow up to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ MAX_DOCUMENTS = 100
 """YAML documents in one file, empty ones counted too."""
 
 _NUMBER = re.compile("0|[1-9][0-9]*")
+_PLACE = re.compile(r"(.+?):([0-9]+):([0-9]+)(?=$|: )")
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq"))
 _MERGE_TAG = f"{_TAG}merge"
@@ -41,9 +42,26 @@ class Places:
     """The document's name in messages: its path as the user gave it."""
     marks: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
     """Line and column, from 1, of each key and list item; empty for one that was never a text."""
+    renamed: Mapping[Path, str] = field(default_factory=dict)
+    """Keys that are read under another name than they are written: by the path as it is read, below parents
+    as they are written."""
+    left_out: frozenset[Path] = frozenset()
+    """Items of lists that are not read, so that those behind them have smaller numbers than in the text."""
+
+    def as_written(self, path: Path) -> Path:
+        """The path of a value in the document as the user wrote it."""
+        found: Path = ()
+        for step in path:
+            if isinstance(step, int):
+                gone = sorted(int(each[-1]) for each in self.left_out if each[:-1] == found)
+                for number in gone:
+                    step += number <= step
+            found = (*found, self.renamed.get((*found, step), step))
+        return found
 
     def mark(self, path: Path) -> tuple[int, int]:
         """Line and column of ``path`` or of its nearest known parent; ``(0, 0)`` without a text."""
+        path = self.as_written(path)
         while path and path not in self.marks:
             path = path[:-1]
         return self.marks.get(path, (0, 0))
@@ -52,7 +70,8 @@ class Places:
         """``recipe.yml:7:18``, or ``recipe: models[0].parameters.weight`` without a text."""
         if self.marks:
             return spot(self.name, self.mark(path))
-        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+        written = self.as_written(path)
+        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in written)
         return f"{self.name}: {steps.removeprefix('.')}" if steps else self.name
 
     def problems(self, faults: list[Fault]) -> list[Problem]:
@@ -91,11 +110,25 @@ class Located:
     """The place of each of them."""
     faults: tuple[Fault, ...]
     """What is wrong with the YAML itself though it could be read: a repeated key, a tag."""
+    anchored: frozenset[str] = frozenset()
+    """Keys at the top below which something stands that an alias below another key stands for too."""
 
 
 def spot(name: str, mark: tuple[int, int]) -> str:
     """``recipe.yml:7:18``."""
     return f"{name}:{mark[0]}:{mark[1]}"
+
+
+def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Each problem once, by its line and column; those without, such as a model's, behind in their order."""
+    places = {problem: _PLACE.match(problem.where) for problem in problems}
+    files = list(dict.fromkeys(place[1] for place in places.values() if place))
+
+    def position(problem: Problem) -> tuple[int, int, int]:
+        place = places[problem]
+        return (files.index(place[1]), int(place[2]), int(place[3])) if place else (len(files), 0, 0)
+
+    return tuple(sorted(places, key=position))
 
 
 def split_documents(text: str, name: str, genre: Genre) -> tuple[Part, ...]:
@@ -128,7 +161,35 @@ def read_document(part: Part, name: str, genre: Genre) -> Located:
         raise genre.error(Problem(spot(name, _mark(root)), what, _start(genre)))
     walk = _Walk(name, part.mark, genre)
     data = walk.mapping(root, (), 0)
-    return Located(data, Places(name, walk.marks), tuple(walk.faults))
+    return Located(data, Places(name, walk.marks), tuple(walk.faults), _anchored(root))
+
+
+def _anchored(root: MappingNode) -> frozenset[str]:
+    """Keys at the top below which a node stands that an alias below another key is too."""
+    users: dict[int, set[int]] = {}
+    for position, (_, value) in enumerate(root.value):
+        for node in _nodes(value):
+            users.setdefault(id(node), set()).add(position)
+    # Of those that share a node the first has the anchor, and the others have aliases of it.
+    firsts = {min(positions) for positions in users.values() if len(positions) > 1}
+    keys = (key for position, (key, _) in enumerate(root.value) if position in firsts)
+    return frozenset(key.value for key in keys if isinstance(key, ScalarNode))
+
+
+def _nodes(root: Node) -> Iterator[Node]:
+    """A node and all below it, each once."""
+    seen: set[int] = set()
+    left = [root]
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        if isinstance(node, MappingNode):
+            left += (each for pair in node.value for each in pair)
+        elif isinstance(node, SequenceNode):
+            left += node.value
 
 
 class _Walk:

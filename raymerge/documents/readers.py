@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from raymerge.documents.faults import Fault, FaultError, kind, show
-from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.suggest import closest, did_you_mean
 
 
 def read_text(value: object) -> str:
@@ -72,7 +72,8 @@ def choice_of(*choices: str) -> Callable[[object], str]:
         if isinstance(value, str) and value in choices:
             return value
         remedy = f"{did_you_mean(str(value), choices)} Write one of: {', '.join(choices)}.".lstrip()
-        raise FaultError(Fault((), f"{show(value)} is not known here.", remedy))
+        meant = closest(value, choices) if isinstance(value, str) else None
+        raise FaultError(Fault((), f"{show(value)} is not known here.", remedy, meant))
 
     return read_choice
 

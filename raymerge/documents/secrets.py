@@ -14,12 +14,34 @@ _SECRETS = {
     "a token of the Hugging Face Hub": re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}"),
     "an access key of AWS": re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     "a token of GitHub": re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,})"),
+    "a token of GitLab": re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}"),
+    "a secret of Google": re.compile(
+        r"\b(?:GOCSPX-[A-Za-z0-9_-]{20,}|AIza[A-Za-z0-9_-]{35}|ya29\.[A-Za-z0-9_-]{20,})"
+    ),
+    "a key of a model's service": re.compile(
+        r"\bsk-(?:(?:proj|svcacct|admin|ant|or|lf)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{32,})"
+    ),
+    "a token of Slack": re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    "a token of a package registry": re.compile(r"\b(?:npm_[A-Za-z0-9]{36}|pypi-[A-Za-z0-9_-]{50,})"),
+    "a signed token (JWT)": re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
     "a signature in an address": re.compile(
         r"[?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig)=[^\s&]{8}",
         re.IGNORECASE,
     ),
     "a user or password in an address": re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/@'\"]{1,300}@"),
+    "a key or token with its name": re.compile(
+        # In variables, connection strings, YAML and JSON; $NAME and <name> stand for a value and are none.
+        r"(?:access[_-]?key|account[_-]?key|api[_-]?key|secret[_-]?key|shared[_-]?access[_-]?key"
+        r"|(?:access|api|auth|bearer|github|gitlab|hf|hub|refresh|session)[_-]?token)"
+        r"['\"]?\s{0,3}[=:]\s{0,3}['\"]?(?=[^\s'\"]{0,80}[0-9])[A-Za-z0-9+/_.=-]{16}",
+        re.IGNORECASE,
+    ),
+    "a password": re.compile(
+        r"(?:password|passwd|client[_-]?secret|\bsecret)['\"]?\s{0,3}[=:]\s{0,3}['\"]?"
+        r"(?=[^\s'\"]{0,80}[0-9])[^\s'\"$<{\[]{6}",
+        re.IGNORECASE,
+    ),
 }
 
 
@@ -47,7 +69,12 @@ def secrets_in(value: Any, genre: Genre, path: Path = ()) -> Iterator[Fault]:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from secrets_in(key, genre, path)
-            yield from secrets_in(inner, genre, (*path, key))
+            own = (*path, key)
+            found = list(secrets_in(inner, genre, own))
+            if isinstance(inner, str) and not found:
+                # Some are known only by the name before them.
+                found = list(secrets_in(f"{key}={inner}", genre, own))
+            yield from found
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from secrets_in(inner, genre, (*path, index))

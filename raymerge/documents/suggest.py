@@ -8,10 +8,16 @@ from collections.abc import Iterable
 _CUTOFF = 0.6
 
 
-def closest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like ``word``, whatever its case and with ``-`` for ``_``; None if none is close."""
+def closest(word: str, choices: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
+    """The choice most like ``word``, whatever its case and with ``-`` for ``_``; None if none is close.
+
+    Args:
+        word: what was written.
+        choices: what is known.
+        cutoff: how like it must be, from 0 to 1.
+    """
     by_folded = {_fold(choice): choice for choice in choices}
-    matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=_CUTOFF)
+    matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
 
 

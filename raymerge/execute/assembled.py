@@ -136,10 +136,6 @@ class RawCodes:
         """All of it."""
         return self.codes, self.scales, self.tensor_scale
 
-    def to(self, device: torch.device) -> RawCodes:
-        """All of it on a device; copied there without waiting for it."""
-        return RawCodes(*(each.to(device, non_blocking=True) for each in self.tensors))
-
 
 Input: TypeAlias = Read | AssembledInput
 """What feeds a part: bytes as they are stored, or rows of several matrices."""

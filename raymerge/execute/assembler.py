@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from raymerge.device_numerics import divisor
 from raymerge.execute.assembled import AssembledInput, RawRows, Taken
 from raymerge.execute.decoding import decode
 from raymerge.execute.threads import one_thread
@@ -42,7 +43,7 @@ class Assembler:
 
     def conclude(self) -> None:
         """All rows were observed."""
-        self._padding.div_(max(1, self._source.real_rows))
+        self._padding.div_(divisor(max(1, self._source.real_rows), self._padding))
 
     def elements(self, raw: RawRows) -> torch.Tensor:
         """The elements of a tile: float32 ``[count]``, memory of its own."""
@@ -61,7 +62,7 @@ class Assembler:
             if count == 0:
                 rows[first:stop] = 0.0
             elif count > 1:
-                rows[first:stop].div_(count)
+                rows[first:stop].div_(divisor(count, rows))
         if self._source.is_padded:
             rows[max(0, self._source.real_rows - raw.first_row) :] = self._padding.float()
         return rows

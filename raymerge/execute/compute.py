@@ -12,6 +12,7 @@ from raymerge.execute.assembled import AssembledInput, Input, Raw, RawCodes, Raw
 from raymerge.execute.assembler import Assembler
 from raymerge.execute.decoding import is_aligned, numbers, typed
 from raymerge.execute.jobs import JobPart
+from raymerge.execute.views import take_elements
 from raymerge.methods import (
     Access,
     AnchoredKernel,
@@ -115,6 +116,19 @@ class PartComputation:
             sample=sample,
         )
 
+    def gather_in_pieces(self, raw: Raw, spans: Sequence[tuple[int, int]]) -> None:
+        """Take the statistics of a part that may lie across others; without a sample, as its tiles lie.
+
+        Args:
+            raw: the bytes of its inputs.
+            spans: first element and number of elements of each piece, in order.
+        """
+        self.gather(lambda: (self.elements(raw, *span) for span in spans), None)
+
+    def forget(self) -> None:
+        """Let the statistics go."""
+        self._state = None
+
     def apply(self, tile: Tile) -> torch.Tensor:
         """The result of one piece: float32 ``[n]`` on the device; it may be the piece's own memory."""
         return self._method.kernel.apply(tile, self._settings, self._state)
@@ -199,6 +213,15 @@ class PartComputation:
         for begin in range(0, max(1, count), length):
             end = min(begin + length, count)
             yield begin, [each[s.dtype.nbytes(begin) : s.dtype.nbytes(end)].clone() for each, s in inputs]
+
+    def elements(self, raw: Raw, begin: int, count: int) -> Tile:
+        """Some elements of a part that may lie across others, as one piece; where the one before was."""
+        rows = self._scratch.rows(len(raw), count)
+        for row, each, source in zip(rows, raw, self._part.inputs, strict=True):
+            if not isinstance(source, Read):
+                raise TypeError(f"an input of {self._part.logical} is made of rows")
+            take_elements(each, source, self._part.shape, begin, row)
+        return self._tile(rows, begin)
 
     def whole(self, raw: Raw, start: int) -> Tile:
         """A tile as one piece, whatever its inputs are; in the memory of the one before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,12 +36,19 @@ class TensorScale(NamedTuple):
         return store_scales(dtype, self.scale)
 
 
-class TensorScaleChoice:
-    """Looks at all of a matrix for the one scale that its codes are to share.
+class Observed(NamedTuple):
+    """What is to be known of a matrix for the one scale of all its codes."""
 
-    A source's is kept if, with its scales of blocks, every number of the matrix is exactly a code times its
-    scales: what was decoded and not changed then becomes the bytes that it came from.
-    """
+    largest: torch.Tensor
+    """Its largest magnitude, float32 []."""
+    had: torch.Tensor | None
+    """The scale that a source has for it, float32 []; None for none."""
+    fits: bool
+    """Whether every number of it is exactly a code times that source's scales."""
+
+
+class TensorScaleChoice:
+    """Looks at all of a matrix for the one scale that its codes are to share."""
 
     def __init__(self, row: RowJob) -> None:
         self._row = row
@@ -76,23 +84,34 @@ class TensorScaleChoice:
             fits = codec.fits(packing, values, codes.scales, tensor_scale=scale)
             self._fits = bool(fits.all())
 
-    def made(self) -> TensorScale:
-        """The scale, after all rows were looked at."""
-        if self._fits and self._had is not None:
-            return TensorScale(self._had, is_kept=True)
+    def observed(self) -> Observed:
+        """What was seen, after all rows were looked at."""
         if self._largest is None:
             raise ValueError(f"nothing of {self._row.tensor} was looked at")
-        encode = encoding_of(self._row)
-        packing = encode.packing((encode.band, self._row.parts[0].columns))
-        scale = codec_of(encode.format).fresh_tensor_scale(packing, self._largest, had=self._had)
-        return TensorScale(scale, is_kept=self._had is not None and bool(scale == self._had))
+        return Observed(self._largest, self._had, self._fits and self._had is not None)
 
 
-def whole_choice(row: RowJob, result: torch.Tensor, raw: Raw) -> TensorScale:
-    """The one scale of a matrix that is there as a whole; see ``TensorScaleChoice.observe``."""
-    choice = TensorScaleChoice(row)
-    choice.observe(result, raw)
-    return choice.made()
+def shared_scale(row: RowJob, seen: Sequence[Observed]) -> TensorScale:
+    """The one scale of a matrix, which all that servers join it with have too.
+
+    A source's is kept if, with its scales of blocks, every number of every one of the matrices is exactly a
+    code times its scales: what was decoded and not changed then becomes the bytes that it came from.
+
+    Args:
+        row: of the matrix.
+        seen: what was seen of it, and after it of the others.
+    """
+    own = seen[0]
+    if own.had is not None and all(each.fits and each.had == own.had for each in seen):
+        return TensorScale(own.had, is_kept=True)
+    encode = encoding_of(row)
+    packing = encode.packing((encode.band, row.parts[0].columns))
+    largest = torch.stack([each.largest for each in seen]).amax()
+    held = [each.had for each in seen if each.had is not None]
+    # Numbers are divided by it, so that the smallest is for the largest ones.
+    had = torch.stack(held).amin() if held else None
+    scale = codec_of(encode.format).fresh_tensor_scale(packing, largest, had=had)
+    return TensorScale(scale, is_kept=own.had is not None and bool(scale == own.had))
 
 
 def encoded(

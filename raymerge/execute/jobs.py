@@ -15,8 +15,8 @@ from raymerge.execute.assembled import AssembledInput, Input
 from raymerge.planner.assemblies import read_term, read_view
 from raymerge.planner.assembly_memory import assembly_need
 from raymerge.planner.columns import RunReader, ints
-from raymerge.planner.expressions import Expression, Read
-from raymerge.planner.memory import InputNeed, Need, RowSize, row_need
+from raymerge.planner.expressions import Expression, Read, repeated_reads
+from raymerge.planner.memory import InputNeed, Need, PartSize, RowSize, row_need
 from raymerge.planner.scales import read_scales
 from raymerge.planner.tables import Plan
 
@@ -69,6 +69,8 @@ class RowJob:
     """The row of the scales that are made with it, where its bytes are codes."""
     tensor_scale: RowJob | None = None
     """The row of the one scale that all of its codes share, where there is one."""
+    joined_with: tuple[RowJob, ...] = ()
+    """Rows of codes that are to have the same one scale; they are made by themselves."""
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -82,6 +84,11 @@ class RowJob:
         return is_read or self.expression.encode is not None
 
     @property
+    def repeated(self) -> list[bool]:
+        """Of each input whether its bytes are those of the part before, which are read once."""
+        return repeated_reads(self.inputs, len(self.parts))
+
+    @property
     def need(self) -> Need:
         """Memory that making it takes."""
         shapes = [part.shape for part in self.parts]
@@ -91,13 +98,21 @@ class RowJob:
             sum(max(1, shape[-1]) if shape else 1 for shape in shapes),
             len(shapes[0]),
             self.is_flat,
+            () if self.is_flat else tuple(PartSize(part.shape, part.view) for part in self.parts),
         )
-        return row_need(self.expression, [_input_need(each) for each in self.inputs], size)
+        inputs = map(_input_need, self.inputs, self.repeated)
+        return row_need(self.expression, list(inputs), size)
 
 
-def _input_need(source: Input) -> InputNeed:
+def _input_need(source: Input, is_repeated: bool) -> InputNeed:
     if isinstance(source, Read):
-        return InputNeed(source.dtype, source.nbytes, scales=source.scales)
+        return InputNeed(
+            source.dtype,
+            source.nbytes,
+            scales=source.scales,
+            view=source.view,
+            is_repeated=is_repeated,
+        )
     read = source.terms[0].read
     return InputNeed(read.dtype, read.nbytes, source.need)
 
@@ -116,6 +131,7 @@ class _Row(NamedTuple):
     made_with: int
     scales: int
     tensor_scale: int
+    joined_with: list[int]
     also: list[int]
     first_part: int
     num_parts: int
@@ -187,8 +203,14 @@ class Jobs:
         scales, tensor_scale = row.scales and aimed(row.scales), row.tensor_scale and aimed(row.tensor_scale)
         return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
 
-    def _run(self, first: int, count: int) -> tuple[RowJob, ...]:
-        """Some rows that follow on each other, but for those that another row writes."""
+    def _run(self, first: int, count: int, *, is_alone: bool = False) -> tuple[RowJob, ...]:
+        """Some rows that follow on each other, but for those that another row writes.
+
+        Args:
+            first: number of the first one.
+            count: how many.
+            is_alone: whether they are taken without those that they are joined with.
+        """
         rows = [_Row(*values) for values in self._rows.read(first, count)]
         # Parts and inputs of consecutive rows stand together, so that each table is read once.
         parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
@@ -196,11 +218,18 @@ class Jobs:
         made = [
             (row, list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))) for row in rows
         ]
-        return tuple(
+        found = (
             self._row(first + position, row, self._job_parts(own, reads))
             for position, (row, own, reads) in enumerate(made)
             if row.copy_of < 0 and row.made_with < 0
         )
+        return tuple(found) if is_alone else tuple(map(self._joined, found))
+
+    def _joined(self, job: RowJob) -> RowJob:
+        """A row with those that it shares the one scale of a matrix with."""
+        numbers = _Row(*self._rows.row(job.index)).joined_with if job.tensor_scale is not None else ()
+        others = tuple(self._run(number, 1, is_alone=True)[0] for number in numbers)
+        return replace(job, joined_with=others) if others else job
 
     def _row(self, index: int, row: _Row, parts: tuple[JobPart, ...]) -> RowJob:
         name, check_finite = self._tensors.row(row.tensor)

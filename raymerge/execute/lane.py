@@ -16,19 +16,27 @@ import torch
 
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
-from raymerge.execute.assembled import Raw
+from raymerge.execute.assembled import Raw, RawCodes
 from raymerge.execute.bands import pieces
 from raymerge.execute.coded import coded_sum
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import scatter
-from raymerge.execute.encoding import TensorScale, TensorScaleChoice, encoded, encoding_of, whole_choice
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.encoding import (
+    Observed,
+    TensorScale,
+    TensorScaleChoice,
+    encoded,
+    encoding_of,
+    shared_scale,
+)
+from raymerge.execute.jobs import JobPart, RowJob
 from raymerge.execute.loading import NOTHING, LoadBuffer
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
 from raymerge.execute.turn import Turn
+from raymerge.execute.views import PlacedResults, rows_of_codes
 from raymerge.methods import StoredTile, Tile
 from raymerge.planner.expressions import Read
 
@@ -86,6 +94,7 @@ class Lane:
         self._buffer = equipment.buffer
         self._transfers = equipment.transfers
         self._scratch = equipment.scratch
+        self._observed: dict[int, Observed] = {}
 
     def run(self, stretches: Sequence[Stretch]) -> None:
         """Make all rows and hand over their bytes; returns when they are written.
@@ -103,6 +112,8 @@ class Lane:
             self._turn.rest()
 
     def _stretch(self, stretch: Stretch) -> None:
+        for other in stretch.joined:
+            self._observe(other)
         if stretch.padding or len(stretch.loads) > 1:
             self._long(stretch)
             return
@@ -139,8 +150,10 @@ class Lane:
                 part,
                 num_elements=row.num_elements if row.is_flat else prod(part.shape),
                 seed=self._shop.seed,
-                # The results of several parts are there at the same time.
-                scratch=self._scratch if len(row.parts) == 1 else Scratch(self._scratch.device),
+                # The results of several parts are there at the same time, unless they are made in pieces.
+                scratch=self._scratch
+                if len(row.parts) == 1 or row.need.piece
+                else Scratch(self._scratch.device),
             )
             for part in row.parts
         ]
@@ -154,22 +167,43 @@ class Lane:
         if not parts:
             self._copy(tile, raw)
             return
+        if tile.piece and not row.is_flat:
+            self._make_in_pieces(tile, raw, parts)
+            return
+        if not tile.piece:
+            self._emit(row, [self._whole(row, raw, parts, is_begun=is_begun)], 0, raw)
+            return
         if not is_begun:
             for part, share in zip(parts, shares, strict=True):
                 part.load(share)
-        if tile.piece and row.has_codes:
+        if row.has_codes:
             (part,) = parts
             part.gather(lambda: _tiles(part, pieces(tile, raw)), None)
-            self._finish(tile, raw, part, _tensor_scale(row, part, lambda: pieces(tile, raw)))
+            self._finish(tile, raw, part, self._tensor_scale(row, part, lambda: pieces(tile, raw)))
             return
-        if tile.piece:
-            (part,) = parts
-            start, length = row.first_element, tile.piece
-            part.gather(lambda: part.tiles(raw, start, length), lambda: part.sample_within(raw))
-            self._apply(tile, raw, part)
-            return
-        results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
-        self._emit(row, [results[0] if row.is_flat else scatter(results, row)], 0, raw)
+        (part,) = parts
+        start, length = row.first_element, tile.piece
+        part.gather(lambda: part.tiles(raw, start, length), lambda: part.sample_within(raw))
+        self._apply(tile, raw, part)
+
+    def _make_in_pieces(self, tile: TileJob, raw: Raw, parts: list[PartComputation]) -> None:
+        """A row that is read whole, and whose parts lie across each other."""
+        row = tile.row
+        placed = PlacedResults(row, raw, self._scratch.device)
+        for part, own, share in zip(parts, row.parts, _by_part(row, raw), strict=True):
+            spans = _spans(prod(own.shape), tile.piece)
+            part.gather_in_pieces(share, spans)
+            for begin, count in spans:
+                result = part.apply(part.elements(share, begin, count))
+                if row.expression.encode is None:
+                    placed.put(own, begin, result)
+                    continue
+                made, errors = encoded(row, result, _input_codes(row, own, share, (begin, count)), None)
+                self._output.add_errors(row, errors)
+                placed.put_codes(own, begin, count, made)
+            part.forget()
+        self._output.take(row, 0, placed.data.numel(), self._fetcher(placed.data))
+        self._emit_scales(row, placed.scales, 0)
 
     def _long(self, stretch: Stretch) -> None:
         """A row of several tiles, or one with padding."""
@@ -193,9 +227,67 @@ class Lane:
 
         is_sampled = stretch.loads[0].tiles[0].piece and not row.has_codes
         part.gather(lambda: _tiles(part, again()), self._sampler(stretch, part) if is_sampled else None)
-        shared = _tensor_scale(row, part, again)
+        shared = self._tensor_scale(row, part, again)
         for tile, raw in begun.of(self._cycle(stretch)):
             self._finish(tile, raw, part, shared)
+
+    def _observe(self, stretch: Stretch) -> None:
+        """Look at a row for the scale that it shares with the one to be made, unless that was done before."""
+        tile = stretch.loads[0].tiles[0]
+        row = tile.row
+        if row.index in self._observed:
+            return
+        parts = self._computations(row)
+        self._pad(stretch, parts)
+        if len(stretch.loads) == 1 and not tile.piece:
+            (raw,) = self._begin(stretch.loads[0])
+            self._see(row, ((self._whole(row, raw, parts, is_begun=bool(stretch.padding)), raw),))
+            return
+        (part,) = parts
+        begun = _Begun(part, is_begun=bool(stretch.padding))
+        read = None if len(stretch.loads) > 1 else self._begin(stretch.loads[0])
+
+        def again() -> Iterator[tuple[TileJob, Raw]]:
+            tiles = self._cycle(stretch, again=True) if read is None else iter([(tile, read[0])])
+            for each, raw in begun.of(tiles):
+                yield from pieces(each, raw)
+
+        part.gather(lambda: _tiles(part, again()), None)
+        self._see(row, _results(part, again()))
+
+    def _whole(
+        self, row: RowJob, raw: Raw, parts: Sequence[PartComputation], *, is_begun: bool
+    ) -> torch.Tensor:
+        """The result of a row that is computed at once."""
+        shares = _by_part(row, raw)
+        if not is_begun:
+            for part, share in zip(parts, shares, strict=True):
+                part.load(share)
+        results = [_of_whole(part, share, row) for part, share in zip(parts, shares, strict=True)]
+        return results[0] if row.is_flat else scatter(results, row)
+
+    def _tensor_scale(
+        self, row: RowJob, part: PartComputation, tiles: Callable[[], Iterator[tuple[TileJob, Raw]]]
+    ) -> TensorScale | None:
+        """The one scale that the codes of a row share, from a pass over its tiles unless they were looked at
+        before; None where they share none."""
+        if row.tensor_scale is None:
+            return None
+        if row.index not in self._observed:
+            self._see(row, _results(part, tiles()))
+        return self._shared(row)
+
+    def _see(self, row: RowJob, results: Iterable[tuple[torch.Tensor, Raw]]) -> None:
+        """Look at the results of all rows of a matrix, with what they were made of."""
+        choice = TensorScaleChoice(row)
+        for result, raw in results:
+            choice.observe(result, raw)
+        self._observed[row.index] = choice.observed()
+
+    def _shared(self, row: RowJob) -> TensorScale:
+        """The one scale of a row that was looked at; what no other row shares is forgotten."""
+        own = self._observed[row.index] if row.joined_with else self._observed.pop(row.index)
+        return shared_scale(row, (own, *(self._observed[each.index] for each in row.joined_with)))
 
     def _sampler(self, stretch: Stretch, part: PartComputation) -> Callable[[], Tile]:
         tile = stretch.loads[0].tiles[0]
@@ -293,7 +385,9 @@ class Lane:
     ) -> None:
         """Encode whole bands of a row, and hand over codes and scales."""
         if row.tensor_scale is not None:
-            shared = shared or whole_choice(row, result, raw)
+            if shared is None:
+                self._see(row, ((result, raw),))
+                shared = self._shared(row)
             if not skipped:
                 stored = shared.stored(row)
                 self._output.take(row.tensor_scale, 0, stored.numel(), self._fetcher(stored))
@@ -348,16 +442,12 @@ def _tiles(part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]) -> Itera
             yield part.whole(raw, tile.first_element)
 
 
-def _tensor_scale(
-    row: RowJob, part: PartComputation, tiles: Callable[[], Iterator[tuple[TileJob, Raw]]]
-) -> TensorScale | None:
-    """The one scale that the codes of a row share, from a pass over its tiles; None where they share none."""
-    if row.tensor_scale is None:
-        return None
-    choice = TensorScaleChoice(row)
-    for tile, raw in tiles():
-        choice.observe(part.apply(part.whole(raw, tile.first_element)), raw)
-    return choice.made()
+def _results(
+    part: PartComputation, tiles: Iterator[tuple[TileJob, Raw]]
+) -> Iterator[tuple[torch.Tensor, Raw]]:
+    """The results of tiles that are computed at once, with what they are made of."""
+    for tile, raw in tiles:
+        yield part.apply(part.whole(raw, tile.first_element)), raw
 
 
 def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
@@ -366,6 +456,25 @@ def _of_whole(part: PartComputation, share: Raw, row: RowJob) -> torch.Tensor:
     # Without a sample, as for one that is made in several tiles: where sums are split is in their last bits.
     part.gather(lambda: (whole,), None)
     return part.apply(whole)
+
+
+def _spans(num_elements: int, piece: int) -> list[tuple[int, int]]:
+    """The pieces of a tensor: first element, and how many."""
+    return [(begin, min(piece, num_elements - begin)) for begin in range(0, max(1, num_elements), piece)]
+
+
+def _input_codes(row: RowJob, part: JobPart, raw: Raw, span: tuple[int, int]) -> Raw:
+    """The codes that some rows of a part have in those of its inputs that lie as the output does; nothing of
+    the others, whose scales are those of other rows."""
+    nbytes = row.expression.cast.nbytes(row.num_elements)
+    return [
+        rows_of_codes(each, source, *span)
+        if isinstance(each, RawCodes)
+        and isinstance(source, Read)
+        and (source.view, source.nbytes) == (part.view, nbytes)
+        else NOTHING
+        for each, source in zip(raw, part.inputs, strict=True)
+    ]
 
 
 def _content(row: RowJob) -> torch.Tensor:

@@ -122,7 +122,8 @@ class LoadReader:
             if isinstance(codes, torch.Tensor):
                 all_own = own.get(_SCALES, _NOTHING), own.get(_TENSOR_SCALE, _NOTHING)
                 found[position][number] = RawCodes(codes, *all_own)
-        self.read_bytes += sum(each.range.nbytes for each in wanted)
+        repeated = [tile.row.repeated for tile in load.tiles]
+        self.read_bytes += sum(each.range.nbytes for each in wanted if not repeated[each.tile][each.number])
         rest = _Rest(buffer[place:])
         for tile, inputs in zip(load.tiles, found, strict=True):
             self._assemble(tile, inputs, rest)

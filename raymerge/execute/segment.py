@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from raymerge.device_numerics import Fallback, failure_of
 from raymerge.errors import NonFiniteError
 from raymerge.execute.blame import find_cause
 from raymerge.execute.compute import Scratch
@@ -23,7 +24,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.tiles import stretches
 from raymerge.execute.transfers import transfers_for
 from raymerge.execute.turn import Turn
-from raymerge.execute.warmup import DeviceError, warm_up
+from raymerge.execute.warmup import warm_up
 from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Lane as Share
 from raymerge.planner.projection import Projection
@@ -34,8 +35,6 @@ Make: TypeAlias = Callable[[torch.device, str], Receipt]
 """Makes something on a device, with a note for its receipt."""
 
 _PROCESSOR = torch.device("cpu")
-# Older versions of torch have no error of its own for a GPU that failed.
-_DEVICE_ERRORS = getattr(torch, "AcceleratorError", RuntimeError)
 
 
 class SegmentRunner:
@@ -70,7 +69,7 @@ class SegmentRunner:
         self._projection = projection
         self._name = name
         self._device = device
-        self._failure = self._warmed(plan.expressions)
+        self._fallback = Fallback(device, self._warmed(plan.expressions))
         self._idle: list[Equipment] = []
         self._lanes = threading.Semaphore(projection.lanes)
         self._heap = HeapWatch(projection.peak)
@@ -88,15 +87,15 @@ class SegmentRunner:
             return ""
         try:
             warm_up(expressions, self._device)
-        except torch.OutOfMemoryError:
-            # Others may have its memory for a moment; segments will see.
-            failure = ""
-        except (DeviceError, _DEVICE_ERRORS) as error:
-            failure = f"the GPU failed: {_first_line(error)}"
+        except RuntimeError as error:
+            failure = failure_of(error)
+            if failure is None:
+                raise
         else:
             return ""
         warm_up(expressions, _PROCESSOR)
-        return failure
+        # Others may have its memory for a moment; segments will see.
+        return failure.note if failure.is_lasting else ""
 
     def run(self, segment: int) -> Receipt:
         """Make one segment and return when its bytes are durable.
@@ -119,16 +118,7 @@ class SegmentRunner:
         Args:
             make: given a device and the note for its receipt.
         """
-        if self._device.type == "cpu" or self._failure:
-            return make(_PROCESSOR, self._failure)
-        try:
-            return make(self._device, "")
-        except torch.OutOfMemoryError as error:
-            note = f"the GPU has too little memory: {_first_line(error)}"
-        except _DEVICE_ERRORS as error:
-            # A GPU that failed once fails whatever comes after.
-            note = self._failure = f"the GPU failed: {_first_line(error)}"
-        return make(_PROCESSOR, note)
+        return self._fallback.run(make)
 
     def rest(self) -> None:
         """Give back the memory of lanes that have nothing to do; they get it anew."""
@@ -229,7 +219,3 @@ class SegmentRunner:
         loads = [load for stretch in cut for load in stretch.loads]
         read = ((load, reader.read(load, buffer.room(load))) for load in loads)
         return NonFiniteError(find_cause(row, read, self._names))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -85,6 +85,8 @@ class Stretch:
     """What they are read in; of a row in several loads every pass takes them all, in order."""
     padding: tuple[Load, ...]
     """What is read for the mean of padded rows beforehand."""
+    joined: tuple[Stretch, ...] = ()
+    """Rows that are looked at beforehand: the only row here shares the one scale of a matrix with them."""
 
 
 def stretches(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[Stretch]:
@@ -104,11 +106,14 @@ def _cut(rows: Sequence[RowJob], lane: Lane, device: torch.device) -> Iterator[S
         if batch and nbytes + mine > lane.load_bytes:
             yield Stretch((Load(tuple(batch), nbytes, work),), ())
             batch, nbytes, work = [], 0, 0
-        if not cut.is_whole(row.num_elements) or _padded(row):
+        # What is made in place of its input must be nobody else's, and equal bytes of a load are read once.
+        is_apart = _padded(row) or need.in_place or bool(row.joined_with)
+        if not cut.is_whole(row.num_elements) or is_apart:
             if batch:
                 yield Stretch((Load(tuple(batch), nbytes, work),), ())
                 batch, nbytes, work = [], 0, 0
-            yield _long(row, need, cut.elements)
+            joined = tuple(each for other in row.joined_with for each in _cut([other], lane, device))
+            yield replace(_long(row, need, cut.elements), joined=joined)
             continue
         batch.append(TileJob(row, 0, row.num_elements, need.piece))
         nbytes += mine
@@ -122,7 +127,7 @@ def _without_work(stretch: Stretch) -> Stretch:
     loads, padding = (
         tuple(replace(each, work_bytes=0) for each in loads) for loads in (stretch.loads, stretch.padding)
     )
-    return Stretch(loads, padding)
+    return Stretch(loads, padding, tuple(map(_without_work, stretch.joined)))
 
 
 def _for_gpu(need: Need, lane: Lane) -> Need:

@@ -112,25 +112,36 @@ class CudaTransfers:
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Page-locked memory, of pages. torch takes the next power of two bytes for it, and keeps it."""
-        # What lanes have done with would stay beside what they get.
-        torch._C._host_emptyCache()
+        # What lanes have done with would stay beside what they get. Older versions of torch cannot let go of
+        # it, but have the next buffers of a size lie there.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, load: Load, raws: Sequence[Raw]) -> tuple[tuple[Raw, ...], Arrival]:
         """Copy stored bytes on the stream for that; rows of assembled inputs go when they are used."""
+        # What several inputs are made of goes once.
+        gone: dict[tuple[int, int], torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             moved = tuple(
-                raw if tile.row.expression.is_copy else [self._moved(each) for each in raw]
+                raw if tile.row.expression.is_copy else [self._moved(each, gone) for each in raw]
                 for tile, raw in zip(load.tiles, raws, strict=True)
             )
             arrival = _event()
             arrival.record(self._up)
         return moved, arrival
 
-    def _moved(self, raw: RawInput) -> RawInput:
+    def _moved(self, raw: RawInput, gone: dict[tuple[int, int], torch.Tensor]) -> RawInput:
         if isinstance(raw, RawCodes):
-            return raw.to(self._device)
-        return raw.to(self._device, non_blocking=True) if isinstance(raw, torch.Tensor) else raw
+            return RawCodes(*(self._copied(each, gone) for each in raw.tensors))
+        return self._copied(raw, gone) if isinstance(raw, torch.Tensor) else raw
+
+    def _copied(self, data: torch.Tensor, gone: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        place = data.data_ptr(), data.numel()
+        if place not in gone:
+            gone[place] = data.to(self._device, non_blocking=True)
+        return gone[place]
 
     def arrive(self, raws: Sequence[Raw], arrival: Arrival | None) -> None:
         """Order the computing behind the copies, and the memory's reuse behind the computing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.packing import Encoding
+from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute.coded import is_summed_at_once, warm_up_sums
 from raymerge.execute.finite import first_non_finite
@@ -32,13 +34,11 @@ from raymerge.methods import (
 from raymerge.planner.expressions import Expression
 
 _CODED_COLUMNS = 256
-"""Some blocks of every format."""
+"""Some blocks of every format, or one where they are longer."""
+_CODES_OF_ELEMENT = 8
+"""Codes of an element of packed integers, which holds more than those of other formats."""
 _SHAPE = (ROW_GROUP, (SAMPLE_RUNS * SAMPLE_LENGTH + BLOCK) // ROW_GROUP)
 """Long enough for a sample, and whole groups of rows."""
-
-
-class DeviceError(RuntimeError):
-    """A device cannot be used, whatever is to be computed there."""
 
 
 def warm_up(expressions: Sequence[Expression], device: torch.device) -> None:
@@ -50,7 +50,7 @@ def warm_up(expressions: Sequence[Expression], device: torch.device) -> None:
 
     Raises:
         DeviceError: the device cannot be used at all.
-        RuntimeError: a GPU failed, or has too little memory; of the kinds that torch has for that.
+        RuntimeError: a GPU failed, or has too little memory, as ``failure_of`` tells.
     """
     if device.type != "cpu":
         _reach(device)
@@ -84,7 +84,8 @@ def _reach(device: torch.device) -> None:
 
 def _encode(encode: Encoding, device: torch.device) -> None:
     """Encode and decode a little, as rows of this format are."""
-    packing = encode.packing((encode.band, _CODED_COLUMNS))
+    unit = math.lcm(encode.block[1] or 1, _CODES_OF_ELEMENT)
+    packing = encode.packing((encode.band, -(-_CODED_COLUMNS // unit) * unit))
     codec, values = codec_of(encode.format), torch.zeros(packing.shape, device=device)
     whole = None if encode.tensor_scale_dtype is None else torch.ones((), device=device)
     encoded = codec.encode(packing, values, tensor_scale=whole)

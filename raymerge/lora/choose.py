@@ -9,11 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from raymerge.architectures import (
+    NameReader,
     Role,
     Rules,
-    Stack,
     TensorInfo,
-    describe,
     fused_layout,
     load_rules,
     stacks,
@@ -103,7 +102,7 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
     with those tensors.
     """
     rules = load_rules(str(base.config.get("model_type") or "") or None)
-    layers = stacks(base.tensors, base.config)
+    reader = NameReader(rules, stacks=stacks(base.tensors, base.config))
     members: dict[str, list[str]] = {}
     for name in base.tensors:
         members.setdefault(name.rpartition(".")[0], []).append(name)
@@ -112,7 +111,7 @@ def choose(base: Checkpoint, selection: Selection) -> tuple[Module, ...]:
     for path, names in members.items():
         wanted = [name for name in names if selection.wants(name)]
         modules += [_excluded(path, name) for name in names if name not in wanted]
-        for form, reason, own in _forms(base, wanted, selection, rules, layers):
+        for form, reason, own in _forms(base, wanted, selection, rules, reader):
             group = expert_group(path) if form == "linear" else ""
             modules.append(Module(path, form, reason, tuple(own), group, path in parents or not path))
     return tuple(modules)
@@ -155,12 +154,12 @@ def _excluded(path: str, name: str) -> Module:
 
 
 def _forms(
-    base: Checkpoint, names: Sequence[str], selection: Selection, rules: Rules, layers: Sequence[Stack]
+    base: Checkpoint, names: Sequence[str], selection: Selection, rules: Rules, reader: NameReader
 ) -> Iterator[tuple[Form, str, list[str]]]:
     """What becomes of the tensors of one module: one form for its weight and one for what is beside it."""
     if not names:
         return
-    infos = {name: describe(name, rules, stacks=layers) for name in names}
+    infos = {name: reader.describe(name) for name in names}
     weight = next((name for name in names if name.endswith(".weight")), names[0])
     form, reason = _form(base, weight, infos[weight], selection, rules)
     beside = [name for name in names if name != weight]

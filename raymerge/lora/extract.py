@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.adapters import PREFIX, FactorKind
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.source import Checkpoint
+from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import NonFiniteError, OptionError, PlanError, Problem
 from raymerge.lora.choose import Module, Selection, choose, compare, is_transposed
 from raymerge.lora.matrices import (
@@ -86,6 +88,7 @@ def extract(
     if problems := compare(model, base, modules, options.selection):
         raise PlanError(problems)
     with (
+        full_float32(),
         open_store(model.root) as new,
         open_store(base.root) as old,
         AdapterWriter(output) as writer,
@@ -126,7 +129,9 @@ class _Extractor:
         self._model, self._base = model, base
         self._new, self._old = stores
         self._writer = writer
-        self._options, self._device, self._on_module = how
+        self._options, device, self._on_module = how
+        self._fallback = Fallback(device)
+        self._failures: dict[str, str] = {}
         self._transposed = is_transposed(base.config)
         self._reports: dict[str, ModuleReport] = {}
         self._saved: list[str] = []
@@ -210,17 +215,8 @@ class _Extractor:
         return found
 
     def _add_factors(self, module: Module, num_factors: int) -> None:
-        new, old = self._model.tensors[module.weight], self._base.tensors[module.weight]
-        delta = read_tensor(self._new, new).to(self._device, torch.float32)
-        delta -= read_tensor(self._old, old).to(self._device, torch.float32)
-        if self._transposed or module.form == "embedding":
-            delta = delta.T
-        if bool(delta.count_nonzero()):
-            limits = self._options.limits if not module.group else Limits(self._options.limits.rank)
-            factors = factorise(delta, limits, where=f"{self._model.name}: {module.weight}")
-        elif module.group:
-            factors = _no_change(delta, self._options.limits.rank)
-        else:
+        factors = self._fallback.run(partial(self._factors, module))
+        if factors is None:
             self._unchanged += 1
             return
         kind: FactorKind = "embedding" if module.form == "embedding" else "linear"
@@ -230,6 +226,20 @@ class _Extractor:
         self._total += factors.total
         if self._on_module is not None:
             self._on_module(report, num_factors)
+
+    def _factors(self, module: Module, device: torch.device, failure: str) -> Factors | None:
+        """The factors of a module's change; None where it has none, and needs none beside other experts."""
+        if failure:
+            self._failures[module.path] = failure
+        new, old = self._model.tensors[module.weight], self._base.tensors[module.weight]
+        delta = read_tensor(self._new, new).to(device, torch.float32)
+        delta -= read_tensor(self._old, old).to(device, torch.float32)
+        if self._transposed or module.form == "embedding":
+            delta = delta.T
+        if bool(delta.count_nonzero()):
+            limits = self._options.limits if not module.group else Limits(self._options.limits.rank)
+            return factorise(delta, limits, where=f"{self._model.name}: {module.weight}")
+        return _no_change(delta, self._options.limits.rank) if module.group else None
 
     def _drop_equal_experts(self, modules: Sequence[Module]) -> None:
         """Take back the zero factors of blocks in which no expert changed."""
@@ -323,6 +333,9 @@ class _Extractor:
                 "The head is tied to the embedding, which the adapter changes; it needs peft 0.18 "
                 "(ensure_weight_tying) to change the head as well."
             )
+        for failure in dict.fromkeys(self._failures.values()):
+            count = sum(each == failure for each in self._failures.values())
+            yield f"{count} of the matrices were decomposed on the processor: {failure}"
 
 
 def _no_change(delta: torch.Tensor, rank: int) -> Factors:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from raymerge.architectures import describe, load_rules
 from raymerge.checkpoints.adapters import Adapter
+from raymerge.documents.locate import in_order
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, PlanError, Problem
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem
 from raymerge.lora.combine import CombineOptions, combine_adapters
-from raymerge.lora.compatible import COMBINING
+from raymerge.lora.compatible import COMBINING, check_adapters
 from raymerge.lora.report import Combination, OnModule
 from raymerge.lora.sources import open_named_adapter
 from raymerge.lora.writer import output_directory
-from raymerge.methods import Method, Settings, find_method
-from raymerge.planner.bind import Binder, BindError, check_parameter_names
+from raymerge.methods import Method, Settings, methods
+from raymerge.planner.bind import Binder, BindError, ineffective_parameters
+from raymerge.planner.recipe_check import check_recipe
 from raymerge.planner.spans import Member
 from raymerge.planner.treatments import OWN, Treatment
-from raymerge.recipes import AdapterOutput, ModelReference, Recipe, Subject, did_you_mean
+from raymerge.recipes import AdapterOutput, ModelReference, Recipe, Subject, Unnamed, did_you_mean
+from raymerge.storage.resolve import UNFETCHED
 
 AdapterOpener = Callable[[ModelReference], Adapter]
 """Opens the adapter that a reference names."""
@@ -47,18 +52,9 @@ def combine_recipe(
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
-    problems = list(_foreign(recipe))
-    method = find_method(recipe.merge_method)
-    if method is None:
-        what = f"there is no merge_method '{recipe.merge_method}'."
-        hint = did_you_mean(recipe.merge_method, COMBINING)
-        remedy = f"{hint} Adapters are merged by {', '.join(COMBINING)}.".strip()
-        problems.append(Problem(recipe.where("merge_method"), what, remedy))
-    else:
-        problems.extend(check_parameter_names(recipe, method, ()))
-    adapters = _open_all(recipe, opener, problems)
-    if problems or method is None:
-        raise PlanError(problems)
+    work = _Work(recipe, opener)
+    if work.problems or work.method is None or work.binding is None:
+        raise PlanError(in_order(work.problems))
     shape = recipe.adapter or AdapterOutput()
     options = CombineOptions(
         rank=shape.rank,
@@ -67,16 +63,69 @@ def combine_recipe(
         seed=recipe.seed,
         dtype=recipe.out_dtype or recipe.dtype or DType.F32,
     )
-    binding = _Binding(recipe, method, [each.name for each in adapters], _num_layers(adapters))
-    return combine_adapters(
-        adapters,
+    made = combine_adapters(
+        work.adapters,
         output_directory(output),
-        method=method,
-        settings_of=binding.settings,
+        method=work.method,
+        settings_of=work.binding.settings,
         options=options,
         where=recipe.where,
         on_module=on_module,
     )
+    return replace(made, notes=(*recipe.notes, *ineffective_parameters(recipe, work.method, ()), *made.notes))
+
+
+def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
+    """Why the adapters of a recipe cannot be merged, as far as their headers and the recipe tell.
+
+    Adapters that would have to be fetched are not looked at.
+    """
+    opener = partial(open_named_adapter, lookup=UNFETCHED)
+    return in_order(_Work(recipe, opener).problems)
+
+
+class _Work:
+    """A recipe with its adapters, and all that is wrong with them."""
+
+    def __init__(self, recipe: Recipe, opener: AdapterOpener) -> None:
+        self.problems = list(_foreign(recipe))
+        self.method = _method_of(recipe, self.problems)
+        if self.method is not None:
+            recipe = self._checked(recipe)
+        self.adapters = _open_all(recipe, opener, self.problems)
+        self.binding: _Binding | None = None
+        are_open = len(self.adapters) == len(recipe.models)
+        if self.method is None:
+            return
+        if are_open or len(self.adapters) > 1:
+            concatenates = recipe.adapter is not None and recipe.adapter.combine == "concatenate"
+            self.problems += check_adapters(
+                self.adapters, self.method, concatenates=concatenates, where=recipe.where
+            )
+        try:
+            names = [str(entry.model) for entry in recipe.models]
+            self.binding = _Binding(recipe, self.method, names, _num_layers(self.adapters))
+        except PlanError as error:
+            self.problems += error.problems
+
+    def _checked(self, recipe: Recipe) -> Recipe:
+        try:
+            checked = check_recipe(recipe)
+        except PlanError as error:
+            self.problems += error.problems
+            return recipe
+        self.problems += checked.problems
+        return checked.recipe
+
+
+def _method_of(recipe: Recipe, problems: list[Problem]) -> Method | None:
+    method = methods().get(recipe.merge_method)
+    if method is None and not isinstance(recipe.merge_method, Unnamed):
+        what = f"there is no merge_method '{recipe.merge_method}'."
+        hint = did_you_mean(recipe.merge_method, COMBINING)
+        remedy = f"{hint} Adapters are merged by {', '.join(COMBINING)}.".strip()
+        problems.append(Problem(recipe.where("merge_method"), what, remedy))
+    return method
 
 
 def _foreign(recipe: Recipe) -> Iterator[Problem]:
@@ -103,6 +152,8 @@ def _open_all(recipe: Recipe, opener: AdapterOpener, problems: list[Problem]) ->
         place = recipe.where("models", index, "model")
         try:
             adapters.append(opener(entry.model))
+        except NotCachedError:
+            continue  # Nobody asked the Hub for it.
         except CheckpointError as error:
             problems.extend(Problem(f"{place}: {p.where}", p.what, p.remedy) for p in error.problems)
     return adapters

@@ -8,8 +8,10 @@ from raymerge.checkpoints.adapters import Adapter, open_adapter
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.pickled import read_pickled
+from raymerge.planner.sources import unread_problem
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.storage.resolve import resolve_source
+from raymerge.storage.resolve import USUAL, Lookup, resolve_source
 
 
 def open_named_model(text: str) -> Checkpoint:
@@ -24,11 +26,18 @@ def open_named_model(text: str) -> Checkpoint:
         raise CheckpointError(
             Problem(text, what, "Merge the adapter into its model first, and name the result.")
         )
-    return open_checkpoint(resolve_source(reference.path, reference.revision), str(reference))
+    root = resolve_source(reference.path, reference.revision, pickled=True)
+    found = open_checkpoint(root, str(reference), read_pickle=read_pickled)
+    _check_read(found)
+    return found
 
 
-def open_named_adapter(reference: ModelReference) -> Adapter:
+def open_named_adapter(reference: ModelReference, lookup: Lookup = USUAL) -> Adapter:
     """The adapter that a recipe's reference names, headers only.
+
+    Args:
+        reference: a directory, a Hub name or an address.
+        lookup: how it is found.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
@@ -36,7 +45,16 @@ def open_named_adapter(reference: ModelReference) -> Adapter:
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
-    return open_adapter(resolve_source(reference.path, reference.revision), str(reference))
+    found = open_adapter(resolve_source(reference.path, reference.revision, lookup=lookup), str(reference))
+    _check_read(found)
+    return found
+
+
+def _check_read(opened: Checkpoint | Adapter) -> None:
+    """See that every weight file is read, or left out by a rule; raises CheckpointError."""
+    unknown = [each.key for each in opened.left_out if each.rule is None]
+    if unknown:
+        raise CheckpointError(unread_problem(opened.name, unknown))
 
 
 def _parsed(text: str) -> ModelReference:

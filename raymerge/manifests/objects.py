@@ -113,9 +113,8 @@ def _cluster_spec(kubernetes: Kubernetes, name: str, *, config: str | None) -> M
             "securityContext": container_security(),
         }
     spec["headGroupSpec"] = {
-        # No worker is placed beside the driver.
-        "resources": {"CPU": "0"},
-        "rayStartParams": {"object-store-memory": str(_STORE_BYTES)},
+        # No worker is placed beside the driver. Operators before 1.5 know no field 'resources'.
+        "rayStartParams": {"num-cpus": "0", "object-store-memory": str(_STORE_BYTES)},
         "template": head_template(kubernetes, name, config),
     }
     spec["workerGroupSpecs"] = [_group(kubernetes, name, group) for group in kubernetes.workers]
@@ -141,10 +140,10 @@ def _group(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
         spec["idleTimeoutSeconds"] = group.idle_timeout_seconds
     if group.labels:
         spec["labels"] = dict(group.labels)
+    spec["rayStartParams"] = {"object-store-memory": str(_STORE_BYTES)}
     if group.gpus and not group.gpu_resource.endswith("gpu"):
         # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
-        spec["resources"] = {"GPU": str(group.gpus)}
-    spec["rayStartParams"] = {"object-store-memory": str(_STORE_BYTES)}
+        spec["rayStartParams"]["num-gpus"] = str(group.gpus)
     spec["template"] = worker_template(kubernetes, name, group)
     return spec
 

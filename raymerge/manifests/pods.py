@@ -79,6 +79,10 @@ def _spec(
         spec["nodeSelector"] = dict(pod.node_selector)
     if pod.tolerations:
         spec["tolerations"] = [_toleration(each) for each in pod.tolerations]
+    if pod.affinity:
+        spec["affinity"] = dict(pod.affinity)
+    if pod.runtime_class is not None:
+        spec["runtimeClassName"] = pod.runtime_class
     spec["securityContext"] = _pod_security(kubernetes)
     spec["containers"] = [container]
     if volumes:
@@ -133,6 +137,8 @@ def _toleration(toleration: Toleration) -> Manifest:
 
 def _mount(volume: Volume) -> Manifest:
     mount: Manifest = {"name": volume.name, "mountPath": volume.mount_path}
+    if volume.sub_path is not None:
+        mount["subPath"] = volume.sub_path
     return mount if volume.is_writable else {**mount, "readOnly": True}
 
 

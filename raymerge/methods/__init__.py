@@ -19,7 +19,7 @@ from raymerge.methods.method import (
 )
 from raymerge.methods.random import keep_mask, random_key
 from raymerge.methods.stored import AnchoredKernel, AnchoredSum, Stored, StoredKernel
-from raymerge.methods.table import find_method, methods
+from raymerge.methods.table import find_method, is_parameter, methods
 
 __all__ = [
     "BLOCK",
@@ -42,6 +42,7 @@ __all__ = [
     "Value",
     "find_method",
     "gather",
+    "is_parameter",
     "keep_mask",
     "methods",
     "normal",

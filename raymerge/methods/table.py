@@ -12,6 +12,7 @@ from raymerge.methods.dare import DARE_LINEAR, DARE_TIES
 from raymerge.methods.della import DELLA, DELLA_LINEAR
 from raymerge.methods.geometric_median import GEOMETRIC_MEDIAN
 from raymerge.methods.karcher import KARCHER
+from raymerge.methods.largest import LARGEST
 from raymerge.methods.linear import LINEAR
 from raymerge.methods.lines import LINES
 from raymerge.methods.method import Method
@@ -65,11 +66,20 @@ _METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
+# What plans compute and no recipe asks for.
+_INTERNAL: Mapping[str, Method] = MappingProxyType({LARGEST.name: LARGEST})
+
+
 def methods() -> Mapping[str, Method]:
-    """All methods by name, in the order of the documentation."""
+    """All methods that a recipe's ``merge_method`` may name, in the order of the documentation."""
     return _METHODS
 
 
 def find_method(name: str) -> Method | None:
-    """The method that a recipe's ``merge_method`` names, or None."""
-    return _METHODS.get(name)
+    """The method that an expression of a plan names, or None."""
+    return _METHODS.get(name) or _INTERNAL.get(name)
+
+
+def is_parameter(name: str) -> bool:
+    """Whether some method has a parameter of that name."""
+    return any(method.parameter(name) is not None for method in _METHODS.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raymerge.architectures import module_of, rename_layer
+from raymerge.architectures import module_finder, rename_layer
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.places import PlacedTensors, Where, counterpart
 from raymerge.planner.sources import Source
@@ -159,8 +159,8 @@ class Aligner:
 
 def modules_of(source: Source) -> Mapping[str, str]:
     """Module of every tensor of a source."""
-    checkpoint = source.checkpoint
-    return {name: module_of(name, checkpoint.config, source.stacks) for name in checkpoint.tensors}
+    find = module_finder(source.checkpoint.config, source.stacks)
+    return {name: find(name) for name in source.checkpoint.tensors}
 
 
 def _taken(section: Section, source: int) -> frozenset[Where | None]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.planner.columns import Ints, ints, sums
+from raymerge.planner.columns import Flags, Ints, codes, ints, sums
 from raymerge.planner.expressions import Assembly, Product, Read, Term
 from raymerge.planner.plan import Plan
 
@@ -85,7 +85,8 @@ def read_view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View
 
 
 def input_bytes(plan: Plan) -> Ints:
-    """Bytes that each input is read from for its row ``[inputs]``; as ``Read.bytes_for`` counts them."""
+    """Bytes that each input is read from for its row ``[inputs]``, as ``Read.bytes_for`` counts them; 0 for
+    those that another part of the row is made of too."""
     rows = plan["rows"]
     num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
     number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
@@ -96,6 +97,26 @@ def input_bytes(plan: Plan) -> Ints:
     height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
     per_row = _assembly_bytes(plan)[own] // np.maximum(1, height)
     found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
+    found[repeated_inputs(plan)] = 0
+    return found
+
+
+def repeated_inputs(plan: Plan) -> Flags:
+    """Whether each input is the bytes of that of the part before ``[inputs]``; as ``repeated_reads``."""
+    rows, inputs = plan["rows"], plan["inputs"]
+    num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
+    per_part = np.repeat(num_inputs // np.maximum(1, num_parts), num_inputs)
+    later = np.flatnonzero(ints(inputs, "part") > 0)
+    before = later - per_part[later]
+    columns = [
+        codes(inputs, "key")[0],
+        *(ints(inputs, name) for name in ("source", "offset", "nbytes", "scales")),
+    ]
+    same = ints(inputs, "assembly")[later] < 0
+    for column in columns:
+        same &= column[later] == column[before]
+    found = np.zeros(inputs.num_rows, dtype=np.bool_)
+    found[later[same]] = True
     return found
 
 

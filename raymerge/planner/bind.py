@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from raymerge.errors import Problem
-from raymerge.methods import Method, Parameter, Settings, Value
+from raymerge.methods import Method, Parameter, Settings, Value, is_parameter
 from raymerge.planner.sources import Path_
 from raymerge.planner.spans import Parameters
 from raymerge.planner.treatments import Treatment
@@ -146,7 +146,7 @@ class BindError(ValueError):
 
 
 def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
-    """Every parameter that the recipe writes must be one of a method that it chooses, where it counts.
+    """Every parameter must be known to some method, and one that has an effect must stand where it counts.
 
     Args:
         recipe: what is asked.
@@ -154,32 +154,71 @@ def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) 
         ruled: the method of each of its rules; a rule's parameters are its method's alone.
     """
     problems: list[Problem] = []
-    for path, parameters, is_entry in _written(recipe):
-        chosen = [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
+    for path, parameters, is_entry in written_blocks(recipe):
+        chosen = methods_at(path, own, ruled)
         for name in parameters:
             place = (*path, "parameters", name)
             problems.extend(_name_problem(recipe, chosen, place, name, is_entry=is_entry))
     return problems
 
 
-def written_parameters(recipe: Recipe) -> frozenset[str]:
-    """Names of all parameters that the recipe writes, at any level."""
-    return frozenset(name for _, parameters, _ in _written(recipe) for name in parameters)
+def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
+    """A note for each parameter that the recipe writes and that changes nothing under the methods there.
+
+    mergekit ignores what its method does not have, and many recipes bring parameters of another one.
+
+    Args:
+        recipe: what is asked.
+        own: its ``merge_method``.
+        ruled: the method of each of its rules.
+    """
+    notes: dict[str, None] = {}
+    for path, parameters, _ in written_blocks(recipe):
+        chosen = methods_at(path, own, ruled)
+        for name in parameters:
+            if is_parameter(name) and not _takers(chosen, name):
+                notes[_without_effect(chosen, name)] = None
+    return list(notes)
+
+
+def methods_at(path: Path_, own: Method, ruled: Sequence[Method]) -> list[Method]:
+    """The methods that may take the parameters written at a place."""
+    return [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
+
+
+def _takers(chosen: Sequence[Method], name: str) -> list[Parameter]:
+    """The parameters of that name, of the methods in which it has an effect."""
+    found = (method.parameter(name) for method in chosen)
+    return [parameter for parameter in found if parameter is not None and parameter.effective]
+
+
+def _without_effect(chosen: Sequence[Method], name: str) -> str:
+    known = [p.name for method in chosen for p in method.parameters if p.effective]
+    is_theirs = any(method.parameter(name) is not None for method in chosen)
+    guess = "" if is_theirs else did_you_mean(name, known).lower()
+    note = f"'{name}' has no effect on {_called(chosen)} and is accepted for compatibility"
+    return f"{note}; {guess}" if guess else note
+
+
+def written_settings(recipe: Recipe) -> Iterator[tuple[Path_, Setting]]:
+    """Every setting of a parameter with its place in the recipe."""
+    for path, parameters, _ in written_blocks(recipe):
+        for name, setting in parameters.items():
+            yield (*path, "parameters", name), setting
 
 
 def _name_problem(
     recipe: Recipe, chosen: Sequence[Method], path: Path_, name: str, *, is_entry: bool
 ) -> list[Problem]:
-    found = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
     where = recipe.where(*path)
-    if not found:
-        called = " or ".join(method.name for method in chosen)
+    if not is_parameter(name):
         known = list(dict.fromkeys(p.name for method in chosen for p in method.parameters))
-        hint = did_you_mean(name, known)
         has = "has" if len(chosen) == 1 else "have"
-        listed = f"{called} {has}: {', '.join(known)}." if known else f"{called} {has} no parameters."
-        return [Problem(where, f"'{name}' is not a parameter of {called}.", f"{hint} {listed}".strip())]
-    if is_entry and all(parameter.scope == "global" for parameter in found):
+        listed = f"{has}: {', '.join(known)}." if known else f"{has} no parameters."
+        remedy = f"{did_you_mean(name, known)} {_called(chosen)} {listed}".strip()
+        return [Problem(where, f"'{name}' is not a parameter of {_called(chosen)}.", remedy)]
+    takers = _takers(chosen, name)
+    if is_entry and takers and all(parameter.scope == "global" for parameter in takers):
         return [
             Problem(
                 where,
@@ -190,7 +229,11 @@ def _name_problem(
     return []
 
 
-def _written(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
+def _called(chosen: Sequence[Method]) -> str:
+    return " or ".join(method.name for method in chosen)
+
+
+def written_blocks(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
     yield (), recipe.parameters, False
     for index, rule in enumerate(recipe.methods):

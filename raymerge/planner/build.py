@@ -13,6 +13,7 @@ from raymerge.planner.dispositions import Disposition, Fate, Rule
 from raymerge.planner.expressions import Output
 from raymerge.planner.findings import Findings
 from raymerge.planner.finish import Decided, finish_plan
+from raymerge.planner.joined import with_joined
 from raymerge.planner.packed_sources import with_numbers
 from raymerge.planner.plan import Plan
 from raymerge.planner.sources import Source
@@ -46,7 +47,7 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     donor = sources[shop.donor]
     by_token = tokenizer.vocabulary is not None
     check_stacks(sections, shop.aligner.placed, donor=shop.donor, findings=findings, by_token=by_token)
-    outputs = _outputs(shop)
+    outputs = builder.scales.join(with_joined(_outputs(shop), builder, donor.rules), donor.rules)
     shop.treatments.report_unused()
     builder.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
@@ -75,8 +76,8 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
     )
 
 
-def _outputs(shop: Workshop) -> tuple[Output, ...]:
-    """Every output that can be made, each name once."""
+def _outputs(shop: Workshop) -> dict[str, Output]:
+    """Every output that can be made, by its name."""
     made: dict[str, Output] = {}
     for aligned in shop.aligned():
         output = shop.builder.output(aligned)
@@ -88,7 +89,7 @@ def _outputs(shop: Workshop) -> tuple[Output, ...]:
                 remedy="Name each module or slice once.",
                 example=output.name,
             )
-    return tuple(made.values())
+    return made
 
 
 def _settle_rest(shop: Workshop) -> None:

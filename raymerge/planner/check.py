@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow.compute as pc
 
 from raymerge.architectures import declared_tie
+from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import METADATA_KEY
 from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
 from raymerge.checkpoints.numbers import code_dtype
-from raymerge.checkpoints.source import is_companion
 from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem

@@ -53,6 +53,7 @@ def check_scales(plan: Plan, found: Contradictions) -> None:
     if not found:
         _check_read(plan, found)
     _check_tied(plan, found)
+    _check_joined(plan, found)
     if not found:
         _check_codes(plan, found)
     if not found:
@@ -247,6 +248,28 @@ def _check_tied(plan: Plan, found: Contradictions) -> None:
         lost = (own >= 0) & (made_with[own] != index)
         found.flag("rows", lost, "its scales are made with another row")
         found.flag("rows", (own >= 0) & (copies[own] != copies), "its scales have other copies than it has")
+
+
+def _check_joined(plan: Plan, found: Contradictions) -> None:
+    """Rows that share the one scale of a matrix name each other, make such a scale, and are no copies."""
+    rows = plan["rows"]
+    lengths, others = lists(rows, "joined_with")
+    if not len(others):
+        return
+    row = np.repeat(np.arange(rows.num_rows), lengths)
+    if ((others < 0) | (others >= rows.num_rows)).any():
+        found.say("table rows", f"joined_with names what is not one of {rows.num_rows}")
+        return
+    named = set(zip(row.tolist(), others.tolist(), strict=True))
+    alone = [(other, own) not in named or own == other for own, other in zip(row, others, strict=True)]
+    _flag_some(
+        found, "rows", row, np.array(alone, dtype=np.bool_), "joined_with names one that does not name it"
+    )
+    number, whole = ints(rows, "expression"), ints(rows, "tensor_scale")
+    apart = (whole[row] < 0) | (whole[others] < 0)
+    encodings = [each.encode for each in plan.expressions]
+    apart |= [encodings[number[a]] != encodings[number[b]] for a, b in zip(row, others, strict=True)]
+    _flag_some(found, "rows", row, apart, "it is joined with codes that cannot have the same scale")
 
 
 def _makes(encode: Encoding | None, *, is_tensor_scale: bool) -> bool:

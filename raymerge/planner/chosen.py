@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymerge.methods import Method
 from raymerge.planner.align import Aligned
@@ -41,17 +41,33 @@ def choose(aligned: Aligned, treatment: Treatment) -> Chosen:
 
 
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
-    """The output tensor as selectors see it; a head that is the embedding goes by that."""
+    """The output tensor as selectors see it that name none; a head that is the embedding goes by that."""
     info = logical[aligned.span.lead.source].infos[aligned.lead]
     return Subject(aligned.alias or aligned.output, frozenset((info.role, info.part)), aligned.layer)
 
 
-def member_subject(member: Member, name: str, logical: Sequence[LogicalTensors]) -> Subject:
-    """The tensor of one member as selectors see it."""
-    info = logical[member.source].infos.get(name)
-    if info is None:
-        return Subject(name, frozenset(), None)
-    return Subject(name, frozenset((info.role, info.part)), info.layer)
+def output_subjects(aligned: Aligned, logical: Sequence[LogicalTensors]) -> tuple[Subject, ...]:
+    """The logical tensors of an output as selectors see them, with their names in other layouts.
+
+    They are in the order of the lead's blocks; a tensor that is not fused is one.
+    """
+    stored = output_subject(aligned, logical)
+    if aligned.alias:
+        return (stored,)
+    return tuple(
+        replace(stored, aliases=tuple(moved(aligned, name, aligned.output) for name in names))
+        for names in logical[aligned.span.lead.source].other_names(aligned.lead)
+    )
+
+
+def member_subject(
+    member: Member, name: str, logical: Sequence[LogicalTensors], aliases: Sequence[str] = ()
+) -> Subject:
+    """The tensor of one member as selectors see it; ``aliases`` are the output's."""
+    info = logical[member.source].info(name)
+    number = _layer_text(name)
+    renumbered = (each.replace(_layer_text(each), number, 1) if number else each for each in aliases)
+    return Subject(name, frozenset((info.role, info.part)), info.layer, tuple(renumbered))
 
 
 def moved(aligned: Aligned, logical: str, name: str) -> str:

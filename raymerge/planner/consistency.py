@@ -32,6 +32,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
+from raymerge.planner.config_values import value_problems
 from raymerge.planner.quantised import quantised_tensors
 from raymerge.planner.vocabulary_tensors import counts_tokens
 
@@ -72,20 +73,22 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.is_raw:
         return
     where = f"{checkpoint.name}/config.json"
-    yield from _count_problems(checkpoint, where)
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    yield from value_problems(checkpoint.config, rules, where)
+    found = stacks(checkpoint.tensors, checkpoint.config)
+    yield from _count_problems(checkpoint, found, where)
     yield from _dtype_problems(checkpoint, where)
     yield from _head_problems(checkpoint, where)
-    yield from layer_problems(checkpoint, where)
+    yield from _layer_problems(checkpoint, found, where)
     yield from quantised_tensors(checkpoint).faults
 
 
-def _count_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+def _count_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
     """The number of layers that the config counts must be there; unknown layouts are left alone."""
     config = checkpoint.config
     rules = load_rules(str(config.get("model_type") or "") or None)
     section = text_section(config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
-    found = stacks(checkpoint.tensors, config)
     if not counts or not found or any(stack.is_main for stack in found):
         return
     if all(stack.num_layers not in counts.values() for stack in found):
@@ -180,9 +183,8 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
             yield tensor
 
 
-def layer_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+def _layer_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
     """The main stack's layers: all there, alike within a kind, with the experts that the config counts."""
-    found = stacks(checkpoint.tensors, checkpoint.config)
     stack = next((each for each in found if each.is_main), None)
     if stack is None:
         return
@@ -228,7 +230,7 @@ def _absent_layers(model: _Model) -> Iterator[Problem]:
 
 
 def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
-    """A layer that alone lacks what others of its kind have. Norms may be left out by design."""
+    """A layer that alone lacks what others of its kind have, where no usual design explains it."""
     section = text_section(model.checkpoint.config)
     if any(section.get(key) for key in model.rules.depth.fixed):
         return
@@ -240,10 +242,32 @@ def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
         ]
         if not names or times[kind, names] > 1 or not fuller:
             continue
-        missing = [name for name in sorted(min(fuller, key=len) - names) if _is_needed(model, name)]
+        whole = min(fuller, key=len)
+        missing = [name for name in sorted(whole - names) if _is_needed(model, name)]
+        alike = [number for number, each in enumerate(sets) if names <= each]
+        if layer in (alike[0], alike[-1]):
+            missing = _unusual(missing, names, model.layers[sets.index(whole)])
         if missing:
             lacks = f"{model.stack.prefix}.{layer} lacks {_some(missing)}, which the other layers have."
             yield Problem(model.checkpoint.name, lacks, "Take a complete checkpoint, or merge again.")
+
+
+def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str, StoredTensor]) -> list[str]:
+    """What the first or last layer of its kind lacks and no usual design leaves out there.
+
+    Designs leave out what has to do with a layer before or after: ZAYA the scale of earlier router states, a
+    vector, RWKV-7 the matrices that mix in the first layer's values, which are all of a part of a module.
+    """
+    present = {part for name in names for part in _parts(name)}
+    matrices = [name for name in missing if len(whole[name].shape) > 1]
+    counts = Counter(part for name in matrices for part in _parts(name) if part not in present)
+    return [name for name in matrices if all(counts[part] < 2 for part in _parts(name))]
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of modules that a tensor is in, but for what has a number, such as a single expert."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(2, len(words)) if not words[depth - 1].isdecimal()]
 
 
 def _is_needed(model: _Model, suffix: str) -> bool:

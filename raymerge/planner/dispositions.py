@@ -47,6 +47,8 @@ class Rule(StrEnum):
     """The recipe's modules do not take this module of this source."""
     CONFIG_ONLY = "config_only"
     """The model gives only config, tokenizer and companion files."""
+    ACTIVATION_SCALE = "activation_scale"
+    """A scale of inputs, or of cached keys and values: the largest of those that the sources have."""
     ONLY_IN_BASE = "only_in_base"
     """Some source lacks it and the recipe says ``missing_tensors: copy_base``, so the base's is kept."""
     NOT_CHOSEN = "not_chosen"
@@ -97,6 +99,10 @@ class Fates:
             old = self._fates[source].get(part)
             if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
                 self._fates[source][part] = fate
+
+    def settle_part(self, source: int, part: str, fate: Fate) -> None:
+        """Record the use of one stored tensor, in place of what was said of all that it belongs to."""
+        self._fates[source][part] = fate
 
     def unsettled(self) -> Iterator[tuple[int, str]]:
         """Tensors of which nothing, or not all, has been said yet."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raymerge.architectures import Role, describe, load_rules, stacks
+from raymerge.architectures import NameReader, Role, load_rules, stacks
 from raymerge.planner.plan import Plan
 
 _DIGITS = 3
@@ -113,7 +113,8 @@ def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
     """What tensors do in the model, by their numbers."""
     names, config = plan["tensors"].column("name").to_pylist(), plan.manifest["config"]
     rules, found = load_rules(str(config.get("model_type") or "") or None), stacks(names, config)
-    return {each: describe(names[each], rules, stacks=found).role.value for each in tensors}
+    reader = NameReader(rules, stacks=found)
+    return {each: reader.describe(names[each]).role.value for each in tensors}
 
 
 def _role_error(role: str, tensors: Mapping[int, TensorError], totals: Mapping[int, _Sums]) -> RoleError:

@@ -154,7 +154,7 @@ def expert_blocks(
 ) -> tuple[ExpertBlock, ...]:
     """The blocks of the text decoder and of its multi-token-prediction layers, by layer.
 
-    Findings say which tensors cannot be split into experts.
+    Findings say which tensors cannot be split into experts, and where codes do not fit the config.
 
     Args:
         source: the checkpoint.
@@ -164,6 +164,8 @@ def expert_blocks(
     """
     main = source.layer_stack(None)
     quantised = quantised_tensors(source.checkpoint)
+    for fault in quantised.faults:
+        findings.add(fault)
     codes = quantised.members.keys() | quantised.unknown.keys()
     members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
     for name, info in logical.infos.items():

@@ -13,7 +13,7 @@ from raymerge.architectures.dense_fields import (
     dense_objections,
     families_with_dense,
 )
-from raymerge.architectures.expert_fields import expert_fields, names_experts, with_expert_count
+from raymerge.architectures.expert_fields import expert_fields, with_expert_count, with_expert_names
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import config_name
 from raymerge.errors import PlanError, Problem
@@ -76,7 +76,7 @@ class _Builder:
         self._sources = tuple(sources)
         self._base = sources[BASE]
         self._findings = Findings()
-        logical = open_logical(sources)
+        logical = open_logical(sources, self._findings)
         self._supplies = Supplies(sources, logical)
         for laid in self._supplies.adapters.values():
             for problem in laid.problems():
@@ -125,7 +125,8 @@ class _Builder:
         outputs = (*self._kept(), *changed)
         self._settle_rest(moves)
         config = self._base.checkpoint.config
-        count = self._mover.num_experts()
+        before, count = self._blocks[0].num_experts, self._mover.num_experts()
+        config = with_expert_names(config, before, count) or config
         return outputs, with_expert_count(config, self._base.rules, count), list(self._moved(moves))
 
     def _dense(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
@@ -141,7 +142,9 @@ class _Builder:
         notes = [f"becomes a dense model of the family {family.model_type}, {width} neurons wide"]
         if any(block.shared for block in self._blocks):
             notes.append(f"the gate of the shared expert cannot be kept: it counts {SHARED_FACTOR:g}")
-        return outputs, dense_config(self._base.checkpoint.config, family, width=width), notes
+        config = self._base.checkpoint.config
+        config = with_expert_names(config, self._blocks[0].num_experts, 0) or config
+        return outputs, dense_config(config, family, width=width), notes
 
     def _found_blocks(self, logical: LogicalTensors) -> tuple[ExpertBlock, ...]:
         """The base's experts.
@@ -158,8 +161,10 @@ class _Builder:
             what += "." if not count else ": no layer of its text model holds any."
             remedy = "Name a mixture of experts, whose config counts the experts of a layer."
             raise PlanError(Problem(self._recipe.where("base_model"), what, remedy))
-        if names_experts(base.checkpoint.config):
-            what = "what its config says of quantisation names experts by their numbers, which would change."
+        if with_expert_names(base.checkpoint.config, count, count) is None:
+            what = (
+                "its config's tables of quantisation single out experts by their numbers, which would change."
+            )
             self._findings.add(Problem(base.name, what, "Use a checkpoint that is not quantised so."))
         self._require()
         return found

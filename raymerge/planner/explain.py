@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raymerge.checkpoints.adapters import Adapter
+from raymerge.checkpoints.files import REASONS, LeftOut
+from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
 from raymerge.methods import find_method
 from raymerge.planner.assemblies import input_bytes
@@ -71,6 +74,24 @@ class DispositionLine:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutLine:
+    """Files of one source that are neither read nor copied, by one rule."""
+
+    source: int
+    """Index of the source, adapters behind models."""
+    rule: str
+    """Name of the rule; "" for weights that no rule is about, which stand in the plan's way."""
+    reason: str
+    """What the rule is about."""
+    files: int
+    """How many."""
+    nbytes: int
+    """Their bytes."""
+    examples: tuple[str, ...]
+    """The first names."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigChange:
     """A field of ``config.json`` that differs from the donor's."""
 
@@ -115,6 +136,8 @@ class Explanation:
     """What will be written."""
     dispositions: tuple[DispositionLine, ...]
     """What becomes of the sources' tensors."""
+    left_out: tuple[LeftOutLine, ...]
+    """Weights beside those of the sources' tensors, and files of the donor that are no companions."""
     read_bytes: int
     """Bytes to read, every source byte counted once."""
     passes: int
@@ -196,6 +219,7 @@ def explain(
         stages=tuple(stages),
         output=_output_line(plan),
         dispositions=_disposition_lines(plan, holders),
+        left_out=tuple(_left_out_lines(sources, donor)),
         read_bytes=_read_bytes(plan),
         passes=max((expression_passes(each) for each in plan.expressions), default=0),
         written_bytes=sum(shards.column("nbytes").to_pylist()),
@@ -317,6 +341,26 @@ def _disposition_lines(plan: Plan, holders: Sequence[Holding]) -> tuple[Disposit
         for (source, disposition, rule), names in groups.items()
     ]
     return tuple(sorted(lines, key=lambda line: (line.source, order.index(line.disposition), line.rule)))
+
+
+def _left_out_lines(sources: Sequence[Source], donor: int) -> Iterator[LeftOutLine]:
+    """Of the donor every file that is left out, of others weights alone: their companions are not copied."""
+    holders: list[Checkpoint | Adapter] = [source.checkpoint for source in sources]
+    holders += [source.adapter for source in sources if source.adapter is not None]
+    for index, holder in enumerate(holders):
+        found = [each for each in holder.left_out if each.is_weights or index == donor]
+        yield from left_out_lines(found, index)
+
+
+def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLine]:
+    """Files that are left out, by rule; those without a rule first."""
+    by_rule: dict[str, list[LeftOut]] = {}
+    for each in files:
+        by_rule.setdefault(each.rule or "", []).append(each)
+    for rule, found in sorted(by_rule.items()):
+        examples = tuple(each.key for each in found[:_EXAMPLES])
+        nbytes = sum(each.nbytes for each in found)
+        yield LeftOutLine(source, rule, REASONS.get(rule, ""), len(found), nbytes, examples)
 
 
 def _read_bytes(plan: Plan) -> int:

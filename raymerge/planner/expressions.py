@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ COPY = "copy"
 CONSTANT = "constant"
 SCALES = "scales"
 TENSOR_SCALE = "tensor_scale"
+LARGEST = "largest"
+"""The method of scales of activations."""
 
 _BYTES = "bytes"
 
@@ -215,6 +217,13 @@ class Read:
         terms = self.assembly.terms if self.assembly is not None else ()
         return self.view is None and all(term.read.view is None for term in terms)
 
+    def has_bytes_of(self, other: Read) -> bool:
+        """Whether it is made of the same bytes, whatever is taken of them."""
+        if self.assembly is not None or other.assembly is not None:
+            return False
+        mine = self.source, self.key, self.offset, self.nbytes, self.scales
+        return mine == (other.source, other.key, other.offset, other.nbytes, other.scales)
+
     def bytes_for(self, num_elements: int) -> int:
         """Bytes to read for a row of so many elements."""
         if self.assembly is not None:
@@ -348,7 +357,12 @@ class Row:
     @property
     def read_bytes(self) -> int:
         """Bytes to read for it."""
-        return sum(read.bytes_for(self.num_elements) for read in self.reads)
+        repeated = repeated_reads(self.reads, len(self.parts))
+        return sum(
+            read.bytes_for(self.num_elements)
+            for read, again in zip(self.reads, repeated, strict=True)
+            if not again
+        )
 
     def content(self) -> tuple[object, ...]:
         """Equal contents give equal bytes; unequal ones may."""
@@ -356,6 +370,22 @@ class Row:
         drawn = method is not None and method.random
         names = tuple(part.logical for part in self.parts) if drawn else ()
         return (self.expression, self.num_elements, self.reads, tuple(p.view for p in self.parts), names)
+
+
+def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
+    """Of each input of a row whether it is the bytes of that of the part before: then they are read once.
+
+    Args:
+        reads: of all parts, each with as many; only of a ``Read`` is known where its bytes are.
+        num_parts: logical tensors of the row.
+    """
+    if num_parts < 2:
+        return [False] * len(reads)
+    per_part = len(reads) // num_parts
+    found = [False] * per_part
+    for before, read in zip(reads, reads[per_part:], strict=False):
+        found.append(isinstance(before, Read) and isinstance(read, Read) and read.has_bytes_of(before))
+    return found[: len(reads)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +402,8 @@ class PackedAs:
     """What belongs to them beside that."""
     tensor_scale: TensorSpec | None = None
     """The tensor of the one scale of each matrix, where that is made with the codes."""
+    joined: str = ""
+    """The matrix that servers join this one to; those of one are made with the same scale. "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,3 +426,5 @@ class Output:
     """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""
     is_tensor_scale: bool = False
     """Whether they are the one scale of each matrix, and not those of blocks."""
+    joined: str = ""
+    """Of codes: outputs with the same word here share the one scale of their matrices; "" for none."""

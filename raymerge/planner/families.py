@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
 
+from raymerge.architectures import load_rules
 from raymerge.architectures.sections import text_section
 from raymerge.errors import Problem
 from raymerge.planner.sources import Source, model_references
 from raymerge.planner.spans import Section
 from raymerge.recipes import Recipe
 
-_MEANING = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    *("num_key_value_heads", "num_kv_heads", "head_dim", "num_experts_per_tok"),
-)
-# How a weight is cut into heads, or how many experts a router was trained to choose: tensors of equal shape
-# mean different things where these differ.
-_NOTED = (
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window"),
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
-    *("hidden_act", "hidden_activation", "activation_function"),
-    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "attn_logit_softcapping"),
-    *("final_logit_softcapping", "norm_topk_prob", "routed_scaling_factor", "scoring_func"),
-)
-# What models may be merged across and the user should know of.
 _TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
 _PARTS: Mapping[str | None, tuple[str, ...]] = {
     None: (_TEXT, _VISION, _AUDIO),
@@ -32,6 +22,29 @@ _PARTS: Mapping[str | None, tuple[str, ...]] = {
     **dict.fromkeys(("vision_tower", "vision_model"), (_VISION,)),
     "audio_tower": (_AUDIO,),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """What it means when configs differ in a field."""
+
+    field: str
+    """Dotted path in the section of the part that is merged."""
+    verdict: Literal["refuse", "note"]
+    """Whether such models can be merged."""
+    reason: str
+    """Why, as a part of a sentence."""
+
+
+def field_rules() -> tuple[FieldRule, ...]:
+    """The table ``config_differences.toml``."""
+    sizes = load_rules(None).sizes
+    table = files("raymerge.planner").joinpath("config_differences.toml").read_text(encoding="utf-8")
+    return tuple(
+        FieldRule(name, entry["verdict"], entry["reason"])
+        for entry in tomllib.loads(table)["fields"]
+        for name in (entry["names"] if "names" in entry else sizes[entry["sizes"]])
+    )
 
 
 def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) -> list[Problem]:
@@ -63,44 +76,89 @@ def other_meanings(
 ) -> list[Problem]:
     """A problem for each source whose weights mean something else than the output's config will say."""
     places = {reference: path for path, reference in model_references(recipe)}
-    found: dict[int, list[str]] = {}
-    for source, sentence in _differences(sections, sources, donor, _MEANING):
-        found.setdefault(source.index, []).append(sentence)
+    found: dict[int, dict[str, str]] = {}
+    for source, sentence, reason in _differences(sections, sources, donor, "refuse"):
+        found.setdefault(source.index, {})[sentence] = reason
     return [
         Problem(
             recipe.where(*places[sources[index].reference]),
-            f"{sources[index].name} has {', '.join(sentences)}: its weights mean something else, and the one "
-            "config of the output cannot hold for both.",
+            f"{sources[index].name} has {', '.join(reasons)}: its weights mean something else "
+            f"({'; '.join(dict.fromkeys(reasons.values()))}), and the one config of the output cannot hold "
+            "for both.",
             "Merge models whose configs agree in this, whatever their architecture is called.",
         )
-        for index, sentences in found.items()
+        for index, reasons in found.items()
     ]
 
 
 def config_notes(sections: Sequence[Section], sources: Sequence[Source], *, donor: Source) -> list[str]:
-    """A note for each source whose config differs in what a merge can bear."""
+    """A note for each source whose config differs in what a merge can bear, or in what one does not state."""
+    found = [*_differences(sections, sources, donor, "note"), *_unstated(sections, sources, donor)]
     return [
-        f"{source.name} has {sentence}; the output's config is that of {donor.name}"
-        for source, sentence in _differences(sections, sources, donor, _NOTED)
+        f"{source.name} has {sentence}; the output's config is that of {donor.name}: {reason}"
+        for source, sentence, reason in found
     ]
 
 
 def _differences(
-    sections: Sequence[Section], sources: Sequence[Source], donor: Source, fields: Sequence[str]
-) -> Iterator[tuple[Source, str]]:
-    """Every field that a source says otherwise than the first that says it, the donor before all others."""
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source, verdict: str
+) -> Iterator[tuple[Source, str, str]]:
+    """Every field of a verdict that a source states otherwise than the first that states it, with the reason.
+
+    The donor is before all others.
+    """
+    for rule in field_rules():
+        for said in _configs(sections, sources, donor) if rule.verdict == verdict else ():
+            values = [(source, _at(config, rule.field)) for source, config in said]
+            stated = [(source, value) for source, value in values if value is not None]
+            for source, value in stated[1:]:
+                first, own = stated[0]
+                if value != own:
+                    yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
+
+
+def _unstated(
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source
+) -> Iterator[tuple[Source, str, str]]:
+    """Every field that either the donor or another source states, with what it means if the default differs.
+
+    Null says no more than a field that is absent.
+    """
+    for rule in field_rules():
+        reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
+        for (_, given), *others in _configs(sections, sources, donor):
+            own = _at(given, rule.field)
+            for source, config in others:
+                value = _at(config, rule.field)
+                if own is None and value is not None and not _is_default(value, rule, given):
+                    yield source, f"{rule.field} {value} where {donor.name} does not state it", reason
+                if own is not None and value is None and not _is_default(own, rule, config):
+                    yield source, f"no {rule.field} where {donor.name} has {own}", reason
+
+
+def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
+    """Whether a config that does not state a field is known to mean that value."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if rule.field == "num_key_value_heads":
+        return bool(value == heads)
+    if rule.field == "head_dim":
+        return type(heads) is int and type(width) is int and heads > 0 and value == width // heads
+    return rule.verdict == "note" and not value
+
+
+def _configs(
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source
+) -> Iterator[list[tuple[Source, Mapping[str, Any]]]]:
+    """For each part of a config the sources whose part is merged, with it; the donor is the first."""
     for part, indices in _users(sections).items():
         order = [donor, *(sources[index] for index in indices if index != donor.index)]
-        said = [(source, _said(source, part)) for source in order]
-        for field in fields:
-            first: tuple[Source, Any] | None = None
-            for source, values in said:
-                value = values.get(field)
-                if value is None:
-                    continue
-                first = first or (source, value)
-                if value != first[1]:
-                    yield source, f"{field} {value} where {first[0].name} has {first[1]}"
+        yield [(source, _said(source, part)) for source in order]
+
+
+def _at(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 def _users(sections: Sequence[Section]) -> Mapping[str, Sequence[int]]:

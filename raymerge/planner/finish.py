@@ -90,7 +90,7 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
         "config": dict(decided.config),
         "left_out": list(decided.tokenizer.left_out),
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
-        "notes": list(decided.notes),
+        "notes": [*recipe.notes, *decided.notes],
     }
     return _proved(make_plan(manifest, tables, findings.problems()))
 
@@ -105,7 +105,8 @@ def _disagreements(
         for tensor in layout.tensors
     }
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-    yield from config_problems(replace(donor.checkpoint, config=config, tensors=ordered))
+    written = replace(donor.checkpoint, config=config, tensors=ordered, shapes={})
+    yield from config_problems(written)
 
 
 def _proved(plan: Plan) -> Plan:

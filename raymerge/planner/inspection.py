@@ -7,17 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raymerge.architectures import (
+    NameReader,
     Role,
     Rules,
     Stack,
     TensorInfo,
-    describe,
     fused_layout,
     load_rules,
     stacks,
     tied_pair,
 )
 from raymerge.architectures.sections import class_names, text_section
+from raymerge.checkpoints.files import LeftOut
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.planner.quantised_groups import QuantisedGroup, quantised_groups
@@ -111,6 +112,8 @@ class Inspection:
     """Files of weights."""
     companions: tuple[str, ...]
     """Other files of the model, which a merge copies."""
+    left_out: tuple[LeftOut, ...]
+    """Every file that a merge neither reads nor copies, with the rule; weights without one it refuses."""
     notes: tuple[str, ...]
     """Things worth telling."""
 
@@ -124,7 +127,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     rules = load_rules(str(config.get("model_type") or "") or None)
     found = stacks(checkpoint.tensors, config)
-    infos = {name: describe(name, rules, stacks=found) for name in checkpoint.tensors}
+    reader = NameReader(rules, stacks=found)
+    infos = {name: reader.describe(name) for name in checkpoint.tensors}
     tensors = checkpoint.tensors.values()
     quantised, faults = quantised_groups(checkpoint)
     return Inspection(
@@ -144,6 +148,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Inspection:
         declared_quantisation=_declared_quantisation(config),
         files=tuple(File(file.key, file.nbytes) for file in checkpoint.files),
         companions=checkpoint.companions,
+        left_out=checkpoint.left_out,
         notes=(*checkpoint.notes, *faults),
     )
 

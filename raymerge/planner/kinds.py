@@ -8,11 +8,13 @@ from pathlib import Path
 
 import xxhash
 
+from raymerge.errors import PlanError, Problem
 from raymerge.planner.aligned import align_stages
 from raymerge.planner.build import build_plan
 from raymerge.planner.expert_set import expert_set_plan
-from raymerge.planner.moe_build import build_moe_plan, moe_stages
+from raymerge.planner.moe_build import build_moe_plan, moe_stages, moe_trunk
 from raymerge.planner.plan import Plan
+from raymerge.planner.recipe_check import check_recipe
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import AlignSpec, Stage, prepared_of
 from raymerge.recipes import AnyRecipe, ExpertSetRecipe, MoeRecipe
@@ -70,6 +72,21 @@ def plan_of(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Pl
             return expert_set_plan(recipe, sources, version=version)
         case _:
             return build_plan(recipe, sources, version=version)
+
+
+def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:
+    """What is wrong with the methods and parameters of a recipe, whatever its models are."""
+    match recipe:
+        case MoeRecipe():
+            merge = moe_trunk(recipe)
+        case ExpertSetRecipe():
+            return ()
+        case _:
+            merge = recipe
+    try:
+        return check_recipe(merge).problems
+    except PlanError as error:
+        return error.problems
 
 
 def _salted(stage: Stage, made_by: Sequence[str]) -> Stage:

@@ -12,17 +12,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from raymerge.architectures import (
     FusedLayout,
     LayoutKind,
+    NameReader,
     Role,
     TensorInfo,
-    describe,
     fused_layout,
     logical_name,
     logical_names,
+    other_names,
 )
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.packed import Packed
@@ -31,10 +32,14 @@ from raymerge.checkpoints.packing import Format, Packing, encoding_of
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.planner.expressions import Scales
+from raymerge.planner.findings import Findings
 from raymerge.planner.sources import Source
 
 _WEIGHT = ".weight"
 _NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})
+
+ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...]]
+"""Kind, projections, number of experts and shape of a fused tensor."""
 
 
 class Place(NamedTuple):
@@ -79,11 +84,15 @@ class LogicalTensors:
             known: what names mean in another source of the same rules and stacks.
         """
         self._source = source
+        self._reader = NameReader(source.rules, stacks=source.stacks)
         self.infos: Mapping[str, TensorInfo] = {
-            name: known.get(name) or describe(name, source.rules, stacks=source.stacks)
-            for name in source.checkpoint.tensors
+            name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
         }
         self._places: Mapping[str, Place] | None = None
+        # Of fused tensors, which are asked for once for each of their experts.
+        self._layouts: dict[str, FusedLayout | None] = {}
+        self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
+        self._members: dict[str, Mapping[str, Place]] = {}
         self._likes: dict[tuple[Format, bool], Packed | None] = {}
 
     def part(self, name: str) -> Role:
@@ -103,6 +112,26 @@ class LogicalTensors:
         layout = self._layout(name)
         return None if layout is None else layout.kind
 
+    def member_names(self, name: str) -> tuple[str, ...]:
+        """Canonical names of the logical tensors of a stored one, also where their order in it is unknown."""
+        layout = self._layout(name)
+        if layout is None or not layout.projections:
+            return (logical_name(name, self._source.rules, info=self.infos[name]),)
+        return logical_names(layout)
+
+    def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """What each logical tensor of a stored one is called in other layouts, in the order of its blocks."""
+        layout, info, rules = self._layout(name), self.infos[name], self._source.rules
+        if layout is None or layout.kind == "unknown":
+            members: tuple[str, ...] = (logical_name(name, rules, info=info),)
+        else:
+            members = logical_names(layout)
+        return tuple(other_names(name, logical, info, rules) for logical in members)
+
+    def info(self, name: str) -> TensorInfo:
+        """What a name says, whether a tensor is stored by it or not."""
+        return self.infos.get(name) or self._reader.describe(name)
+
     def blocks(self, name: str) -> tuple[Block, ...] | None:
         """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told."""
         return self.blocks_in(name, self._format(name))
@@ -114,6 +143,37 @@ class LogicalTensors:
         less than a matrix.
         """
         layout = self._layout(name)
+        if layout is None:
+            return self._blocks_in(name, form, None)
+        key = name, form
+        if key not in self._blocks:
+            self._blocks[key] = self._blocks_in(name, form, layout)
+        return self._blocks[key]
+
+    def members(self, name: str) -> Mapping[str, Place] | None:
+        """The logical tensors of a stored tensor with their places; None where its layout is not known."""
+        own = self.blocks(name)
+        if own is None:
+            return None
+        if self.is_alone(name):
+            return dict(own[0].members)
+        if name not in self._members:
+            self._members[name] = dict(member for block in own for member in block.members)
+        return self._members[name]
+
+    def element_order(self, name: str, form: Format | None) -> ElementOrder | None:
+        """Where a fused tensor has which element where it is stored in a format. Of two tensors with equal
+        ones, elements at equal places belong together. None for one that is not fused, or in a way that
+        cannot be told."""
+        layout = self._layout(name)
+        if layout is None or layout.kind == "unknown":
+            return None
+        kind = _TURNED[layout.kind] if self.is_turned(name, form) else layout.kind
+        return kind, layout.projections, layout.num_experts, self.shape_in(name, form)
+
+    def _blocks_in(
+        self, name: str, form: Format | None, layout: FusedLayout | None
+    ) -> tuple[Block, ...] | None:
         tensor, shape = self._source.checkpoint.tensors[name], self.shape_in(name, form)
         if shape != tensor.shape:
             tensor = tensor._replace(shape=shape)
@@ -194,9 +254,14 @@ class LogicalTensors:
 
     def _layout(self, name: str) -> FusedLayout | None:
         """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
-        info = self.infos[name]
-        if info.part is not Role.EXPERT or info.expert is not None:
+        info, shape = self.infos[name], self._source.checkpoint.tensors[name].shape
+        if (info.part is not Role.EXPERT and len(shape) != 3) or info.expert is not None:
             return None
+        if name not in self._layouts:
+            self._layouts[name] = self._fused_layout(name)
+        return self._layouts[name]
+
+    def _fused_layout(self, name: str) -> FusedLayout | None:
         rules, config = self._source.rules, self._source.checkpoint.config
         shape = self._source.checkpoint.tensors[name].shape
         if self._format(name) is Format.MXFP4 and len(shape) > 2:
@@ -242,8 +307,11 @@ class LogicalTensors:
         return self._places
 
 
-def open_logical(sources: Sequence[Source]) -> tuple[LogicalTensors, ...]:
-    """The logical tensors of each source; what a name means is found out once for sources that are alike."""
+def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
+    """The logical tensors of each source; what a name means is found out once for sources that are alike.
+
+    Findings say which of them are stored twice.
+    """
     opened: list[tuple[Source, LogicalTensors]] = []
     for source in sources:
         alike = (
@@ -252,7 +320,27 @@ def open_logical(sources: Sequence[Source]) -> tuple[LogicalTensors, ...]:
             if (other.rules, other.stacks) == (source.rules, source.stacks)
         )
         opened.append((source, LogicalTensors(source, next(alike, _NOTHING))))
+    for source, tensors in opened:
+        _report_twice(source, tensors, findings)
     return tuple(tensors for _, tensors in opened)
+
+
+def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
+    """Report experts' matrices that several tensors hold: by two names, alone and in a stack, or in two."""
+    holders: dict[str, str] = {}
+    for name, info in tensors.infos.items():
+        if info.part is not Role.EXPERT:
+            continue
+        for member in tensors.member_names(name):
+            other = holders.setdefault(member, name)
+            if other != name:
+                findings.tensor(
+                    ("stored twice", source.name),
+                    where=source.name,
+                    what="{count} matrices of experts are stored twice, and nothing says which counts",
+                    remedy="Use a checkpoint that stores each expert once: by itself, or in a stack.",
+                    example=f"{member} in {' and in '.join(sorted((other, name)))}",
+                )
 
 
 def whole_place(tensor: StoredTensor) -> Place:

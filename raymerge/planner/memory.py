@@ -7,15 +7,18 @@ A worker has one segment in each of its *lanes*. A lane has its share of the wor
 - what computing takes: float32 inputs, result and temporaries of one *piece* at a time, and statistics.
 
 A piece is what a kernel is given at once. On a processor it is a BLOCK of a tile, so that it stays in the
-cache; where a row cannot be streamed (views, rows gathered by token, whole matrices) it is the whole tile.
+cache; where a row cannot be streamed (rows gathered by token, whole matrices) it is the whole tile. A row
+whose logical tensors lie across each other (views) is one tile, and computed in pieces of one after another.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import (
     BLOCK,
@@ -96,6 +99,8 @@ class Need:
     """Elements that tiles are multiples of, but for a last one."""
     piece: int = BLOCK
     """Most elements of a piece; 0: a tile is one piece."""
+    in_place: bool = False
+    """Whether results take the place of the first input's bytes, element by element."""
 
     def piece_of(self, elements: int) -> int:
         """Elements of the largest piece of a tile."""
@@ -137,6 +142,10 @@ class InputNeed:
     """What assembling it takes; None where it is read as it is stored."""
     scales: Scales | None = None
     """What makes numbers of it where it is codes."""
+    view: View | None = None
+    """Where its elements lie in what is read; None: row-major, all of it."""
+    is_repeated: bool = False
+    """Whether its bytes are those of the part before, which are read once."""
 
     def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
         """Stored bytes of it that a row of so many elements is made of."""
@@ -148,6 +157,15 @@ class InputNeed:
         """Stored bytes of it that all tiles of such a row hold together."""
         overlap = self.assembly.overlap if self.assembly is not None and is_flat else 1.0
         return overlap * self.raw_bytes(num_elements, is_flat=is_flat)
+
+
+class PartSize(NamedTuple):
+    """One logical tensor of a row that is not row-major."""
+
+    shape: tuple[int, ...]
+    """Its logical shape."""
+    view: View | None
+    """Where its elements lie within the row; None: all of it, row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +181,9 @@ class RowSize:
     num_dimensions: int
     """Dimensions of its parts."""
     is_flat: bool
-    """Whether tiles may be cut; otherwise the row is made at once."""
+    """Whether tiles may be cut; otherwise the row is one tile."""
+    parts: tuple[PartSize, ...] = ()
+    """Its logical tensors, where it is not flat."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,13 +203,16 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
         size: the row's size.
     """
     num_elements, is_flat = size.num_elements, size.is_flat
-    stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in inputs) / max(1, num_elements)
+    read = [each for each in inputs if not each.is_repeated]
+    stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
     packed = [each.scales for each in inputs if each.scales is not None]
     beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
     room = READ_ROOM * (len(inputs) + beside)
     method = find_method(expression.method)
     if expression.is_copy or method is None:
         return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
+    if size.parts and _goes_in_pieces(expression, method, inputs, size.parts):
+        return _need_in_pieces(expression, method, inputs, size, Need(stored, 0, 0, room, 0, num_elements))
     per_part = len(inputs) // size.num_parts
     scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
     assemblies = [each.assembly for each in inputs if each.assembly is not None]
@@ -220,6 +243,87 @@ def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize)
     usual = _CODES_PIECE if bands else BLOCK
     piece = 0 if assemblies or not is_flat else max(1, usual // unit) * unit
     return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
+
+
+def _goes_in_pieces(
+    expression: Expression, method: Method, inputs: Sequence[InputNeed], parts: Sequence[PartSize]
+) -> bool:
+    """Whether a row that is read whole can be computed piece by piece: not if a piece is a matrix, and not if
+    codes would have to be taken out of the middle of rows."""
+    settings = expression.bind(keys=(), shape=parts[0].shape)
+    if method.access_with(settings) is Access.MATRIX or any(each.assembly is not None for each in inputs):
+        return False
+    columns = parts[0].shape[-1] if parts[0].shape else 1
+    coded = [
+        (each.view, each.scales.encoding, each.scales.columns) for each in inputs if each.scales is not None
+    ]
+    if expression.encode is not None:
+        coded += [(part.view, expression.encode, columns) for part in parts]
+    return all(
+        columns > 0
+        and encoding.band == 1
+        and encoding.tensor_scale_dtype is None
+        and width == columns
+        and (view is None or view.has_whole_rows)
+        for view, encoding, width in coded
+    )
+
+
+def _need_in_pieces(
+    expression: Expression, method: Method, inputs: Sequence[InputNeed], size: RowSize, read: Need
+) -> Need:
+    """The need of a row that is read whole and computed in pieces of its parts, one after the other.
+
+    Args:
+        expression: what is computed.
+        method: by which method.
+        inputs: every input, of all parts.
+        size: the row's size.
+        read: what reading it takes.
+    """
+    per_part, encode = len(inputs) // size.num_parts, expression.encode
+    settings = expression.bind(keys=(), shape=size.parts[0].shape)
+    access, columns = method.access_with(settings), settings.row_length
+    is_coded = encode is not None or any(each.scales is not None for each in inputs)
+    unit = BLOCK if access is Access.ELEMENT and not is_coded else method.granule(settings)
+    unit = math.lcm(unit, columns) if is_coded else unit
+    scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
+    # Float32 inputs and the result, and a part of both as they are stored.
+    work = 4 * per_part + scratch + 4 + expression.cast.bits / 8 + max(each.dtype.bits / 8 for each in inputs)
+    work += _DECODING * any(each.scales is not None for each in inputs) + _ENCODING * (encode is not None)
+    state = per_part * (method.state_bytes + method.state_bytes_per_column * columns)
+    in_place = encode is None and _takes_places(expression, inputs[::per_part], size)
+    made = 0 if in_place else expression.cast.nbytes(size.num_elements)
+    if encode is not None:
+        made += size.num_elements // columns * encode.scales_nbytes(columns)
+    piece = max(1, _CODES_PIECE // unit) * unit
+    return replace(
+        read,
+        work_per_element=work,
+        scratch_per_element=scratch,
+        fixed_bytes=state + made,
+        unit=unit,
+        piece=piece,
+        in_place=in_place,
+    )
+
+
+def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowSize) -> bool:
+    """Whether each element of the result has the place that it has in the first input, and is as wide.
+
+    Args:
+        expression: what is computed.
+        first: the first input of each part.
+        size: the row's size.
+    """
+    bits = expression.cast.bits
+    return first[0].nbytes * 8 == size.num_elements * bits and all(
+        each.scales is None
+        and each.dtype.bits == bits
+        and each.view == part.view
+        and each.is_repeated == (n > 0)
+        for n, (each, part) in enumerate(zip(first, size.parts, strict=True))
+    )
 
 
 def _settings(expression: Expression, size: RowSize) -> Settings:

@@ -13,7 +13,7 @@ from raymerge.architectures import Role
 from raymerge.architectures.moe_names import router_name, shared_gate_name, trunk_name
 from raymerge.checkpoints.source import natural_key
 from raymerge.dtypes import DType
-from raymerge.methods import find_method
+from raymerge.methods import methods
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.config_fields import output_config, vocabulary_size, with_fields
 from raymerge.planner.dispositions import Disposition, Fate, Rule
@@ -37,7 +37,7 @@ from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared, Stage
 from raymerge.planner.ties import settle_tie
 from raymerge.planner.workshop import Workshop, open_workshop
-from raymerge.recipes import MoeRecipe
+from raymerge.recipes import MoeRecipe, Recipe
 from raymerge.recipes.trunk import trunk_recipe
 
 
@@ -65,9 +65,14 @@ def build_moe_plan(recipe: MoeRecipe, sources: Sequence[Source], *, version: str
         return _built(recipe, sources, version)
 
 
+def moe_trunk(recipe: MoeRecipe) -> Recipe:
+    """The merge that makes everything but the experts."""
+    return trunk_recipe(recipe, _per_model(recipe))
+
+
 def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
     shape = shape_of(recipe, sources)
-    shop = open_workshop(trunk_recipe(recipe, _per_model(recipe)), sources)
+    shop = open_workshop(moe_trunk(recipe), sources)
     experts = MoeExperts(recipe, shape, shop)
     trunk = trunk_outputs(shop, shape)
     tie = settle_tie(trunk, shop.sections, sources, shop.builder.fates, donor=shape.base)
@@ -98,7 +103,7 @@ def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
 
 def _per_model(recipe: MoeRecipe) -> frozenset[str]:
     """Parameters of the trunk's method of which each model has its own."""
-    method = find_method(recipe.trunk.merge_method) if recipe.trunk is not None else None
+    method = methods().get(recipe.trunk.merge_method) if recipe.trunk is not None else None
     return (
         frozenset(each.name for each in method.parameters if each.scope == "source")
         if method

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raymerge.architectures.moe_names import trunk_name
 from raymerge.planner.align import Aligned
-from raymerge.planner.chosen import choose, output_subject
+from raymerge.planner.chosen import choose, output_subject, output_subjects
 from raymerge.planner.expressions import Output
 from raymerge.planner.moe_shape import MoeShape
 from raymerge.planner.vocabularies import compare_vocabularies
@@ -44,7 +44,7 @@ def _check_vocabulary(shop: Workshop, shape: MoeShape, aligned: Aligned) -> None
     pair, base = shape.base.pair, shape.base
     if pair is None or aligned.lead not in (pair.embedding, pair.head):
         return
-    treatment = shop.treatments.of(aligned.span, output_subject(aligned, shop.supplies.logical))
+    treatment = shop.treatments.of(aligned.span, output_subjects(aligned, shop.supplies.logical)[0])
     own = shop.supplies.stored(base.index, aligned.lead)
     if treatment is None or own is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from raymerge.methods import Method
-from raymerge.planner.bind import written_parameters
+from raymerge.planner.bind import ineffective_parameters
 from raymerge.planner.dispositions import Disposition, Fates
 from raymerge.planner.families import config_notes
 from raymerge.planner.sources import Source
@@ -29,12 +29,7 @@ def recipe_notes(
     if not giver.checkpoint.is_raw:
         notes.append(f"config, tokenizer and companion files come from {giver.name}")
     notes += config_notes(sections, sources, donor=giver)
-    notes += [
-        f"'{parameter.name}' has no effect on {method.name} and is accepted for compatibility"
-        for method in dict.fromkeys(chosen)
-        for parameter in method.parameters
-        if not parameter.effective and parameter.name in written_parameters(recipe)
-    ]
+    notes += ineffective_parameters(recipe, chosen[0], chosen[1:])
     if sections[0].module is not None:
         named = ", ".join(str(section.module) for section in sections)
         notes.append(f"modules named in the recipe: {named}; all others are copied from {giver.name}")
@@ -44,15 +39,17 @@ def recipe_notes(
 def base_notes(
     treatments: Treatments, sections: Sequence[Section], sources: Sequence[Source]
 ) -> Iterator[str]:
-    """Which base counts as one more source, though it is not among the models listed."""
+    """Which base is the whole result, or counts as one more source though it is not listed."""
     for section in sections:
         for span in section.spans:
             own = treatments.made(span)
             if own is None:
                 continue
             for member in own.members:
-                if member.path == UNLISTED:
-                    name = sources[member.source].name
+                name = sources[member.source].name
+                if own.unchanged_by:
+                    yield f"{own.unchanged_by} has no source beside the base: the result is {name}"
+                elif member.path == UNLISTED:
                     yield f"{name} is not listed, and counts as one more source of {own.method.name}"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raymerge.architectures import Role
+from raymerge.checkpoints.activation_scales import INPUT_SCALES
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.numbers import part_name
@@ -12,9 +14,10 @@ from raymerge.checkpoints.packed import Packed
 from raymerge.checkpoints.packing import Packing, encoding_of
 from raymerge.checkpoints.source import main_dtype
 from raymerge.methods import Settings
+from raymerge.planner.activation_scales import ActivationScales
 from raymerge.planner.align import Aligned
 from raymerge.planner.bind import Binder, BindError
-from raymerge.planner.chosen import Chosen, choose, member_subject, moved, output_subject
+from raymerge.planner.chosen import Chosen, choose, member_subject, moved, output_subject, output_subjects
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.embeddings import Embeddings
 from raymerge.planner.expressions import Output, PackedAs, Part, Read, Row, copy_expression
@@ -22,13 +25,30 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.fresh import fresh_parts, shape_tensor
 from raymerge.planner.plain import PlainNumbers
 from raymerge.planner.rows import RowMaker
+from raymerge.planner.selectors import Selectors
 from raymerge.planner.sources import Path_, holdings
 from raymerge.planner.spans import Member
 from raymerge.planner.supplies import Supplies, Supply
 from raymerge.planner.treatments import Treatments
 from raymerge.planner.vocabulary import VocabularyPlan
 from raymerge.planner.written import OutFormats, Written
-from raymerge.recipes import Recipe
+from raymerge.recipes import Recipe, Selector, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blocks of an output that are made alike: runs of experts' matrices in a fused tensor."""
+
+    chosen: Chosen
+    """By which method, and from whom."""
+    subject: Subject = field(compare=False)
+    """One of them as selectors see it."""
+    settings: Settings | None = None
+    """What the method is told; None where that is not bound yet, or cannot be."""
+    is_copied: bool = False
+    """Whether they stay as the lead has them, since others lack them."""
+    blocks: list[int] = field(default_factory=list, compare=False)
+    """Their numbers."""
 
 
 class OutputBuilder:
@@ -54,7 +74,11 @@ class OutputBuilder:
         self._main = [main_dtype(source.checkpoint) for source in supplies.sources]
         self._plain = PlainNumbers(supplies.sources, findings)
         self._rows = RowMaker(supplies, self._plain, findings, self.fates)
+        self.scales = ActivationScales(supplies.sources, self.fates)
+        """The scales of inputs and of cached keys and values."""
         self._formats = OutFormats(recipe, supplies.logical, self._main, findings)
+        self._coded: dict[str, Aligned] = {}
+        self._selectors = Selectors(recipe)
         self._binders: dict[tuple[Path_, int], Binder] = {}
         self.embeddings = Embeddings(recipe, supplies, self._rows, findings, vocabulary=vocabulary)
         """The rows of tensors with a row for each token."""
@@ -64,18 +88,28 @@ class OutputBuilder:
         made = self._make(aligned)
         if made is None:
             self._give_up(aligned)
+        elif made.packed is not None:
+            self._coded[made.name] = aligned
         return made
+
+    def made_anew(self, name: str) -> Output | None:
+        """An output of codes that is encoded, though it could be copied; None with a finding."""
+        return self._make(self._coded[name], may_copy=False)
 
     def report_unused(self) -> None:
         """Report what the recipe says of outputs that there are not; after the last of them."""
         self._formats.report_unused()
+
+    def notes(self) -> Iterator[str]:
+        """Which selectors of the recipe matched none of the outputs; after the last of them."""
+        yield from self._selectors.notes()
 
     def _give_up(self, aligned: Aligned) -> None:
         """Settle what a failed output would have used, so that one fault is not reported twice."""
         for store, name in self._held(aligned):
             self.fates.settle(store, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output))
 
-    def _make(self, aligned: Aligned) -> Output | None:
+    def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
         source = aligned.span.lead.source
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
         role = self._logical[source].part(aligned.lead)
@@ -83,38 +117,148 @@ class OutputBuilder:
             return self._from_lead(aligned, lead, Written(lead.dtype), Rule.COPIED_FROM_LEAD)
         written = self._formats.of(aligned, lead, role)
         if aligned.copied:
-            return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE)
-        treatment = self._treatments.of(aligned.span, output_subject(aligned, self._logical))
-        if treatment is None:
+            return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE, may_copy=may_copy)
+        groups = self._groups(aligned, written)
+        if groups is None:
             return None
-        chosen = choose(aligned, treatment)
-        if self._recipe.missing_tensors == "copy_base" and self._lacking(chosen):
-            return self._from_lead(aligned, lead, written, Rule.ONLY_IN_BASE)
-        made = self._by_method(chosen, lead, written)
+        if self.scales.is_one(source, aligned.lead):
+            scale = self.scales.alone(groups[0].chosen, lead)
+            self._settle_rest(aligned)
+            return scale
+        if len(groups) > 1:
+            made = self._of_groups(groups, lead, written)
+        elif groups[0].is_copied:
+            return self._from_lead(aligned, lead, written, Rule.ONLY_IN_BASE, may_copy=may_copy)
+        else:
+            made = self._by_method(groups[0], lead, written, may_copy=may_copy)
         if made is not None:
             self._settle_rest(aligned)
         return made
 
-    def _by_method(self, chosen: Chosen, lead: StoredTensor, written: Written) -> Output | None:
-        settings = self._settings(chosen)
+    def _groups(self, aligned: Aligned, written: Written) -> list[_Group] | None:
+        """The blocks of an output, those together that are made alike; None with a finding."""
+        subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
+        if self._selectors.are_by_name:
+            subjects = output_subjects(aligned, self._logical)
+        self._selectors.see(subjects)
+        outcomes: dict[frozenset[Selector], _Group | None] = {}
+        groups: list[_Group] = []
+        for number, (own, names) in enumerate(self._runs(aligned, written, subjects)):
+            found = [self._outcome(aligned, each, outcomes, bind=len(subjects) > 1) for each in own]
+            group = found[0]
+            if group is None or None in found:
+                return None
+            if any(each != group for each in found):
+                self._report_interleaved(aligned)
+                return None
+            if self._recipe.missing_tensors == "copy_base" and self._lacking(group.chosen, names):
+                group = replace(group, is_copied=True, blocks=[])
+            known = next((each for each in groups if each == group), None)
+            if known is None:
+                groups.append(group)
+            (known or group).blocks.append(number)
+        return groups
+
+    def _runs(
+        self, aligned: Aligned, written: Written, subjects: tuple[Subject, ...]
+    ) -> Iterator[tuple[Sequence[Subject], Sequence[str]]]:
+        """For each block that may be made in another way than others its logical tensors, and their names.
+
+        One for a tensor whose blocks nothing tells apart, without names.
+        """
+        if len(subjects) == 1 and self._recipe.missing_tensors != "copy_base":
+            yield subjects, ()
+            return
+        form = None if written.packing is None else written.packing.format
+        blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form) or ()
+        if len(blocks) < 2:
+            yield subjects, ()
+            return
+        start = 0
+        for block in blocks:
+            stop = start + len(block.members)
+            own = subjects if len(subjects) == 1 else subjects[start:stop]
+            yield own, [name for name, _ in block.members]
+            start = stop
+
+    def _outcome(
+        self,
+        aligned: Aligned,
+        subject: Subject,
+        outcomes: dict[frozenset[Selector], _Group | None],
+        *,
+        bind: bool,
+    ) -> _Group | None:
+        """How a logical tensor of an output is made, with its settings to ``bind``; None with a finding."""
+        key = self._selectors.matching(subject)
+        if key not in outcomes:
+            treatment = self._treatments.of(aligned.span, subject)
+            chosen = None if treatment is None else choose(aligned, treatment)
+            settings = None if chosen is None or not bind else self._settings(chosen, subject)
+            outcomes[key] = None if chosen is None else _Group(chosen, subject, settings)
+        return outcomes[key]
+
+    def _report_interleaved(self, aligned: Aligned) -> None:
+        """Report matrices that the recipe treats differently and that lie in one block."""
+        source = self._sources[aligned.span.lead.source]
+        self.findings.tensor(
+            ("interleaved", source.name),
+            where=source.name,
+            what="the recipe names some of the matrices that {count} tensors hold, and these lie there "
+            "interleaved with others, so that they cannot be made in different ways",
+            remedy="Name all matrices of an expert in the same line, or use a base whose experts are stored "
+            "one by one.",
+            example=aligned.output,
+        )
+
+    def _of_groups(self, groups: Sequence[_Group], lead: StoredTensor, written: Written) -> Output | None:
+        """A tensor whose blocks are made in several ways."""
+        aligned, rows = groups[0].chosen.aligned, dict[int, Row]()
+        for group in groups:
+            if group.is_copied:
+                made = self._rows.alone(aligned, written, only=group.blocks)
+            else:
+                settings = self._checked(group.chosen, self._settings_of(group))
+                made = self._rows.rows(group.chosen, lead, settings, written, only=group.blocks)
+            if made is not None:
+                rows.update(zip(group.blocks, made, strict=True))
+        if len(rows) < sum(len(group.blocks) for group in groups):
+            return None
+        made_rows = tuple(rows[number] for number in sorted(rows))
+        return self._computed(aligned, lead, written, made_rows, groups[0].chosen)
+
+    def _by_method(
+        self, group: _Group, lead: StoredTensor, written: Written, *, may_copy: bool
+    ) -> Output | None:
+        chosen = group.chosen
+        settings = self._settings_of(group)
         if self.embeddings.concerns(chosen, lead):
             dtype = self._formats.dtype_of_rows(chosen.aligned, lead, written)
             return self.embeddings.output(chosen, lead, settings, dtype)
-        if settings is not None:
+        if settings is not None and may_copy:
             whole = self._whole_copy(chosen, lead, settings, written)
             if whole is not None:
                 return whole
-        # What cannot be computed is looked at all the same: every problem is to be said at once.
+        rows = self._rows.rows(chosen, lead, self._checked(chosen, settings), written)
+        return None if rows is None else self._computed(chosen.aligned, lead, written, rows, chosen)
+
+    def _checked(self, chosen: Chosen, settings: Settings | None) -> Settings | None:
+        """The settings, unless some member holds no plain numbers: findings say which.
+
+        What cannot be computed is looked at all the same: every problem is to be said at once.
+        """
         combines = settings is not None or len(chosen.names) > 1
-        if combines and not self._all_plain(chosen):
-            settings = None
-        rows = self._rows.rows(chosen, lead, settings, written)
-        return None if rows is None else self._computed(chosen.aligned, lead, written, rows)
+        return settings if not combines or self._all_plain(chosen) else None
 
     def _computed(
-        self, aligned: Aligned, lead: StoredTensor, written: Written, rows: tuple[Row, ...]
+        self,
+        aligned: Aligned,
+        lead: StoredTensor,
+        written: Written,
+        rows: tuple[Row, ...],
+        chosen: Chosen | None = None,
     ) -> Output:
-        """The output of rows that are computed."""
+        """The output of rows that are computed, of those that were chosen or of the lead's tensor alone."""
         source = aligned.span.lead.source
         if written.packing is None:
             shape = self._logical[source].shape_in(aligned.lead, None)
@@ -125,15 +269,54 @@ class OutputBuilder:
             like = self._logical[source].packed_like(aligned.lead, packing.format)
             packed_as = fresh_parts(aligned.output, packing, like, packs.stored if packs is not None else {})
             return Output(aligned.output, written.dtype, packing.shape, rows, True, packed_as)
-        packed_as = _made_alike(packed, packs.stored, aligned.output, source)
+        packed_as = self._made_alike(packed, packs.stored, aligned.output, source, chosen)
         return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
+
+    def _made_alike(
+        self,
+        packed: Packed,
+        stored: Mapping[str, StoredTensor],
+        output: str,
+        source: int,
+        chosen: Chosen | None,
+    ) -> PackedAs:
+        """How an output is stored as a source has a tensor.
+
+        Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
+        copied.
+        """
+        names = {name: part_name(packed.name, name, output) for name in packed.stored}
+        one = packed.tensor_scale
+
+        def other(name: str) -> Output:
+            if name == packed.shape_tensor:
+                return shape_tensor(names[name], stored[name].dtype, packed.packing)
+            if name.endswith(INPUT_SCALES):
+                return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
+            return _copied(names[name], stored[name], source)
+
+        return PackedAs(
+            packed.packing,
+            names[packed.codes],
+            "" if packed.scales == one else names[packed.scales],
+            tuple(other(name) for name in packed.others if name != one),
+            None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
+        )
 
     def _settle_rest(self, aligned: Aligned) -> None:
         """Settle what the method that was chosen leaves out of those that take part."""
         for store, name in self._held(aligned):
             self.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output))
 
-    def _from_lead(self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule) -> Output | None:
+    def _from_lead(
+        self,
+        aligned: Aligned,
+        lead: StoredTensor,
+        written: Written,
+        rule: Rule,
+        *,
+        may_copy: bool = True,
+    ) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
         source = aligned.span.lead.source
         dtype = written.dtype if written.packing is None else lead.dtype
@@ -148,6 +331,7 @@ class OutputBuilder:
         finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
         made = self._copy(aligned, stored, store, check_finite=finite)
         differs = written.dtype is not stored.dtype or self._differs(written.packing, source, aligned.lead)
+        differs |= not may_copy
         disposition = Disposition.CONVERTED if differs else Disposition.COPIED
         # Before its rows are made, which would say that the dtype alone is why.
         self.fates.settle(store, stored.name, Fate(disposition, rule, aligned.output))
@@ -183,11 +367,16 @@ class OutputBuilder:
         self._settle_rest(aligned)
         return self._computed(aligned, lead, written, rows)
 
-    def _lacking(self, chosen: Chosen) -> bool:
-        """Whether some of those that take part store the tensor neither by this name nor within another."""
+    def _lacking(self, chosen: Chosen, names: Sequence[str]) -> bool:
+        """Whether some of those that take part store a tensor neither by this name nor within another.
+
+        Args:
+            chosen: the tensor.
+            names: the logical tensors of it that are asked about; all of them where there are none.
+        """
         return any(
             self._logical[member.source].stored(name) is None
-            and None in self._elsewhere(chosen.aligned, member, name)
+            and None in self._elsewhere(chosen.aligned, member, name, names)
             for member, name in chosen.members()
         )
 
@@ -202,18 +391,21 @@ class OutputBuilder:
             for supply in supplies:
                 yield from self._supplies.holders(member.source, supply)
 
-    def _elsewhere(self, aligned: Aligned, member: Member, name: str) -> list[Supply | None]:
-        """Where a member has each logical tensor of the lead's tensor, whatever it is stored in."""
-        blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
-        return [
-            self._supplies.find(member.source, name, moved(aligned, logical, name))
-            for block in blocks
-            for logical, _ in block.members
-        ]
+    def _elsewhere(
+        self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
+    ) -> list[Supply | None]:
+        """Where a member has each logical tensor of the lead's tensor, or those named, whatever stores it."""
+        if not names:
+            blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
+            names = [logical for block in blocks for logical, _ in block.members]
+        return [self._supplies.find(member.source, name, moved(aligned, each, name)) for each in names]
 
-    def _settings(self, chosen: Chosen) -> Settings | None:
+    def _settings_of(self, group: _Group) -> Settings | None:
+        return group.settings or self._settings(group.chosen, group.subject)
+
+    def _settings(self, chosen: Chosen, subject: Subject) -> Settings | None:
         try:
-            settings = self._bound(chosen)
+            settings = self._bound(chosen, subject)
         except BindError as error:
             self._unbound(error)
             return None
@@ -229,7 +421,7 @@ class OutputBuilder:
         )
         return None
 
-    def _bound(self, chosen: Chosen) -> Settings:
+    def _bound(self, chosen: Chosen, subject: Subject) -> Settings:
         aligned, treatment = chosen.aligned, chosen.treatment
         key = aligned.span.path, treatment.rule
         if key not in self._binders:
@@ -238,11 +430,11 @@ class OutputBuilder:
         if binder.constant is not None:
             return binder.constant
         members = [
-            member_subject(member, name, self._logical)
+            member_subject(member, name, self._logical, (subject.name, *subject.aliases))
             for member, name in chosen.members()
             if member is not treatment.base
         ]
-        subject = output_subject(aligned, self._logical)
+        self._selectors.see(members)
         return binder.settings(subject, members, aligned.t, depth=aligned.depth)
 
     def _unbound(self, error: BindError) -> None:
@@ -299,28 +491,6 @@ class OutputBuilder:
         found = [(source, self._logical[source].stored(name)) for source, name in stored]
         plain = [self._plain.check(source, tensor) for source, tensor in found if tensor is not None]
         return all(plain)
-
-
-def _made_alike(packed: Packed, stored: Mapping[str, StoredTensor], output: str, source: int) -> PackedAs:
-    """How an output is stored as a source has a tensor.
-
-    Codes, scales and what repeats the shape are made; all else is copied.
-    """
-    names = {name: part_name(packed.name, name, output) for name in packed.stored}
-    one = packed.tensor_scale
-    others = (name for name in packed.others if name != one)
-    return PackedAs(
-        packed.packing,
-        names[packed.codes],
-        "" if packed.scales == one else names[packed.scales],
-        tuple(
-            shape_tensor(names[name], stored[name].dtype, packed.packing)
-            if name == packed.shape_tensor
-            else _copied(names[name], stored[name], source)
-            for name in others
-        ),
-        None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
-    )
 
 
 def _copied(name: str, stored: StoredTensor, store: int) -> Output:

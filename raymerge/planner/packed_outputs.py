@@ -42,7 +42,9 @@ def _stored(output: Output) -> Iterator[Output]:
         return
     # That numbers are finite is seen before they are encoded: codes of four bits could not tell.
     packing = packed.packing
-    yield Output(packed.codes, packing.code_dtype, packing.codes_shape, output.rows, False)
+    yield Output(
+        packed.codes, packing.code_dtype, packing.codes_shape, output.rows, False, joined=packed.joined
+    )
     if packed.scales:
         shape = packing.scales_shape
         yield Output(packed.scales, packing.scale_dtype, shape, (), False, scales_of=packed.codes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from raymerge.architectures import Role, Stack, module_of
+from raymerge.architectures import Role, Stack, module_finder
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.sources import Source
 
@@ -26,6 +26,7 @@ class PlacedTensors:
         self.stack: Stack | None = source.layer_stack(module)
         self._logical = logical
         self._module = module
+        self._module_of = module_finder(source.checkpoint.config, source.stacks)
         self._towers = _towers(source.stacks, self.stack)
         self._found: Mapping[Where, Sequence[str]] | None = None
 
@@ -41,9 +42,7 @@ class PlacedTensors:
 
     def contains(self, name: str) -> bool:
         """Whether a tensor of the source belongs to the module."""
-        if self._module is None:
-            return True
-        return module_of(name, self.source.checkpoint.config, self.source.stacks) == self._module
+        return self._module is None or self._module_of(name) == self._module
 
     def names(self) -> list[str]:
         """The module's tensors in the checkpoint's order."""
@@ -69,9 +68,12 @@ class PlacedTensors:
             return info.layer if info.layer < stack.num_layers else "after"
         if info.role is Role.MTP:
             return "after"
-        if info.role is Role.VISION or name.startswith(self._towers):
+        if info.role is Role.VISION or self._is_in_tower(name):
             return "before"
         return "after" if info.role is Role.HEAD or _is_behind(name, info.role) else "before"
+
+    def _is_in_tower(self, name: str) -> bool:
+        return any(name[: end + 1] in self._towers for end, letter in enumerate(name) if letter == ".")
 
     def is_compared(self, name: str) -> bool:
         """Whether a tensor must be in every checkpoint of the architecture.
@@ -107,7 +109,7 @@ def _roots(one: str, other: str) -> tuple[str, str]:
     return "".join(f"{word}." for word in mine), "".join(f"{word}." for word in theirs)
 
 
-def _towers(stacks: Sequence[Stack], stack: Stack | None) -> tuple[str, ...]:
+def _towers(stacks: Sequence[Stack], stack: Stack | None) -> frozenset[str]:
     """How names begin that belong to the other stacks: their paths up to where they part from the stack's."""
     own = stack.prefix.split(".") if stack is not None else []
     found = []
@@ -116,7 +118,7 @@ def _towers(stacks: Sequence[Stack], stack: Stack | None) -> tuple[str, ...]:
         parted = next((i for i, word in enumerate(path) if i >= len(own) or word != own[i]), None)
         if other != stack and parted is not None and other.prefix:
             found.append("".join(f"{word}." for word in path[: parted + 1]))
-    return tuple(found)
+    return frozenset(found)
 
 
 def _is_behind(name: str, role: Role) -> bool:

@@ -18,7 +18,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.expressions import Expression
 
-FORMAT = 3
+FORMAT = 4
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
 _LIST = pa.list_(pa.int64())
@@ -50,6 +50,7 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
                 ("made_with", pa.int64()),
                 ("scales", pa.int64()),
                 ("tensor_scale", pa.int64()),
+                ("joined_with", _LIST),
                 ("also", _LIST),
                 ("first_part", pa.int64()),
                 ("num_parts", pa.int32()),

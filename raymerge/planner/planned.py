@@ -6,7 +6,9 @@ checkpoint where the next merge is planned, whose plan comes out as it would ove
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +16,15 @@ import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
+from raymerge.documents.locate import in_order
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, PlanError, Problem, UserError
-from raymerge.planner.kinds import plan_of, stages_of, with_prepared
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
+from raymerge.planner.kinds import plan_of, recipe_problems, stages_of, with_prepared
 from raymerge.planner.plan import Plan, make_plan
-from raymerge.planner.sources import Opener, Source, open_sources, opener_of
+from raymerge.planner.recipe_check import neutral_recipe
+from raymerge.planner.sources import OpenedModels, Opener, Source, open_models, opener_of, unread_problems
 from raymerge.planner.stages import Stage
-from raymerge.recipes import AnyRecipe, ModelReference, Recipe, did_you_mean, references
+from raymerge.recipes import AnyRecipe, Draft, ModelReference, Recipe, did_you_mean, references
 from raymerge.storage.resolve import USUAL, Lookup
 
 _LENGTH_NBYTES = 8
@@ -73,26 +77,33 @@ def plan_merges(
         PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
             the problems of all merges that could be looked at.
     """
-    planner = _Planner(recipes, root, version, opener, lookup)
-    merges: list[PlannedMerge] = []
-    problems: list[Problem] = []
-    failures: list[UserError] = []
-    for recipe in recipes:
-        if not planner.can_plan(recipe):
-            problems += planner.absences(recipe)
-            continue
-        try:
-            merge = planner.planned(recipe)
-        except UserError as error:
-            problems += planner.placed(recipe, error.problems)
-            failures.append(error)
-            continue
-        merges.append(merge)
-        if recipe is not recipes[-1]:
-            problems += merge.plan.problems
-    if problems:
-        raise PlanError(problems) from next(iter(failures), None)
-    return tuple(merges)
+    names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
+    planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
+    looks = [planner.look(recipe) for recipe in recipes]
+    merges = tuple(look.merge for look in looks if look.merge is not None)
+    if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
+        cause = next((look.cause for look in looks if look.cause is not None), None)
+        problems = in_order(problem for look in looks for problem in look.problems)
+        if not problems:
+            raise RuntimeError("a merge has no plan, and nothing says why") from cause
+        raise PlanError(problems) from cause
+    return merges
+
+
+def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
+    """All that is wrong with recipes that cannot be read as a whole, their models included.
+
+    Args:
+        draft: what could be read of them.
+        root: as of ``plan_merges``.
+        version: as of ``plan_merges``.
+        lookup: as of ``plan_merges``; but nothing is fetched before the recipes can be read.
+    """
+    lookup = replace(lookup, fetches=False)
+    planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
+    looks = [planner.look(recipe, is_partial=draft.is_partial(recipe)) for recipe in draft.recipes]
+    later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
+    return in_order([*draft.problems, *later])
 
 
 def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> Checkpoint:
@@ -128,64 +139,107 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is known of one merge after it was looked at."""
+
+    merge: PlannedMerge | None
+    """Its plan; None where there is none to show."""
+    problems: tuple[Problem, ...]
+    """What is wrong."""
+    cause: UserError | None = None
+    """Why there is no plan."""
+
+
 class _Planner:
     """Plans one recipe after the other and knows what they make."""
 
     def __init__(
         self,
-        recipes: Sequence[AnyRecipe],
+        names: Sequence[str],
         root: Path,
         version: str,
         opener: Opener | None,
         lookup: Lookup,
+        *,
+        is_alone: bool,
     ) -> None:
         self._root = root
         self._version = version
         self._opener = opener
         self._lookup = lookup
-        self._names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
-        self._is_alone = len(recipes) == 1
+        self._names = tuple(names)
+        self._is_alone = is_alone
         self._made: dict[str, PlannedMerge] = {}
 
-    def can_plan(self, recipe: AnyRecipe) -> bool:
-        """Whether every merge that a recipe uses is planned without problems."""
-        wanted = {reference.path for _, reference in references(recipe)} & {*self._names}
-        return all(name in self._made for name in wanted)
+    def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
+        """Plan a recipe; where that cannot be, find all that is wrong with it.
 
-    def absences(self, recipe: AnyRecipe) -> Iterator[Problem]:
-        """What is wrong with the models of a recipe, as far as they are no results."""
-        opener = self._opener_for(recipe)
-        models: dict[ModelReference, str] = {}
-        for path, reference in references(recipe):
-            models.setdefault(reference, recipe.where(*path))
-        for reference, place in models.items():
+        Args:
+            recipe: what is asked.
+            is_partial: whether it lacks something on which the rest may depend.
+        """
+        refused = () if self._is_alone else tuple(_foreign(recipe, self._names))
+        opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
+        error: UserError | None = None
+        if not (refused or is_partial):
             try:
-                if reference.path not in self._names:
-                    opener(reference)
-            except UserError as error:
-                yield from (replace(each, where=f"{place}: {each.where}") for each in error.problems)
+                merge = self._planned(recipe, opened.require())
+                return _Look(merge, merge.plan.problems)
+            except UserError as failure:
+                error = failure
+        places = tuple(each.where for each in refused)
+        absences = [each for each in opened.problems if not each.where.startswith(places)]
+        rest = () if refused or is_partial else self._rest(recipe, opened)
+        problems = (*refused, *recipe_problems(recipe), *absences, *rest)
+        return _Look(None, in_order(self.placed(recipe, problems)), error)
 
-    def planned(self, recipe: AnyRecipe) -> PlannedMerge:
+    def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
+        """What else is wrong, as far as it does not come of models that are absent."""
+        if not opened.sources:
+            return
+        try:
+            found = self._unplaced(recipe, opened.sources)[0].problems
+        except UserError as error:
+            found = error.problems
+            neutral = neutral_recipe(recipe) if isinstance(recipe, Recipe) else None
+            if neutral is not None:
+                with suppress(UserError):
+                    found += plan_of(neutral, opened.sources, version=self._version).problems
+        places = {
+            recipe.where(*path[:-1], key) for path, _ in opened.absent for key in (path[-1], "layer_range")
+        }
+        names = "|".join(re.escape(str(reference)) for _, reference in opened.absent)
+        name = re.compile(rf"(?<![\w./-])({names})(?![\w/-])")
+        for problem in (*unread_problems(recipe, opened.sources), *found):
+            is_of_absent = names and name.search(f"{problem.where} {problem.what}")
+            if not is_of_absent and problem.where not in places:
+                yield problem
+
+    def _planned(self, recipe: AnyRecipe, sources: Sequence[Source]) -> PlannedMerge:
         """The plan of a recipe and its sources; the problems have their places in the file.
 
         Raises:
             PlanError: there is no plan to show.
         """
-        refused = [] if self._is_alone else list(_foreign(recipe, self._names))
-        if refused:
-            raise PlanError(refused)
-        sources = open_sources(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
-        unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
-        made_by = tuple(self._made[name].plan.digest for name in unwritten)
-        stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
-        sources = with_prepared(sources, stages, self._root)
-        plan = plan_of(recipe, sources, version=self._version)
-        plan = replace(plan, problems=self.placed(recipe, plan.problems))
-        merge = PlannedMerge(recipe, plan, sources, stages)
+        plan, sources, stages = self._unplaced(recipe, sources)
+        unread = unread_problems(recipe, sources)
+        plan = replace(plan, problems=in_order((*unread, *self.placed(recipe, plan.problems))))
+        merge = PlannedMerge(recipe, plan, tuple(sources), stages)
         merge = replace(merge, plan=self._signed(merge))
         if recipe.name is not None and not plan.problems:
             self._made[recipe.name] = merge
         return merge
+
+    def _unplaced(
+        self, recipe: AnyRecipe, sources: Sequence[Source]
+    ) -> tuple[Plan, Sequence[Source], tuple[Stage, ...]]:
+        """The plan of a recipe, with its sources as they will be and with its stages."""
+        unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
+        made_by = tuple(self._made[name].plan.digest for name in unwritten if name in self._made)
+        stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
+        sources = with_prepared(sources, stages, self._root)
+        return plan_of(recipe, sources, version=self._version), sources, stages
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         """Problems that say which of several merges they are about."""
@@ -206,8 +260,12 @@ class _Planner:
             merge = self._made.get(reference.path)
             if merge is not None:
                 return self._result(merge, reference)
+            if reference.path in self._names:
+                raise PlanError(())  # Why it cannot be made is told where it is.
             try:
                 return opener(reference)
+            except NotCachedError:
+                raise
             except CheckpointError as error:
                 raise CheckpointError([self._hinted(reference, each) for each in error.problems]) from error
 

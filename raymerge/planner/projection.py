@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 
+from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.planner.assemblies import read_view, repeated_inputs
 from raymerge.planner.assembly_memory import assembly_needs
 from raymerge.planner.columns import ints, last_values, lists, sums
 from raymerge.planner.expressions import Expression, Scales
-from raymerge.planner.memory import InputNeed, Lane, Need, RowSize, expression_passes, row_need, tiling
+from raymerge.planner.memory import (
+    InputNeed,
+    Lane,
+    Need,
+    PartSize,
+    RowSize,
+    expression_passes,
+    row_need,
+    tiling,
+)
 from raymerge.planner.plan import Plan
 from raymerge.planner.scales import read_scales
 from raymerge.storage.writing import BOUNCE_BYTES
@@ -132,28 +144,49 @@ def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
     encodings = plan.encodings
     scales = [_sized(read_scales(tuple(row.values()), encodings)) for row in plan["scales"].to_pylist()]
     reads = [
-        (dtype, nbytes, assemblies[number] if number >= 0 else None, scales[own] if own >= 0 else None)
-        for dtype, nbytes, number, own in zip(
+        (dtype, nbytes, assemblies[number] if number >= 0 else None, scales[own] if own >= 0 else None, *more)
+        for dtype, nbytes, number, own, *more in zip(
             *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly", "scales")),
+            _views(inputs, "view_shape"),
+            repeated_inputs(plan).tolist(),
             strict=True,
         )
     ]
-    wanted = ("tensor", "num_elements", "expression", "is_flat", "num_parts", "first_input", "num_inputs")
+    sizes = _part_sizes(plan)
+    wanted = ("tensor", "num_elements", "expression", "is_flat", "first_part", "num_parts")
+    spans = ("first_input", "num_inputs")
     seen: set[tuple[object, ...]] = set()
-    for columns, rank, tensor, count, index, is_flat, parts, first, num_inputs in zip(
-        *_shapes(plan), *(rows.column(name).to_pylist() for name in wanted), strict=True
+    for columns, rank, tensor, count, index, is_flat, first_part, parts, first, num_inputs in zip(
+        *_shapes(plan), *(rows.column(name).to_pylist() for name in (*wanted, *spans)), strict=True
     ):
         if expressions[index].is_scales:
             continue
         own = tuple(reads[first : first + num_inputs])
-        key = (count, index, is_flat, parts, columns, rank, own)
+        places = () if is_flat else tuple(sizes[part] for part in range(first_part, first_part + parts))
+        key = (count, index, is_flat, parts, columns, rank, places, own)
         if key in seen:
             continue
         seen.add(key)
-        kinds = [InputNeed(DType(dtype), nbytes, assembly, scales) for dtype, nbytes, assembly, scales in own]
-        size = RowSize(count, parts, columns, rank, is_flat)
+        kinds = [InputNeed(DType(dtype), *rest) for dtype, *rest in own]
+        size = RowSize(count, parts, columns, rank, is_flat, places)
         need = row_need(expressions[index], kinds, size)
         yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
+
+
+def _views(table: pa.Table, shape: str) -> list[View | None]:
+    """The views of inputs or parts."""
+    names = ("view_offset", shape, "view_strides")
+    return [read_view(*values) for values in zip(*(table.column(n).to_pylist() for n in names), strict=True)]
+
+
+def _part_sizes(plan: Plan) -> Mapping[int, PartSize]:
+    """The parts of rows that are not row-major, by their numbers."""
+    rows, parts = plan["rows"], plan["parts"]
+    is_loose = np.repeat(ints(rows, "is_flat") == 0, ints(rows, "num_parts"))
+    numbers = np.flatnonzero(is_loose)
+    chosen = parts.filter(pa.array(is_loose))
+    shapes = map(tuple, chosen.column("shape").to_pylist())
+    return dict(zip(numbers.tolist(), map(PartSize, shapes, _views(chosen, "shape")), strict=True))
 
 
 def _sized(scales: Scales) -> Scales:

@@ -37,11 +37,13 @@ _FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias
 _CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
 _TABLES = ("quantization_config", "compression_config")
 _LONGEST_NAME = 40
+_WIDE_BITS = 32
+_FP8 = "fp8"
 
 
 def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
     """What is stored as codes with scales, and under ``unknown`` whatever else is quantised in some way."""
-    found = packed_tensors(checkpoint, _declared(checkpoint.config))
+    found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
     rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
     formats = quantised_formats(replace(checkpoint, tensors=rest))
     return replace(found, unknown={**formats, **found.unknown})
@@ -58,10 +60,14 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     Plain numbers are not in it: a plain tensor that happens to be called ``scales`` is none, nor are integers
     that stand alone, masks and what loaders recompute.
     """
-    tables = _declared(checkpoint.config)
+    tables = [each for each in declared_tables(checkpoint.config) if isinstance(each, Mapping)]
     method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
     integers = _integers(checkpoint)
-    codes = {name for name, tensor in integers.items() if _is_code(tensor, declared=bool(tables))}
+    codes = {
+        name
+        for name, tensor in integers.items()
+        if _is_code(tensor, declared=bool(tables)) and not _is_table(tensor, checkpoint.tensors)
+    }
     modules = {_module(name, checkpoint) for name in codes}
     if not modules and not tables:
         return {}
@@ -80,10 +86,10 @@ def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
     }
 
 
-def _declared(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a config says of quantisation, at the top and in its text section."""
+def declared_tables(config: Mapping[str, Any]) -> list[Any]:
+    """What a config says of quantisation, at the top and in its text section: tables, or what is none."""
     found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
-    return [table for table in found if isinstance(table, Mapping) and table]
+    return [table for table in found if table]
 
 
 def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
@@ -105,6 +111,16 @@ def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
     return tensor.dtype.is_narrow_float or not may_count or len(tensor.shape) > 1
 
 
+def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether wide integers lie beside the plain matrix of their module, in whose place codes would be.
+
+    DeepSeek-V4's routers have such: the experts of each token.
+    """
+    matrix = tensors.get(f"{tensor.name.rpartition('.')[0]}.weight")
+    is_wide = not tensor.dtype.is_narrow_float and tensor.dtype.bits >= _WIDE_BITS
+    return is_wide and matrix is not None and matrix.dtype.is_mergeable and len(matrix.shape) > 1
+
+
 def _module(name: str, checkpoint: Checkpoint) -> str:
     """The path by which a code and its partners belong together."""
     parent, _, leaf = name.rpartition(".")
@@ -117,6 +133,9 @@ def _module(name: str, checkpoint: Checkpoint) -> str:
 
 def _format(group: Sequence[StoredTensor], method: str) -> str:
     """What to call the format of a module's tensors; ``method`` is what the config declares, or ""."""
+    if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
+        # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
+        method = ""
     return next(_by_names(group), None) or method or _by_codes(group)
 
 
@@ -128,6 +147,13 @@ def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
         return all(any(name.endswith(ending) for name in names) for ending in endings)
 
     narrow = [t.name for t in group if t.dtype.is_narrow_float and t.name.endswith(".weight")]
+    exponents = any(tensor.dtype in (DType.F8_E8M0, DType.U8) for tensor in group)
+    if any(t.dtype is DType.I8 and t.name.endswith(".weight") for t in group) and has(".scale") and exponents:
+        yield "FP4 by 32 columns in bytes, as DeepSeek-V4 has it"
+    if has(".weight_scale_2"):
+        yield "NVFP4 in ModelOpt's names"
+    if narrow and has(".weight_scale") and any(t.dtype is DType.U8 for t in group):
+        yield "MXFP8"
     if has("_scale_inv"):
         yield "block FP8"
     if has("_blocks", "_scales"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.sections import text_path
+from raymerge.checkpoints.activation_scales import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.packed import Packed
 from raymerge.checkpoints.packed_config import Declared, read_declared
 from raymerge.checkpoints.packing import Format, Packing, encoding_of
@@ -18,12 +19,11 @@ from raymerge.planner.fresh_table import fresh_table
 from raymerge.planner.sources import Source
 
 _TABLES = ("quantization_config", "compression_config")
-_LISTS = ("modules_to_not_convert", "ignore")
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields that list modules which are not quantised; compressed-tensors has the second."""
 _WEIGHT = ".weight"
-_INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale")
-_CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _EXPERTS = re.compile(r"(.*\.experts)\.")
+_TOGETHER, _BELOW = ".experts", r"\..*"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -80,11 +80,12 @@ def quantisation_config(
         return config, _input_scales(scaled, stored, where)
     # Scales that may be any numbers may also be powers of two.
     packing = min((each.packing for each in stored.packed.values()), key=lambda each: each.power_of_two)
-    has_cache = any(each.name.endswith(_CACHE_SCALES) for each in outputs)
+    has_cache = any(each.name.endswith(CACHE_SCALES) for each in outputs)
     cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
     plain = _plain_matrices(stored, outputs)
     plain += _plain_experts(stored, outputs, plain)
     fresh = fresh_table(packing, plain, cache=cache)
+    _list_plain(fresh, plain, replaced=True)
     return {**without_tables(config), _TABLES[0]: fresh}, None
 
 
@@ -255,11 +256,30 @@ def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
 
 
 def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
-    """Add modules to those that a table leaves plain, or have them take the place of these."""
-    usual = "ignore" if "config_groups" in table else "modules_to_not_convert"
+    """Add modules to those that a table leaves plain, or have them take the place of these.
+
+    Experts that are plain together are one entry: a list of all would have to change with their number.
+    """
+    is_exact = "config_groups" in table
+    usual = "ignore" if is_exact else "modules_to_not_convert"
     key = next((each for each in _LISTS if each in table), usual)
     listed = [] if replaced else list(table.get(key) or ())
-    table[key] = [*listed, *(each for each in modules if each not in listed)]
+    known = frozenset(listed)
+    table[key] = [*listed, *(each for each in _in_short(modules, is_exact=is_exact) if each not in known)]
+
+
+def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
+    """Modules without the experts that are listed together as well.
+
+    Args:
+        modules: paths.
+        is_exact: whether a path means one module alone, as in compressed-tensors: a pattern then stands for
+            what is below it.
+    """
+    together = {each for each in modules if each.endswith(_TOGETHER)}
+    short = [each for each in modules if _experts_of(each) not in together]
+    below = [f"re:{re.escape(each)}{_BELOW}" for each in short if each in together]
+    return [*short, *below] if is_exact else short
 
 
 def _is_made(packed: PackedAs) -> bool:
@@ -269,7 +289,7 @@ def _is_made(packed: PackedAs) -> bool:
 
 def _has_input_scale(packed: Packed | PackedAs) -> bool:
     others = (each if isinstance(each, str) else each.name for each in packed.others)
-    return any(name.endswith(_INPUT_SCALES) for name in others)
+    return any(name.endswith(INPUT_SCALES) for name in others)
 
 
 def _kind(packing: Packing) -> tuple[Format, tuple[int, int]]:

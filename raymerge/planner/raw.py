@@ -53,8 +53,8 @@ def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> C
         what = "is a file, and its name does not end in .safetensors."
         raise CheckpointError(Problem(path, what, "Give the directory of a model, or a file of tensors."))
     if is_pickle and not pickled:
-        what = "is a pickled file; raymerge reads safetensors only, for a pickle can run code."
-        remedy = "If you trust it, write 'pickled_weights: read' in the recipe, or convert it: "
+        what = "is a pickled file, and the recipe refuses those (pickled_weights: refuse)."
+        remedy = "Take that out: no code of the file is run. Or convert it: "
         raise CheckpointError(Problem(path, what, remedy + conversion_command(path)))
     return open_tensor_file(place, name, read_pickle=read_pickled if is_pickle else None)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.packing import Encoding, Packing, encoding_of
+from raymerge.checkpoints.packing import Encoding, Format, Packing, encoding_of
 from raymerge.dtypes import DType
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
@@ -14,7 +14,7 @@ from raymerge.planner.chosen import Chosen, moved, output_logical
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.expressions import Expression, Part, Read, Row, make_expression
 from raymerge.planner.findings import Findings
-from raymerge.planner.logical import Block, Place
+from raymerge.planner.logical import Block, ElementOrder, Place
 from raymerge.planner.plain import PlainNumbers
 from raymerge.planner.spans import Member
 from raymerge.planner.supplies import Supplies, Supply
@@ -40,6 +40,8 @@ class RowMaker:
         lead: StoredTensor,
         settings: Settings | None,
         written: Written,
+        *,
+        only: Collection[int] | None = None,
     ) -> tuple[Row, ...] | None:
         """The rows of a tensor with the layout of the lead's, or None with findings.
 
@@ -48,14 +50,19 @@ class RowMaker:
             lead: the lead's stored tensor.
             settings: what the method is told; None where that is not known, so that all else is checked.
             written: how the output is stored.
+            only: numbers of the blocks of the lead's tensor whose rows are made; None for all of them.
         """
         aligned = chosen.aligned
         form = None if written.packing is None else written.packing.format
-        blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form)
+        blocks: Sequence[Block] | None = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form)
         if blocks is None:
             blocks = self._unknown_layout(chosen, lead, settings)
+        elif only is None and settings is not None and self._is_one_run(chosen, settings, written):
+            blocks = (self._whole(chosen, form),)
         if blocks is None or not self._are_matrices(aligned, blocks, written.packing):
             return None
+        if only is not None:
+            blocks = [block for number, block in enumerate(blocks) if number in only]
         fate = fate_of(chosen, settings)
         runs = [self._run(chosen, block, fate) for block in blocks]
         found = [run for run in runs if run is not None]
@@ -79,13 +86,18 @@ class RowMaker:
         self._latest = (settings, has_base, dtype, encode, made)
         return made
 
-    def alone(self, aligned: Aligned, written: Written) -> tuple[Row, ...] | None:
-        """The rows of the lead's tensor with what its adapter adds; None with a finding."""
+    def alone(
+        self, aligned: Aligned, written: Written, *, only: Collection[int] | None = None
+    ) -> tuple[Row, ...] | None:
+        """The rows of the lead's tensor with what its adapter adds, or of ``only`` some blocks of it.
+
+        None with a finding.
+        """
         lead = aligned.span.lead
         treatment = Treatment(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, treatment, (aligned.lead,))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
-        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written)
+        return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
 
     def settle(self, supply: Supply, source: int, fate: Fate) -> None:
         """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
@@ -127,6 +139,37 @@ class RowMaker:
         self._several_scales(aligned.span.lead.source, aligned.lead, packing)
         return False
 
+    def _is_one_run(self, chosen: Chosen, settings: Settings, written: Written) -> bool:
+        """Whether a fused tensor is made as one logical tensor: from tensors that have their elements in its
+        order, element by element, whatever matrix they are of."""
+        aligned, method = chosen.aligned, chosen.method
+        if method.random or method.access_with(settings) is not Access.ELEMENT:
+            return False
+        source, packing = aligned.span.lead.source, written.packing
+        order = self._logical[source].element_order(aligned.lead, None if packing is None else packing.format)
+        return (
+            order is not None
+            and _runs_on(packing)
+            and all(self._has_order(member.source, name, order) for member, name in chosen.members())
+        )
+
+    def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
+        """Whether a source's tensor of a name has its elements in an order, and can be read in one run."""
+        own, packing = self._logical[source], self._logical[source].packing(name)
+        return (
+            self._supplies.whole(source, name) is not None
+            and own.element_order(name, None if packing is None else packing.format) == order
+            and _runs_on(packing)
+        )
+
+    def _whole(self, chosen: Chosen, form: Format | None) -> Block:
+        """All of the lead's tensor as one logical tensor, which goes by the tensor's name."""
+        aligned, own = chosen.aligned, self._logical[chosen.aligned.span.lead.source]
+        lead = self._sources[aligned.span.lead.source].checkpoint.tensors[aligned.lead]
+        count = lead.num_elements
+        place = Place(lead, 0, count, own.shape_in(aligned.lead, form), None)
+        return Block(0, count, ((aligned.lead, place),))
+
     def _several_scales(self, source: int, name: str, packing: Packing) -> None:
         """Report a stack of matrices with scales of their own that is one logical tensor."""
         held = self._sources[source]
@@ -150,11 +193,13 @@ class RowMaker:
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
+        lead = self._logical[chosen.aligned.span.lead.source]
+        is_alone = lead.is_alone(chosen.aligned.lead)
         for logical, place in block.members:
             for member, name in chosen.members():
-                found = self._supplies.find(member.source, name, moved(chosen.aligned, logical, name))
+                found = self._found(chosen, member, logical, name)
                 if found is None:
-                    self.missing(chosen, member, name)
+                    self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
                 if found is None or not self._fits(chosen, member, place, found.place):
                     complete = False
                     continue
@@ -162,6 +207,16 @@ class RowMaker:
                 reads.append(found.read(len(parts)))
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
+
+    def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> Supply | None:
+        """Where a member has a logical tensor of the lead's."""
+        lead = self._logical[chosen.aligned.span.lead.source]
+        if logical == chosen.aligned.lead and not lead.is_alone(logical):
+            # A stack that is made in one run, which holds many: nobody asks for them one by one.
+            found = self._supplies.whole(member.source, name)
+            if found is not None:
+                return found
+        return self._supplies.find(member.source, name, moved(chosen.aligned, logical, name))
 
     def missing(self, chosen: Chosen, member: Member, name: str) -> None:
         """Report a tensor that a member lacks."""
@@ -203,6 +258,12 @@ class RowMaker:
             remedy="Only models of one size can be merged.",
             example=f"{found.tensor.name} is {list(found.shape)} here and {list(wanted)} there",
         )
+
+
+def _runs_on(packing: Packing | None) -> bool:
+    """Whether the matrices of a stack can be read and written as one: no scale is that of a whole matrix, and
+    none is shared by rows of two."""
+    return packing is None or (packing.tensor_scale_dtype is None and not packing.rows % packing.band)
 
 
 def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:

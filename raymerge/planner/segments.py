@@ -15,7 +15,7 @@ from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_n
 from raymerge.checkpoints.source import natural_key
 from raymerge.methods import BLOCK, Access, find_method
 from raymerge.planner.assembly_memory import group_multiple
-from raymerge.planner.expressions import Output, Part, Read, Row, scales_expression, scales_part
+from raymerge.planner.expressions import LARGEST, Output, Part, Read, Row, scales_expression, scales_part
 
 _SEGMENTS_WANTED = 64
 _SMALLEST = 256 << 10
@@ -40,6 +40,8 @@ class PlacedRow:
     """Index of an earlier placed row with the same content, which writes this one too; -1 for none."""
     made_with: int = -1
     """Index of the placed row of codes whose scales these are, and which writes them; -1 for none."""
+    joined_with: tuple[int, ...] = ()
+    """Indices of the other placed rows of codes with which it shares the one scale of a matrix."""
 
     @property
     def cost(self) -> int:
@@ -74,6 +76,7 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
     placed: list[PlacedRow] = []
     twins = _Twins(placed)
     made: dict[str, list[int]] = {}
+    joined = _joined_contents(outputs)
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
             number, offset = index[tensor.name], tensor.offset
@@ -81,10 +84,11 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
             codes = outputs[index[own.scales_of]] if own.scales_of else None
             cut = _pieces(own, target) if codes is None else _scales_cut(own, codes, target)
             for first, piece in cut:
-                twin = -1 if codes is not None else twins.of(first, piece)
+                twin = -1 if codes is not None else twins.of(first, piece, joined.get(own.joined, ()))
                 made.setdefault(tensor.name, []).append(len(placed))
                 placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
                 offset += piece.nbytes
+    _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
     for is_tensor_scale in (False, True):
         scales = [o for o in outputs if o.scales_of and o.is_tensor_scale is is_tensor_scale]
         _tie_scales(placed, [(made[each.scales_of], made[each.name]) for each in scales])
@@ -110,6 +114,32 @@ def _scales_cut(scales: Output, codes: Output, target: int) -> Iterator[tuple[in
         count = 1 if is_one else bands * encode.scales_nbytes(columns) * 8 // encode.scale_dtype.bits
         made = Part(scales_part(part.logical, is_tensor_scale=is_one), (count,), None)
         yield 0, Row(count, expression, (made,), ())
+
+
+def _joined_contents(outputs: Sequence[Output]) -> dict[str, tuple[object, ...]]:
+    """What all codes are made of that share one scale, by the word of their outputs."""
+    found: dict[str, tuple[object, ...]] = {}
+    for output in outputs:
+        if output.joined:
+            contents = tuple(row.content() for row in output.rows)
+            found[output.joined] = (*found.get(output.joined, ()), contents)
+    return found
+
+
+def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
+    """Point rows of codes at those with which they share one scale.
+
+    Args:
+        placed: every row; those of codes are replaced.
+        tensors: what each tensor is joined to, and its one row.
+    """
+    groups: dict[str, list[int]] = {}
+    for joined, (row,) in tensors:
+        if placed[row].copy_of < 0:
+            groups.setdefault(joined, []).append(row)
+    for rows in groups.values():
+        for row in rows:
+            placed[row] = replace(placed[row], joined_with=tuple(each for each in rows if each != row))
 
 
 def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -155,15 +185,28 @@ class _Twins:
         self._placed = placed
         self._by_begin: dict[tuple[object, ...], int] = {}
         self._by_content: dict[tuple[object, ...], int] = {}
+        self._joined: dict[int, tuple[object, ...]] = {}
 
-    def of(self, first: int, row: Row) -> int:
-        """Index of the first row with the content of this one, which is placed next; -1 for none."""
-        if row.expression.is_constant:
+    def of(self, first: int, row: Row, joined: tuple[object, ...]) -> int:
+        """Index of the first row with the content of this one, which is placed next; -1 for none.
+
+        Args:
+            first: index of its first element.
+            row: the row.
+            joined: what all are made of with which it shares a scale, which its codes hang on too.
+        """
+        if row.expression.is_constant or row.expression.method == LARGEST:
+            # Made as quickly as copied, which would take memory of its own.
             return -1
         here, read = len(self._placed), row.reads[0]
         known = self._by_begin.setdefault((first, read.source, read.key, read.offset), here)
-        if known != here and self._placed[known].row.content() != row.content():
-            known = self._by_content.setdefault((first, *row.content()), here)
+        if joined:
+            self._joined[here] = joined
+        is_other = known != here and (
+            self._placed[known].row.content() != row.content() or self._joined.get(known, ()) != joined
+        )
+        if is_other:
+            known = self._by_content.setdefault((first, *row.content(), *joined), here)
         return known if known != here else -1
 
 
@@ -176,13 +219,18 @@ def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
     bytes_per_element = max(1, (row.nbytes + row.read_bytes) // max(1, row.num_elements))
     unit = _unit(row)
     step = max(unit, target // bytes_per_element // unit * unit)
-    if not (row.num_elements > step and row.is_flat and row.expression.cast.bits % 8 == 0 and _divides(row)):
+    if not (row.num_elements > step and row.is_flat and _is_in_bytes(row, unit) and _divides(row)):
         yield 0, row
         return
     for first in range(0, row.num_elements, step):
         count = min(step, row.num_elements - first)
         reads = tuple(_sub_read(read, first, count) for read in row.reads)
         yield first, replace(row, num_elements=count, reads=reads)
+
+
+def _is_in_bytes(row: Row, unit: int) -> bool:
+    """Whether so many elements of the output and of each input fill whole bytes."""
+    return all(unit * each.bits % 8 == 0 for each in (row.expression.cast, *(r.dtype for r in row.reads)))
 
 
 def _unit(row: Row) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raymerge.dtypes import DType
+from raymerge.methods import methods
 from raymerge.planner.assemblies import input_bytes
 from raymerge.planner.columns import Ints, codes, gather, ints, lists, starts
 from raymerge.planner.expressions import Expression
@@ -90,7 +91,7 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
     segments = plan["segments"]
     sums = [_run_sums(ints(segments, "num_rows"), each) for each in by_row]
     read, written, computed = (each.astype(np.int64) for each in sums[:3])
-    used = {each.method for each in expressions if not (each.is_copy or each.is_unread)}
+    used = {each.method for each in expressions} & methods().keys()
     return SegmentLoads(
         cost=ints(segments, "cost"),
         read_bytes=read,

@@ -7,18 +7,19 @@ tells whether dropping that head would lose weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_of, stacks, tied_pair
+from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.adapters import Adapter, open_adapter
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint, same_bytes
-from raymerge.errors import PlanError, Problem, UserError
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint, same_bytes
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
 from raymerge.planner.collector import collector_paused
+from raymerge.planner.config_values import value_problems
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
@@ -34,6 +35,7 @@ _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
 _NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
+_NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ class Source:
         """The one stack of layers that a slice of this module counts, or None where there is no such one."""
         if module in (None, "default"):
             return next((stack for stack in self.stacks if stack.is_main), None)
-        config = self.checkpoint.config
-        own = [s for s in self.stacks if module_of(f"{s.prefix}.0.weight", config, self.stacks) == module]
+        find = module_finder(self.checkpoint.config, self.stacks)
+        own = [stack for stack in self.stacks if find(f"{stack.prefix}.0.weight") == module]
         return own[0] if len(own) == 1 else None
 
 
@@ -132,12 +134,12 @@ def reads_far(sources: Sequence[Source]) -> bool:
 Opener = Callable[[ModelReference], Checkpoint]
 
 
-def open_reference(reference: ModelReference, *, pickled: bool = False, lookup: Lookup = USUAL) -> Checkpoint:
+def open_reference(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Checkpoint:
     """Open the model that a reference names, without its adapter.
 
     Args:
         reference: a local directory, a Hub repository, a local file of tensors, or an address.
-        pickled: whether weights may be read that are pickled.
+        pickled: whether pickled weights are read where there are no safetensors.
         lookup: how it is found.
 
     Raises:
@@ -151,9 +153,39 @@ def open_reference(reference: ModelReference, *, pickled: bool = False, lookup: 
     return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
+def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
+    """Whether recipes have pickled weights read."""
+    return all(recipe.pickled_weights == "read" for recipe in recipes)
+
+
 def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
     """How a recipe has its models opened."""
-    return partial(open_reference, pickled=recipe.pickled_weights == "read", lookup=lookup)
+    return partial(open_reference, pickled=pickles_read([recipe]), lookup=lookup)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModels:
+    """The models of a recipe, as far as they can be opened."""
+
+    sources: tuple[Source, ...]
+    """In recipe order. In the place of one that cannot be opened stands another under its name, so that the
+    rest can be planned to tell what is wrong with it; empty where there is none to stand for it."""
+    problems: tuple[Problem, ...] = ()
+    """Why models cannot be opened, each with the model and its place."""
+    absent: tuple[tuple[Path_, ModelReference], ...] = ()
+    """Models that are not open, with every place in the recipe at which they are named."""
+    cause: UserError | None = None
+    """The first error."""
+
+    def require(self) -> tuple[Source, ...]:
+        """The models, if all are open.
+
+        Raises:
+            PlanError: with every problem.
+        """
+        if self.problems or self.absent:
+            raise PlanError(self.problems) from self.cause
+        return self.sources
 
 
 def open_sources(
@@ -172,32 +204,56 @@ def open_sources(
         PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
             problem names the model and its place.
     """
+    return open_models(recipe, opener=opener, lookup=lookup).require()
+
+
+def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
+    """The models of ``open_sources`` as far as they can be opened, with what is wrong with the others."""
     with collector_paused():
-        sources, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
-    problems = [_placed(each, place) for place, error in failures for each in error.problems]
-    problems += raw_problems(recipe, {source.reference: source.checkpoint for source in sources})
-    if problems:
-        raise PlanError(problems) from next((error for _, error in failures), None)
-    return tuple(sources)
+        found, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
+    problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
+    sound = [each for each in found.values() if each is not None]
+    raw = tuple(raw_problems(recipe, {source.reference: source.checkpoint for source in sound}))
+    return OpenedModels(
+        sources=() if raw or not sound else tuple(_complete(found, sound[0])),
+        problems=(*problems, *raw),
+        absent=tuple(each for each in references(recipe) if found.get(each[1], sound) is None),
+        cause=next((error for _, error in failures), None),
+    )
+
+
+def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
+    """The models, with another under the names of those that are absent."""
+    for index, (reference, source) in enumerate(found.items()):
+        if source is None:
+            checkpoint = replace(other.checkpoint, name=str(reference))
+            source = replace(other, reference=reference, checkpoint=checkpoint, adapter=None)
+        yield replace(source, index=index)
 
 
 def _opened(
     recipe: AnyRecipe, opener: Opener, lookup: Lookup
-) -> tuple[list[Source], list[tuple[str, UserError]]]:
-    """The models that can be opened, and what is wrong with the others, each with its place in the recipe."""
-    sources: list[Source] = []
-    failures: list[tuple[str, UserError]] = []
-    opened: dict[ModelReference, int] = {}
+) -> tuple[dict[ModelReference, Source | None], list[tuple[Path_, UserError]]]:
+    """Every distinct model, None for one that cannot be opened; and what failed, with its path."""
+    opened: dict[ModelReference, Source | None] = {}
+    failures: list[tuple[Path_, UserError]] = []
     for path, reference in references(recipe):
         # Rules choose among models that are named elsewhere; others are refused in planning.
         if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
             continue
-        opened[reference] = len(sources)
+        opened[reference] = None
         try:
-            sources.append(_open(len(sources), reference, opener, lookup))
-        except UserError as error:
-            failures.append((recipe.where(*path), error))
-    return sources, failures
+            source = _open(len(opened) - 1, reference, opener)
+            opened[reference] = source
+            opened[reference] = replace(source, adapter=_open_adapter(reference, lookup))
+        except (UserError, TransientError) as error:
+            # Where nothing is fetched, nothing is known of these models: that is no fault of the recipe.
+            if not lookup.fetches and isinstance(error, (NotCachedError, TransientError)):
+                continue
+            if isinstance(error, TransientError):
+                raise
+            failures.append((path, error))
+    return opened, failures
 
 
 def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
@@ -205,16 +261,47 @@ def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
-def _open(index: int, reference: ModelReference, opener: Opener, lookup: Lookup) -> Source:
+def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
+    """Weights of the models and adapters that are merged which no rule leaves out, and which are not read."""
+    found = {source.reference: source for source in sources}
+    for path, reference in references(recipe):
+        if path[0] in _NOT_MERGED or path[:2] == ("trunk", "methods") or reference not in found:
+            continue
+        source = found.pop(reference)
+        for each in (source.checkpoint, source.adapter):
+            unknown = [] if each is None else [file.key for file in each.left_out if file.rule is None]
+            if each is not None and unknown:
+                yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
+
+
+def unread_problem(where: str, keys: Sequence[str]) -> Problem:
+    """Weights that would not be in a result."""
+    others = len(keys) - _NUM_NAMED
+    named = ", ".join(keys[:_NUM_NAMED]) + (f" and {others} more" if others > 0 else "")
+    what = f"holds weights that are not merged, and that the result would lack: {named}."
+    remedy = (
+        "Only the weights that model.safetensors or its index holds are read, and links to directories are "
+        "not followed. If the result can do without the others, move them into a directory whose name begins "
+        "with a dot, which is left out, or merge a copy that has none of them; small files that are none "
+        "can be copied to the output afterwards."
+    )
+    return Problem(where, what, remedy)
+
+
+def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
+    """A model without its adapter."""
     checkpoint = opener(reference)
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
+    if impossible:
+        raise CheckpointError(impossible)
     # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
     pair = None if checkpoint.is_raw else tied_pair(checkpoint.tensors, checkpoint.config)
     return Source(
         index=index,
         reference=reference,
         checkpoint=checkpoint,
-        adapter=_open_adapter(reference, lookup),
+        adapter=None,
         rules=rules,
         stacks=stacks(checkpoint.tensors, checkpoint.config),
         pair=pair,

@@ -159,15 +159,21 @@ class Supplies:
             return Supply(source, place, factor, adapter)
         return Supply(laid.store, whole_place(replaced), factor, adapter)
 
+    def whole(self, source: int, name: str) -> Supply | None:
+        """All of a stored tensor, whatever it holds; None where it is not stored, changed or replaced."""
+        stored = self.stored(source, name)
+        if stored is None or stored[0] != source or self.is_changed(source, name):
+            return None
+        return Supply(source, self.logical[source].whole(stored[1]))
+
     def _place(self, source: int, name: str, logical: str) -> tuple[str, Place] | None:
         """The logical tensor's own name in the source, and its place."""
         tensors = self.logical[source]
         stored = tensors.stored(name)
         if stored is not None:
-            own = tensors.blocks(name)
-            if own is None:
+            places = tensors.members(name)
+            if places is None:
                 return name, tensors.whole(stored)
-            places = dict(member for block in own for member in block.members)
             if len(places) == 1:
                 return next(iter(places.items()))
             if logical in places:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from raymerge.checkpoints.bounded_json import load_json
-from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.layout import FileLayout, weight_map_json
 from raymerge.checkpoints.packing import Encoding
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.assemblies import AssemblyNumbers
@@ -110,6 +110,7 @@ def _row_columns(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int
     yield [placed.made_with for placed in rows]
     yield _made_with(rows, is_tensor_scale=False)
     yield _made_with(rows, is_tensor_scale=True)
+    yield [placed.joined_with for placed in rows]
     yield also
     yield _starts(num_parts)
     yield num_parts
@@ -178,6 +179,14 @@ def _arrow_file(table: pa.Table) -> pa.Buffer:
     with pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     return sink.getvalue()
+
+
+def index_bytes(plan: Plan) -> bytes:
+    """The index of the several shards of a plan, as it is written."""
+    tensors, shards = plan["tensors"], plan["shards"].column("name").to_pylist()
+    names, places = (tensors.column(column).to_pylist() for column in ("name", "shard"))
+    weight_map = {name: shards[place] for name, place in zip(names, places, strict=True)}
+    return weight_map_json(weight_map, sum(tensors.column("nbytes").to_pylist()))
 
 
 def load_plan(directory: Path) -> Plan:

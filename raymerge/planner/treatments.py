@@ -7,10 +7,11 @@ computed for the tensors that it matches, never what they are called.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymerge.errors import Problem
-from raymerge.methods import BaseUse, Method
+from raymerge.methods import BaseUse, Method, Takes
+from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.sources import Path_, Source, model_references
 from raymerge.planner.spans import UNLISTED, Member, Parameters, Span, averaged_in
@@ -38,6 +39,8 @@ class Treatment:
     """Number of the rule, or OWN."""
     path: Path_
     """Its place in the recipe, for messages."""
+    unchanged_by: str = ""
+    """Name of a method of deltas that has no source beside the base, which is therefore the result."""
 
     def everyone(self) -> tuple[Member, ...]:
         """Base first, then the members."""
@@ -160,6 +163,9 @@ class Treatments:
         if taking_part is None:
             return None
         rest = [member for member in taking_part if not _is_base(member, base)]
+        if base is not None and not rest and method.takes is Takes.DELTAS:
+            alone = replace(base, parameters={})
+            return Treatment(PASSTHROUGH, (alone,), None, {}, (), rule, path, unchanged_by=method.name)
         if not self._count_fits(method, rest, path):
             return None
         parameters = {} if rule == OWN else self._recipe.methods[rule].parameters
@@ -201,14 +207,32 @@ class Treatments:
         if base is None:
             place = ("merge_method",) if path == span.path else path
             what = f"merge_method {method.name} needs a base_model and the recipe names none."
-            remedy = "Add a line such as 'base_model: PATH' with the model that the others were trained from."
+            remedy = self._base_to_name(method, span)
         else:
             place = path
             what = (
                 f"base_model {base} is not among the sources of this slice, and {method.name} needs it there."
             )
             remedy = f"Add '- model: {base}' with its layer_range to the slice's sources."
+            if method.takes is Takes.WEIGHTS and len(span.members) > (method.max_sources or 1):
+                first = self._sources[span.members[0].source].reference
+                remedy = (
+                    f"Write 'base_model: {first}' in this slice, or list {base} in place of a source of it."
+                )
         self._findings.add(Problem(self._recipe.where(*place), what, remedy))
+
+    def _base_to_name(self, method: Method, span: Span) -> str:
+        """What to write for a base that is not named: one of the models, or what they were trained from."""
+        first = self._sources[span.members[0].source].reference
+        if method.takes is Takes.WEIGHTS:
+            most = method.max_sources
+            remedy = f"Add 'base_model: {first}', or name another of the models: {method.name} starts from it"
+            is_too_many = most is not None and len(span.members) > most + 1
+            return f"{remedy}, and takes {most} beside it, no more." if is_too_many else f"{remedy}."
+        remedy = "Add a line such as 'base_model: PATH' with the model that the others were trained from"
+        if span.num_layers is None:
+            return f"{remedy}."
+        return f"{remedy}, and list it with its layer_range among the sources of each slice."
 
     def _count_fits(self, method: Method, members: Sequence[Member], path: Path_) -> bool:
         least, most = method.min_sources, method.max_sources

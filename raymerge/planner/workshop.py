@@ -6,22 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raymerge.errors import PlanError, Problem
-from raymerge.methods import Method, find_method, methods
+from raymerge.methods import Method
 from raymerge.planner.align import Aligned, Aligner, modules_of
-from raymerge.planner.bind import check_parameter_names
 from raymerge.planner.expressions import Output
 from raymerge.planner.families import other_families, other_meanings
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import open_logical
-from raymerge.planner.names_meant import with_names_meant
 from raymerge.planner.notes import adapter_notes, base_notes, recipe_notes
 from raymerge.planner.outputs import OutputBuilder
-from raymerge.planner.router_policy import router_notes, with_router_rule
-from raymerge.planner.sources import Path_, Source, model_references
+from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
+from raymerge.planner.router_policy import router_notes
+from raymerge.planner.sources import Source, model_references
 from raymerge.planner.spans import Section, SpanBuilder
 from raymerge.planner.supplies import Supplies
 from raymerge.planner.ties import with_heads
-from raymerge.planner.treatments import OWN, Treatments, check_rule_sources
+from raymerge.planner.treatments import OWN, Treatments
 from raymerge.planner.vocabularies import TokenizerChanges, plan_tokenizer
 from raymerge.recipes import Recipe, did_you_mean
 
@@ -73,8 +72,10 @@ class Workshop:
         return (
             *router_notes(self.recipe, outputs, self.supplies.logical[self.donor]),
             *recipe_notes(self.recipe, chosen, sources, self.sections, donor=self.donor),
-            *base_notes(self.treatments, self.sections, sources),
+            *self.builder.notes(),
+            *dict.fromkeys(base_notes(self.treatments, self.sections, sources)),
             *self.tokenizer.notes,
+            *self.builder.scales.notes(outputs),
             *adapter_notes(self.supplies, self.builder.fates),
         )
 
@@ -89,16 +90,13 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
-    recipe, router_rule = with_router_rule(recipe)
-    method, ruled = _methods(recipe)
-    misspelt = check_parameter_names(recipe, method, ruled)
-    # Said once: what a wrong name leaves without a value is no further problem.
-    recipe = with_names_meant(recipe, method, ruled) if misspelt else recipe
+    checked = check_recipe(recipe)
+    recipe, method, ruled = checked.recipe, checked.own, checked.ruled
     donor = donor_of(recipe, sources)
     findings = Findings()
-    treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=router_rule)
-    sections = _sections(recipe, (method, *ruled), sources, treatments, findings, misspelt)
-    logical = open_logical(sources)
+    treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
+    sections = _sections(checked, sources, treatments, findings)
+    logical = open_logical(sources, findings)
     supplies = Supplies(sources, logical)
     for laid in supplies.adapters.values():
         for problem in laid.problems():
@@ -126,54 +124,17 @@ def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
     return next(source.index for source in sources if source.reference == wanted)
 
 
-def _methods(recipe: Recipe) -> tuple[Method, tuple[Method, ...]]:
-    """The recipe's own method, and that of each of its rules.
-
-    Raises:
-        PlanError: with every name that is no method's.
-    """
-    problems: list[Problem] = []
-    own = _named(recipe, recipe.merge_method, ("merge_method",), problems)
-    ruled = [
-        _named(recipe, rule.merge_method or recipe.merge_method, ("methods", index, "merge_method"), problems)
-        for index, rule in enumerate(recipe.methods)
-    ]
-    found = [method for method in ruled if method is not None]
-    if own is None or problems:
-        raise PlanError(problems)
-    return own, tuple(found)
-
-
-def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> Method | None:
-    method = find_method(name)
-    if method is None:
-        known = list(methods())
-        hint = did_you_mean(name, known)
-        problems.append(
-            Problem(
-                recipe.where(*path),
-                f"there is no merge_method '{name}'.",
-                f"{hint} raymerge has: {', '.join(known)}.".strip(),
-            )
-        )
-    return method
-
-
 def _sections(
-    recipe: Recipe,
-    chosen: Sequence[Method],
-    sources: Sequence[Source],
-    treatments: Treatments,
-    findings: Findings,
-    misspelt: Sequence[Problem],
+    checked: CheckedRecipe, sources: Sequence[Source], treatments: Treatments, findings: Findings
 ) -> tuple[Section, ...]:
     """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
 
     Raises:
         PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
     """
+    recipe = checked.recipe
     donor = sources[donor_of(recipe, sources)]
-    spans = SpanBuilder(recipe, chosen, sources)
+    spans = SpanBuilder(recipe, (checked.own, *checked.ruled), sources)
     sections = spans.sections()
     bare = [*other_families(recipe, sources, donor=donor), *spans.problems, *_module_names(recipe, sources)]
     if not recipe.methods:
@@ -181,8 +142,7 @@ def _sections(
         unfit = [treatments.by(span, OWN) for section in sections for span in section.spans]
         bare += findings.problems() if None in unfit else ()
     problems = [
-        *misspelt,
-        *check_rule_sources(recipe),
+        *checked.problems,
         *other_meanings(recipe, sections, sources, donor=donor),
         *_no_base_to_copy(recipe, sections, sources),
     ]

@@ -16,7 +16,7 @@ from raymerge.checkpoints.packing import Format, Packing, encoding_of, usual_pac
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.planner.align import Aligned
-from raymerge.planner.chosen import output_subject
+from raymerge.planner.chosen import output_subject, output_subjects
 from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors
 from raymerge.planner.precision import output_dtype
@@ -124,12 +124,28 @@ class OutFormats:
         asked, source = self._recipe.out_format, aligned.span.lead.source
         if asked is None:
             return None
-        for choice in asked.matching(output_subject(aligned, self._logical)):
+        subjects = output_subjects(aligned, self._logical) if asked.is_by_name else ()
+        for choice in asked.matching(subjects or (output_subject(aligned, self._logical),)):
+            if not choice.is_for(subjects):
+                self._partly_named(aligned, choice)
+                return None
             is_for_all = choice.selector is None or choice.value in (_SAME, _PLAIN)
             if is_for_all or self._speaks_of(choice, lead, source):
                 self._held.add(choice)
                 return choice
         return None
+
+    def _partly_named(self, aligned: Aligned, choice: FormatChoice) -> None:
+        """Report a line that names some matrices of a tensor, which has one format."""
+        self._held.add(choice)
+        self._findings.tensor(
+            ("format of a part", choice.value),
+            where=self._recipe.where("out_format"),
+            what=f"a line with the value {choice.value} names some of the matrices that {{count}} tensors "
+            "hold, and a tensor has one format",
+            remedy="Name all matrices of these tensors.",
+            example=aligned.output,
+        )
 
     def _speaks_of(self, choice: FormatChoice, lead: StoredTensor, source: int) -> bool:
         """Whether a line that asks for codes is meant for a tensor.

@@ -10,6 +10,7 @@ from raymerge.documents.faults import Fault
 from raymerge.documents.readers import between, choice_of
 from raymerge.profiles.values import (
     AbsolutePath,
+    Affinity,
     Count,
     Label,
     Labels,
@@ -17,6 +18,7 @@ from raymerge.profiles.values import (
     ObjectName,
     Quantity,
     ResourceName,
+    SubPath,
     Switch,
     Text,
 )
@@ -73,6 +75,8 @@ class Volume(MapEntry):
     """Whether nothing can be written to it."""
     pvc: ObjectName | None = None
     """A persistent volume claim; ReadWriteMany, for pods on several nodes."""
+    sub_path: SubPath | None = None
+    """A directory of the claim that is mounted in place of all of it; None: all."""
     empty_dir: EmptyDir | None = None
     """A directory of each pod's own."""
     host_path: AbsolutePath | None = None
@@ -94,13 +98,16 @@ class Volume(MapEntry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
-        """A volume has one source."""
+        """A volume has one source; only a claim is mounted in part."""
         given = [name for name in _SOURCES if data.get(name) is not None]
         if not given:
             yield Fault((), "the volume has no source.", f"Write one of: {', '.join(_SOURCES)}.")
         if len(given) > 1:
             what = f"the volume has {len(given)} sources, {' and '.join(given)}."
             yield Fault((given[1],), what, "Keep one of them.")
+        if data.get("sub_path") is not None and data.get("pvc") is None:
+            what = "only a volume with a claim has a sub_path."
+            yield Fault(("sub_path",), what, "Remove it, or write pvc.")
 
 
 class Head(MapEntry):
@@ -114,6 +121,10 @@ class Head(MapEntry):
     """Labels of nodes that it may be on."""
     tolerations: tuple[Toleration, ...] = ()
     """Taints that it puts up with."""
+    affinity: Affinity | None = None
+    """Nodes and pods that it is to be near or far from, as Kubernetes writes it."""
+    runtime_class: ObjectName | None = None
+    """What runs its containers; None: what runs all."""
 
 
 class WorkerGroup(MapEntry):
@@ -141,6 +152,10 @@ class WorkerGroup(MapEntry):
     """Labels of Kubernetes' nodes that its pods may be on."""
     tolerations: tuple[Toleration, ...] = ()
     """Taints that its pods put up with."""
+    affinity: Affinity | None = None
+    """Nodes and pods that its pods are to be near or far from, as Kubernetes writes it."""
+    runtime_class: ObjectName | None = None
+    """What runs their containers, such as ``nvidia``; None: what runs all."""
     idle_timeout_seconds: Annotated[int | None, by(between(1))] = None
     """Seconds after which an idle pod goes, with autoscaling; None: as for all groups."""
     volumes: tuple[Volume, ...] | None = None

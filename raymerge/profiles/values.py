@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, Path, kind, show
@@ -29,6 +29,11 @@ _FACTORS = {
     "Gi": Decimal(2**30), "Ti": Decimal(2**40), "Pi": Decimal(2**50),
 }  # fmt: skip
 _MOST_SUBDOMAIN = 253
+_AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
+_AFFINITY_RULES = (
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "preferredDuringSchedulingIgnoredDuringExecution",
+)
 
 
 def read_bytes(value: object) -> int:
@@ -160,6 +165,35 @@ def read_absolute(value: object) -> str:
     return "/" + "/".join(step for step in text.split("/") if step not in ("", "."))
 
 
+def read_sub_path(value: object) -> str:
+    """A path within a volume: relative, without steps upwards."""
+    text = read_text(value)
+    steps = [step for step in text.split("/") if step not in ("", ".")]
+    if text.startswith("/") or ".." in steps or not steps:
+        what = f"{show(value)} is not a path within a volume."
+        raise FaultError(Fault((), what, "Write it like teams/merging."))
+    return "/".join(steps)
+
+
+def read_affinity(value: object) -> Mapping[str, Any]:
+    """The affinity of a pod as Kubernetes writes it, which alone knows all of its rules."""
+    if not isinstance(value, Mapping) or not value:
+        what = f"{show(value)} is no affinity; expected a map."
+        raise FaultError(Fault((), what, f"Write at least one of: {', '.join(_AFFINITIES)}."))
+    faults = []
+    for key, rules in value.items():
+        if key not in _AFFINITIES:
+            what = f"'{key}' is no kind of affinity."
+            faults.append(Fault((str(key),), what, f"Write one of: {', '.join(_AFFINITIES)}."))
+        elif not isinstance(rules, Mapping) or not rules or set(rules) - set(_AFFINITY_RULES):
+            what = f"{show(rules)} are no rules of an affinity."
+            remedy = f"Write {' or '.join(_AFFINITY_RULES)}, as a pod has them."
+            faults.append(Fault((key,), what, remedy))
+    if faults:
+        raise FaultError(faults)
+    return dict(value)
+
+
 def read_place(value: object) -> str:
     """A place where models are: a path or an address; not empty."""
     text = read_text(value)
@@ -221,6 +255,8 @@ Labels: TypeAlias = Annotated[Mapping[str, str], by(read_labels)]
 Annotations: TypeAlias = Annotated[Mapping[str, str], by(read_annotations)]
 Environment: TypeAlias = Annotated[Mapping[str, str], by(read_environment)]
 AbsolutePath: TypeAlias = Annotated[str, by(read_absolute)]
+SubPath: TypeAlias = Annotated[str, by(read_sub_path)]
+Affinity: TypeAlias = Annotated[Mapping[str, Any], by(read_affinity)]
 Directory: TypeAlias = Annotated[str, by(read_directory)]
 Place: TypeAlias = Annotated[str, by(read_place)]
 Text: TypeAlias = Annotated[str, by(read_text)]

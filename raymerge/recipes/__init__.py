@@ -3,11 +3,14 @@
 from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.conversion import conversion_recipe
+from raymerge.recipes.draft import UNREADABLE, Draft, Unnamed, join_drafts, with_order_problems
 from raymerge.recipes.expert_change import AddedExpert, ExpertChange
 from raymerge.recipes.expert_ids import ExpertGroups, ExpertIds, PerLayer
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.load import (
     canonical,
+    draft_mapping,
+    draft_recipes,
     load_recipe,
     load_recipes,
     parse_recipe,
@@ -28,12 +31,14 @@ from raymerge.recipes.tokenizer import TokenEntry, Tokenizer, TokenRow, ZeroRow
 __all__ = [
     "RANDOM_GATES",
     "ROLE_NAMES",
+    "UNREADABLE",
     "AdapterOutput",
     "AddedExpert",
     "Align",
     "AnyRecipe",
     "Choice",
     "Conditional",
+    "Draft",
     "Expert",
     "ExpertChange",
     "ExpertGroups",
@@ -58,11 +63,15 @@ __all__ = [
     "TokenRow",
     "Tokenizer",
     "Trunk",
+    "Unnamed",
     "ZeroRow",
     "canonical",
     "conversion_recipe",
     "did_you_mean",
+    "draft_mapping",
+    "draft_recipes",
     "evaluate",
+    "join_drafts",
     "load_recipe",
     "load_recipes",
     "merge_order",
@@ -71,4 +80,5 @@ __all__ = [
     "parse_reference",
     "recipe_from_mapping",
     "references",
+    "with_order_problems",
 ]

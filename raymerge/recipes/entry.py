@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
@@ -15,10 +15,10 @@ from pydantic import (
 )
 
 from raymerge.documents.entry import MapEntry, by
-from raymerge.documents.faults import Fault, FaultError, show
+from raymerge.documents.faults import Fault, FaultError, Path, show
 from raymerge.documents.locate import Places
 from raymerge.documents.readers import read_integer, read_text
-from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.recipes.reference import (
     Exists,
@@ -34,6 +34,8 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 """Bytes of one output file, unless the recipe says otherwise."""
 
 _MAX_NAME_BYTES = 100
+_MISSPELT = 0.85
+"""How like a known key one is, from 0 to 1, that is taken for a misspelt one though it has an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Reading:
     """The user's text, if there was one."""
     exists: Exists = never_exists
     """Whether a text is a local directory."""
+    notes: tuple[str, ...] = ()
+    """What the text says without effect."""
 
 
 class Entry(MapEntry):
@@ -78,20 +82,48 @@ class Document(Entry):
 
     _places: Places = PrivateAttr(default_factory=lambda: Places("recipe"))
     _text: str | None = PrivateAttr(default=None)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     def model_post_init(self, context: Any, /) -> None:
         """Keep where the recipe came from; it takes no part in comparisons."""
         reading = reading_of(context)
         self._places = reading.places
         self._text = reading.text
+        self._notes = reading.notes
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    @classmethod
+    def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
+        """Keys that are no fields and are no mistakes either, each with a note on it.
+
+        Args:
+            data: what the user wrote.
+            anchored: keys with an anchor below them that is used below another key.
+        """
+        notes: dict[str, str] = {}
+        known = (*cls.model_fields, *cls.advice)
+        for key in map(str, data):
+            if key in cls.model_fields:
+                continue
+            if key.startswith("x-"):
+                notes[key] = f"'{key}' has no effect: keys that begin with 'x-' are not read"
+            elif key in anchored and closest(key, known, cutoff=_MISSPELT) is None:
+                notes[key] = (
+                    f"'{key}' has no effect of its own: it holds what aliases below other keys stand for"
+                )
+        return notes
 
     @property
     def text(self) -> str:
         """The user's own text; for a recipe made from Python, a YAML text that says the same."""
         return self._text if self._text is not None else self._as_yaml()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the text says without effect, for people."""
+        return self._notes
 
     def where(self, *path: str | int) -> str:
         """The place of ``where("models", 0, "parameters", "weight")``: ``recipe.yml:7:18``.
@@ -104,6 +136,29 @@ class Document(Entry):
     def _as_yaml(self) -> str:
         plain = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def misplaced_keys(document: type[Document], data: object, path: Path = ()) -> Iterator[Fault]:
+    """Keys of the document, and others that it has advice on, that stand below ``parameters``.
+
+    Args:
+        document: the kind of document.
+        data: a value in it, unchecked.
+        path: where that is.
+    """
+    if isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from misplaced_keys(document, item, (*path, index))
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            place = (*path, key)
+            if path[-1:] != ("parameters",):
+                yield from misplaced_keys(document, value, place)
+            elif key in document.model_fields:
+                what = f"'{key}' is a key of the recipe, and no parameter of a method."
+                yield Fault(place, what, "Move it to the top of the recipe.")
+            elif key in document.advice:
+                yield Fault(place, f"'{key}' is no parameter of a method.", document.advice[key])
 
 
 def reading_of(context: object) -> Reading:
@@ -128,7 +183,8 @@ def _dtype(value: object) -> DType:
         return parse_dtype(name)
     except KeyError:
         remedy = f"{did_you_mean(name, dtype_names())} Write one of: {names}.".lstrip()
-        raise FaultError(Fault((), f"'{name}' is not a dtype to merge to.", remedy)) from None
+        meant = closest(name, dtype_names())
+        raise FaultError(Fault((), f"'{name}' is not a dtype to merge to.", remedy, meant)) from None
 
 
 def _shard_size(value: object) -> int:

@@ -42,5 +42,5 @@ class ExpertSetRecipe(Document):
     """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
     """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
-    pickled_weights: PickledWeights = "error"
-    """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
+    pickled_weights: PickledWeights = "read"
+    """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""

@@ -7,27 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from raymerge.documents.faults import Fault, FaultError, faults_of, kind
-from raymerge.documents.locate import Part, Places, read_document, split_documents, spot
-from raymerge.documents.secrets import check_text, secrets_in
+from raymerge.documents.locate import Located, Part, Places, read_document, split_documents, spot
+from raymerge.documents.secrets import check_text
 from raymerge.documents.text import check_length, read_file
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.entry import Reading
-from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.draft import Draft, draft_document, join_drafts, with_order_problems
 from raymerge.recipes.genre import RECIPE
-from raymerge.recipes.moe import MoeRecipe
-from raymerge.recipes.order import AnyRecipe, order_problems
+from raymerge.recipes.order import AnyRecipe
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
 
 _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 """Fields that say so of themselves."""
-_EXPERTS_FORMS = (
-    "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
-    "or a map to change the experts of one: experts: {keep: [0, 1]}."
-)
 
 
 def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
@@ -56,8 +47,21 @@ def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir
     Raises:
         RecipeError: all that is wrong with each of them and between them.
     """
+    return draft_recipes(path, exists=exists).require()
+
+
+def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Draft:
+    """All recipes in a YAML file as far as they can be read, with what is wrong.
+
+    Args:
+        path: the file; messages name it as given.
+        exists: whether a text is a local directory.
+    """
     name = os.fspath(path)
-    return parse_recipes(read_file(name, RECIPE), name, exists=exists)
+    try:
+        return _draft_parts(_split(read_file(name, RECIPE), name), name, exists)
+    except RecipeError as error:
+        return Draft((), error.problems)
 
 
 def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> AnyRecipe:
@@ -73,7 +77,7 @@ def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.is
             "Give the file to 'raymerge submit', which carries out all of them, or keep one recipe in it."
         )
         raise RecipeError(Problem(spot(name, parts[1].mark), what, remedy))
-    return _read_parts(parts, name, exists)[0]
+    return _draft_parts(parts, name, exists).require()[0]
 
 
 def parse_recipes(
@@ -84,7 +88,7 @@ def parse_recipes(
     Raises:
         RecipeError: all that is wrong with each of them and between them.
     """
-    return _read_parts(_split(text, name), name, exists)
+    return _draft_parts(_split(text, name), name, exists).require()
 
 
 def recipe_from_mapping(
@@ -100,8 +104,15 @@ def recipe_from_mapping(
     Raises:
         RecipeError: all that is wrong with it, by path: ``recipe: models[0].parameters.weight``.
     """
+    return draft_mapping(data, name, exists=exists).require()[0]
+
+
+def draft_mapping(
+    data: Mapping[str, Any], name: str | Places = "recipe", *, exists: Exists = os.path.isdir
+) -> Draft:
+    """The recipe of ``recipe_from_mapping`` as far as it can be read, with what is wrong."""
     places = name if isinstance(name, Places) else Places(name)
-    return _validate(data, Reading(places, None, exists), [])
+    return draft_document(Located(data, places, ()), None, exists)
 
 
 def canonical(recipe: AnyRecipe) -> str:
@@ -122,49 +133,13 @@ def _split(text: str, name: str) -> tuple[Part, ...]:
     return split_documents(text, name, RECIPE)
 
 
-def _read_parts(parts: Sequence[Part], name: str, exists: Exists) -> tuple[AnyRecipe, ...]:
-    recipes: list[AnyRecipe] = []
-    problems: list[Problem] = []
+def _draft_parts(parts: Sequence[Part], name: str, exists: Exists) -> Draft:
+    drafts: list[Draft] = []
     for part in parts:
         try:
             document = read_document(part, name, RECIPE)
-            reading = Reading(document.places, part.text, exists)
-            recipes.append(_validate(document.data, reading, list(document.faults)))
         except RecipeError as error:
-            problems += error.problems
-    problems += order_problems(recipes, exists=exists, are_all=not problems)
-    if problems:
-        raise RecipeError(problems)
-    return tuple(recipes)
-
-
-def _validate(data: Mapping[str, Any], reading: Reading, faults: list[Fault]) -> AnyRecipe:
-    if secret := list(secrets_in(data, RECIPE)):
-        # Alone, for messages on the same values would repeat them.
-        raise RecipeError(reading.places.problems(secret))
-    try:
-        recipe = _kind(data).model_validate(data, context=reading)
-    except (ValidationError, FaultError) as error:
-        found = error.faults if isinstance(error, FaultError) else faults_of(error)
-        # What YAML could not give is missing below: one fault for one cause.
-        broken = {fault.path for fault in faults}
-        faults = [*faults, *(fault for fault in found if fault.path not in broken)]
-    if faults:
-        raise RecipeError(reading.places.problems(faults))
-    return recipe
-
-
-def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[ExpertSetRecipe]:
-    """Which kind of recipe is meant, by what ``experts`` is.
-
-    Raises:
-        FaultError: it is there, and neither of the two things that it may be.
-    """
-    experts = data.get("experts")
-    if isinstance(experts, Mapping):
-        return ExpertSetRecipe
-    if isinstance(experts, (list, tuple)) or "gate_mode" in data:
-        return MoeRecipe
-    if "experts" not in data:
-        return Recipe
-    raise FaultError(Fault(("experts",), f"'experts' is {kind(experts)}.", _EXPERTS_FORMS))
+            drafts.append(Draft((), error.problems))
+        else:
+            drafts.append(draft_document(document, part.text, exists))
+    return with_order_problems(join_drafts(drafts), exists)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from raymerge.documents.entry import by
@@ -17,6 +17,7 @@ from raymerge.recipes.entry import (
     Reference,
     ShardSize,
     Text,
+    misplaced_keys,
 )
 from raymerge.recipes.moe_expert import Expert, GateMode, enough_experts, routed_faults, shared_faults
 from raymerge.recipes.rule import MethodRule
@@ -82,6 +83,7 @@ class MoeRecipe(Document):
         f"{_TRUNK_ADVICE}",
         **dict.fromkeys(("models", "methods", "parameters"), _TRUNK_ADVICE),
         **dict.fromkeys(("tokenizer", "tokenizer_source", "embedding_sizes"), _VOCABULARY_ADVICE),
+        "pad_to_multiple_of": _VOCABULARY_ADVICE,
     }
 
     base_model: Reference
@@ -117,12 +119,23 @@ class MoeRecipe(Document):
     """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
     """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
-    pickled_weights: PickledWeights = "error"
-    """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
+    pickled_weights: PickledWeights = "read"
+    """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""
+
+    @classmethod
+    def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
+        """As for all recipes, and what some write for the method."""
+        notes = super().ignored(data, anchored)
+        if data.get("merge_method") == "moe":
+            notes["merge_method"] = (
+                "'merge_method: moe' has no effect: 'experts' says that a mixture is built"
+            )
+        return notes
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         """Enough experts for each token, and prompts that the gate can use and that tell experts apart."""
+        yield from misplaced_keys(cls, data)
         experts, shared = data.get("experts"), data.get("shared_experts")
         gate = _gate(data)
         if isinstance(experts, (list, tuple)):

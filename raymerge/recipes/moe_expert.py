@@ -52,7 +52,10 @@ class Expert(Entry):
     """One expert: the feed-forward layers of a dense model."""
 
     shape: ClassVar[str] = "a map like {source_model: PATH, positive_prompts: [TEXT]}"
-    advice: ClassVar[Mapping[str, str]] = {"model": "An expert's model is its 'source_model'."}
+    advice: ClassVar[Mapping[str, str]] = {
+        "model": "An expert's model is its 'source_model'.",
+        "revision": "A revision stands behind the name of its model, as in 'source_model: PATH@REVISION'.",
+    }
 
     source_model: Reference
     """The source."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -10,7 +10,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
 from raymerge.documents.readers import choice_of
-from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 
 OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
@@ -29,6 +29,14 @@ class FormatChoice:
     value: str
     """One of ``OUT_FORMATS``."""
 
+    def selects(self, subject: Subject) -> bool:
+        """Whether it speaks of a tensor."""
+        return self.selector is None or self.selector.matches(subject)
+
+    def is_for(self, subjects: Sequence[Subject]) -> bool:
+        """Whether it speaks of all these tensors."""
+        return all(map(self.selects, subjects))
+
 
 @dataclass(frozen=True, slots=True)
 class OutFormats:
@@ -37,9 +45,14 @@ class OutFormats:
     choices: tuple[FormatChoice, ...]
     """At least one, in the recipe's order; the first that speaks of a tensor holds for it."""
 
-    def matching(self, subject: Subject) -> Iterator[FormatChoice]:
-        """The lines that select an output tensor, in order."""
-        return (each for each in self.choices if each.selector is None or each.selector.matches(subject))
+    @property
+    def is_by_name(self) -> bool:
+        """Whether some lines say what tensors are called."""
+        return any(each.selector is not None and each.selector.is_by_name for each in self.choices)
+
+    def matching(self, subjects: Sequence[Subject]) -> Iterator[FormatChoice]:
+        """The lines that select some of the logical tensors of an output, in order."""
+        return (each for each in self.choices if any(map(each.selects, subjects)))
 
 
 def _read_formats(value: object) -> OutFormats | None:
@@ -68,7 +81,7 @@ def _read_choice(value: object) -> FormatChoice:
 
 def _unknown(key: str) -> Fault:
     hint = did_you_mean(key, _KEYS) or f"Keys known here: {', '.join(_KEYS)}."
-    return Fault((key,), f"unknown key '{key}'.", hint)
+    return Fault((key,), f"unknown key '{key}'.", hint, closest(key, _KEYS), is_key=True)
 
 
 def _plain_formats(formats: OutFormats | None) -> object:

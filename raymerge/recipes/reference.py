@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, show
 from raymerge.documents.readers import read_text
-from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]
@@ -134,6 +134,12 @@ def _split_revision(piece: str, text: str) -> tuple[str, str | None]:
 
 
 def _read_map(value: Mapping[object, object], exists: Exists) -> ModelReference:
+    if found := [key for key in _PATH_KEYS if key in value]:
+        path = value.get("path") or value.get("model")
+        revision = f", revision: {value['revision']}" if "revision" in value else ""
+        form = f"{{model: {{path: {path if isinstance(path, str) else 'PATH'}{revision}}}}}"
+        what = f"'{found[0]}' belongs into a map below 'model'."
+        raise FaultError(Fault((found[0],), what, f"Write {form}."))
     faults = _unknown_keys(value, _REFERENCE_KEYS)
     model = _optional(lambda part: _read_path(part, exists), value, "model", faults)
     lora = _optional(lambda part: _read_path(part, exists), value, "lora", faults)
@@ -174,6 +180,8 @@ def _unknown_keys(value: Mapping[object, object], known: tuple[str, ...]) -> lis
             (str(key),),
             f"unknown key '{key}'.",
             did_you_mean(str(key), known) or f"Keys known here: {', '.join(known)}.",
+            closest(str(key), known),
+            is_key=True,
         )
         for key in value
         if key not in known

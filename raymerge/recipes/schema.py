@@ -10,6 +10,7 @@ from pydantic import PlainSerializer, ValidationInfo, field_validator
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
 from raymerge.documents.readers import between, choice_of, read_positive
+from raymerge.documents.suggest import closest
 from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
@@ -20,6 +21,7 @@ from raymerge.recipes.entry import (
     Reference,
     ShardSize,
     Text,
+    misplaced_keys,
 )
 from raymerge.recipes.out_format import OutFormat
 from raymerge.recipes.router import Alignment, RouterSource
@@ -50,21 +52,44 @@ FLAG_ADVICE: Mapping[str, str] = {
 }
 """Command-line flags of mergekit that are met in recipes; ``-`` and ``_`` are the same."""
 
+REVISION_ADVICE = "A revision stands behind the name of its model, as in 'model: PATH@REVISION'."
+
+_RECIPE_ADVICE: Mapping[str, str] = {
+    **FLAG_ADVICE,
+    "revision": REVISION_ADVICE,
+    "pad_to_multiple_of": "Write it as tokenizer: {source: union, pad_to_multiple_of: 64}, "
+    "whose 'source' takes the place of 'tokenizer_source'.",
+}
+
 Seed = Annotated[int, by(between(0, MAX_SEED))]
 Duplicates = Annotated[Literal["keep", "share"], by(choice_of("keep", "share"))]
 MissingTensors = Annotated[Literal["error", "copy_base"], by(choice_of("error", "copy_base"))]
 ExtraTensors = Annotated[Literal["error", "drop"], by(choice_of("error", "drop"))]
 EmbeddingSizes = Annotated[Literal["error", "common", "pad"], by(choice_of("error", "common", "pad"))]
-PickledWeights = Annotated[Literal["error", "read"], by(choice_of("error", "read"))]
+PickledWeights = Annotated[Literal["read", "refuse"], by(choice_of("read", "refuse"))]
 
 
-class ModelEntry(Entry):
+class _Part(Entry):
+    """A map below the top of a recipe, in which some write what holds for all of it."""
+
+    @classmethod
+    def _unknown(cls, key: str) -> Fault:
+        known = (*cls.model_fields, *cls.advice)
+        if key in Recipe.model_fields and key != "name" and closest(key, known) is None:
+            return Fault(
+                (key,), f"'{key}' is a key of the whole recipe.", "Move it to the top of the recipe."
+            )
+        return super()._unknown(key)
+
+
+class ModelEntry(_Part):
     """A source that is merged as a whole."""
 
     shape: ClassVar[str] = "a map like {model: PATH, parameters: {weight: 0.5}}"
     advice: ClassVar[Mapping[str, str]] = {
         "layer_range": "mergekit ignores it here. Layers are chosen below 'slices': "
         "slices: [{sources: [{model: PATH, layer_range: [0, 8]}]}].",
+        "revision": REVISION_ADVICE,
     }
 
     model: Reference
@@ -73,10 +98,11 @@ class ModelEntry(Entry):
     """Settings that hold for this source only."""
 
 
-class SliceSource(Entry):
+class SliceSource(_Part):
     """Some consecutive layers of a source."""
 
     shape: ClassVar[str] = "a map like {model: PATH, layer_range: [0, 8]}"
+    advice: ClassVar[Mapping[str, str]] = {"revision": REVISION_ADVICE}
 
     model: Reference
     """The source."""
@@ -96,7 +122,7 @@ class SliceSource(Entry):
         raise FaultError(Fault((), what, "Write [first layer, layer after the last], like [0, 8]."))
 
 
-class OutputSlice(Entry):
+class OutputSlice(_Part):
     """Consecutive layers of the output, merged from as many layers of each source."""
 
     shape: ClassVar[str] = "a map like {sources: [{model: PATH, layer_range: [0, 8]}]}"
@@ -118,7 +144,7 @@ class OutputSlice(Entry):
             yield Fault(("sources",), "the slice has no sources.", "Add {model: PATH, layer_range: [0, 8]}.")
 
 
-class ModuleEntry(Entry):
+class ModuleEntry(_Part):
     """One module of a model that has several, such as the text decoder of a vision model."""
 
     shape: ClassVar[str] = "a map with 'models' or 'slices'"
@@ -143,7 +169,7 @@ class Recipe(Document):
     """
 
     shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"
-    advice: ClassVar[Mapping[str, str]] = FLAG_ADVICE
+    advice: ClassVar[Mapping[str, str]] = _RECIPE_ADVICE
 
     merge_method: Text
     """Name of the method; the planner knows which there are."""
@@ -186,8 +212,8 @@ class Recipe(Document):
     embedding_sizes: EmbeddingSizes = "error"
     """Embeddings with different numbers of rows: ``error``, ``common`` to keep the rows that all have, or
     ``pad`` to keep every row."""
-    pickled_weights: PickledWeights = "error"
-    """Weights in pickled files: ``error``, or ``read`` to load them without running code."""
+    pickled_weights: PickledWeights = "read"
+    """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""
     router: RouterSource = "merge"
     """Router rows and biases of mixtures of experts: ``merge`` as other tensors, the ``base``'s own, or those
     of one of the models."""
@@ -200,6 +226,7 @@ class Recipe(Document):
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
         """Exactly one of models, slices and modules; one way to choose the tokenizer; adapters are whole."""
+        yield from misplaced_keys(cls, data)
         yield from _exactly_one(data, ("models", "slices", "modules"))
         if data.get("adapter") is not None and (data.get("slices") or data.get("modules")):
             what = "'adapter' merges adapters, which are merged as wholes."

@@ -34,6 +34,12 @@ ROLE_NAMES = (
 """What a tensor may do in a model."""
 
 _EVERYTHING = (None, "*")
+_PAIRS = {
+    "gate_up": {"gate_proj": "gate", "up_proj": "up"},
+    "gate_and_up": {"gate_proj": "gate", "up_proj": "up"},
+    "w13": {"gate_proj": "w1", "up_proj": "w3"},
+}
+"""What layouts call gate and up where they store them as one, and what stands for each of the two in it."""
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 _LAYER_FORMS = "Write a layer like 10, a range like 10..20 with both ends in it, or a list of those."
 
@@ -51,6 +57,8 @@ class Subject:
     multi-token-prediction module."""
     layer: int | None
     """Its layer's number; None outside the layers."""
+    aliases: tuple[str, ...] = ()
+    """What else it is called where the same model is stored in another layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +82,38 @@ class Selector:
     def matches(self, subject: Subject) -> bool:
         """Whether this speaks of ``subject``. A tensor outside the layers is in no range of them."""
         return (
-            (self.filter in _EVERYTHING or self.filter in subject.name)
-            and (self.glob is None or fnmatchcase(subject.name, self.glob))
-            and (not self.roles or not subject.roles.isdisjoint(self.roles))
+            (not self.roles or not subject.roles.isdisjoint(self.roles))
             and (not self.layers or self._is_within(subject.layer))
+            and any(self._names(name, subject) for name in (subject.name, *subject.aliases))
         )
+
+    def _names(self, name: str, subject: Subject) -> bool:
+        if not (self._has_part(name) and self._has_whole(name)):
+            return False
+        pair = next((each for each in _PAIRS if each in name), None)
+        half = None if pair is None else _PAIRS[pair].get(_projection(subject))
+        if pair is None or half is None:
+            return True
+        # "gate_up_proj" also means "up_proj" by its letters: gate is meant only by what has the pair's name.
+        own = name.replace(pair, half)
+        return (pair in (self.filter or "") or self._has_part(own)) and (
+            pair in (self.glob or "") or self._has_whole(own)
+        )
+
+    def _has_part(self, name: str) -> bool:
+        return self.filter is None or self.filter == "*" or self.filter in name
+
+    def _has_whole(self, name: str) -> bool:
+        return self.glob is None or fnmatchcase(name, self.glob)
 
     def _is_within(self, layer: int | None) -> bool:
         return layer is not None and any(first <= layer <= last for first, last in self.layers)
+
+
+def _projection(subject: Subject) -> str:
+    """``gate_proj`` or ``up_proj`` where the tensor is that matrix of a network; empty for any other."""
+    words = (word for name in (subject.name, *subject.aliases) for word in name.split("."))
+    return next((word for word in words if word in ("gate_proj", "up_proj")), "")
 
 
 def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:

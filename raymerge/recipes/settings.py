@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
 from raymerge.documents.readers import read_number
-from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 
 _CHOICE_KEYS = (*SELECTOR_KEYS, "value")
@@ -136,7 +136,7 @@ def _read_choice(value: object) -> Choice:
 
 def _unknown(key: str) -> Fault:
     hint = did_you_mean(key, _CHOICE_KEYS) or f"Keys known here: {', '.join(_CHOICE_KEYS)}."
-    return Fault((key,), f"unknown key '{key}'.", hint)
+    return Fault((key,), f"unknown key '{key}'.", hint, closest(key, _CHOICE_KEYS), is_key=True)
 
 
 def _plain_choice(choice: Choice) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raymerge.documents.faults import Path
 from raymerge.documents.locate import Places
@@ -47,7 +47,8 @@ def trunk_recipe(recipe: MoeRecipe, per_model: Collection[str]) -> Recipe:
         "duplicates": recipe.duplicates,
         "pickled_weights": recipe.pickled_weights,
     }
-    places = _TrunkPlaces(recipe._places.name, recipe._places.marks, recipe.trunk)
+    written = recipe._places
+    places = _TrunkPlaces(written.name, written.marks, trunk=recipe.trunk, written=written)
     return Recipe.model_validate(asked, context=Reading(places, None))
 
 
@@ -61,14 +62,16 @@ class _TrunkPlaces(Places):
 
     trunk: Trunk | None = None
     """The mixture's ``trunk``."""
+    written: Places = field(default_factory=lambda: Places("recipe"))
+    """The mixture's own places."""
 
     def mark(self, path: Path) -> tuple[int, int]:
         """Line and column in the mixture's recipe."""
-        return Places(self.name, self.marks).mark(self._moved(path))
+        return self.written.mark(self._moved(path))
 
     def at(self, path: Path) -> str:
         """The place in the mixture's recipe."""
-        return Places(self.name, self.marks).at(self._moved(path))
+        return self.written.at(self._moved(path))
 
     def _moved(self, path: Path) -> Path:
         """Where the mixture's recipe says what the trunk's has at a path."""

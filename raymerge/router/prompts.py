@@ -82,7 +82,8 @@ class _Tokenizing:
     def _prompt(self, expert: int, sign: int, name: str, text: str) -> Iterator[TokenRun]:
         tokens = self._ids(self._begin_text + text)
         where = f"{name}: the prompt {_short(text)}"
-        if len(tokens) <= len(self._begin):
+        # An empty prompt is the beginning of a sequence alone, as in mergekit.
+        if not tokens:
             what = f"gives no tokens in the tokenizer of {self._base.name}."
             self.problems.append(Problem(where, what, "Write a text, or remove the prompt."))
         elif self._most is not None and len(tokens) > self._most:

@@ -105,7 +105,7 @@ class LayerStream:
         if not runs:
             return 0
         lengths = [len(run.tokens) for run in runs]
-        with self._model() as model, _exact_float32(), torch.no_grad(), model.opened(device) as read:
+        with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
             spare = budget - model.least_bytes(max(lengths))
             kept = kept_nbytes(lengths, model.width)
             in_memory = kept <= spare
@@ -184,14 +184,11 @@ def _layer(
 
 
 @contextmanager
-def _exact_float32() -> Iterator[None]:
-    """No shorter numbers in the multiplications of a GPU, and the same algorithm every time."""
+def _deterministic() -> Iterator[None]:
+    """The same algorithm of a GPU's library every time."""
     cudnn = torch.backends.cudnn
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
-    torch.set_float32_matmul_precision("highest")
-    cudnn.allow_tf32, cudnn.deterministic = False, True
+    before, cudnn.deterministic = cudnn.deterministic, True
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.deterministic = before[1:]
+        cudnn.deterministic = before

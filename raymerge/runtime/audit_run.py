@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import randbits
 
 from raymerge.errors import IncompleteError, OptionError, Problem, UserError
 from raymerge.execute.receipts import row_digests
@@ -45,8 +46,8 @@ class AuditOptions:
 
     sample: float = 0.01
     """Share of each tensor's elements that is recomputed, one run of them at least; 1 for all."""
-    seed: int = 0
-    """Chooses which."""
+    seed: int | None = None
+    """Chooses which; None for others each time. The verdict has the one that was taken."""
     sources: Mapping[str, str] | None = None
     """Directories of sources, by their names in the recipe, that are no longer where they were."""
     most: int = 20
@@ -58,7 +59,7 @@ class AuditOptions:
         if not 0 < self.sample <= 1:
             what = f"{self.sample:g} is no share of the elements."
             raise OptionError(Problem("--sample", what, "Give more than 0, and at most 1 for all of them."))
-        if self.seed < 0 or self.most < 1:
+        if (self.seed is not None and self.seed < 0) or self.most < 1:
             what = f"seed {self.seed} and {self.most} problems to show cannot be had."
             raise OptionError(Problem("--seed, --show", what, "Give a seed of 0 or more, and 1 or more."))
 
@@ -83,11 +84,13 @@ class Audit:
         self._began = time.monotonic()
         self._name, self._place = shown(str(output)), str(output)
         self._wanted, self._options, self._on_event = wanted, options, on_event
+        self._seed = randbits(32) if wanted.seed is None else wanted.seed
         check_free(options)
         self._structure = verify_structure(output)
         self._output = self._recorded()
         self._problems = list(self._structure.problems)
-        self._plan = None if self._problems else self._saved_plan()
+        # A companion that was edited says nothing of the tensors.
+        self._plan = self._saved_plan() if self._structure.are_tensors_sound else None
 
     @property
     def num_parts(self) -> int:
@@ -117,7 +120,7 @@ class Audit:
             self._structure,
             findings,
             sample=self._wanted.sample,
-            seed=self._wanted.seed,
+            seed=self._seed,
             tensors=self._structure.tensors,
             problems=self._problems,
             seconds=time.monotonic() - self._began,
@@ -154,7 +157,7 @@ class Audit:
             plan=plan,
             name=self._name,
             digests=digests,
-            sampling=Sampling(self._wanted.sample, self._wanted.seed),
+            sampling=Sampling(self._wanted.sample, self._seed),
             absent=located.absent,
             room=max(1, budget // slots - _FIXED),
             most=self._wanted.most,

@@ -1,4 +1,4 @@
-"""What the control groups that hold this process let it use: of memory and of processors.
+"""What the control groups that hold this process let it use: of memory, processors and processes.
 
 A container, a batch job or a service is such a group within others, and each of them may have a limit. Linux
 has two versions; a machine may have both at once, each for other things.
@@ -58,6 +58,18 @@ def core_quotas(root: Path) -> Iterator[float]:
             limits = group.text("cpu.max").split()
         if len(limits) == 2 and all(each.isdecimal() and int(each) for each in limits):
             yield int(limits[0]) / int(limits[1])
+
+
+def process_rooms(root: Path) -> Iterator[int]:
+    """Processes and threads that each group with a limit may still start.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("pids", root):
+        most = group.number("pids.max")
+        if most is not None:
+            yield most - (group.number("pids.current") or 0)
 
 
 def groups_oom_kills(root: Path) -> int | None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.errors import RaymergeError
+from raymerge.device_numerics import check_full_float32
+from raymerge.errors import OptionError, RaymergeError
 from raymerge.execute.threads import one_thread
 from raymerge.methods import Settings, Stored, Tile
 from raymerge.methods.linear import LinearKernel
@@ -61,14 +62,17 @@ def measure(device: torch.device, sample: Sample, *, threads: int) -> Probe:
         threads: of this worker, that would compute on processors.
 
     Raises:
-        GpuError: the GPU is broken or busy.
+        GpuError: the GPU is broken or busy, or does not compute float32 in full.
     """
     try:
+        check_full_float32(device)
         to_device, from_device = _copy_speeds(device)
         gpu, name = _gpu_speed(device), torch.cuda.get_device_name(device)
     except RuntimeError as error:
         # What torch raises for whatever goes wrong on a GPU is one, or a kind of it.
         raise GpuError(first_line(error)) from error
+    except OptionError as error:
+        raise GpuError(error.problems[0].what.rstrip(".")) from error
     return Probe(
         read=_read_speed(sample),
         write=_write_speed(sample.target),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import version
 
 import torch
 
+from raymerge.device_numerics import check_full_float32
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.options import Device
 
@@ -27,8 +29,17 @@ def choose_device(wanted: Device) -> torch.device:
 
 
 def numerics_of(device: torch.device) -> dict[str, str]:
-    """What the bytes of a merge may depend on beside the plan."""
-    return {"device": device.type, "torch": torch.__version__}
+    """What the bytes of a merge may depend on beside the plan.
+
+    Raises:
+        OptionError: the device, or the processor that stands in for it, does not multiply float32 numbers
+            with all of their bits.
+    """
+    check_full_float32(torch.device("cpu"))
+    # A GPU that fails here is checked again by whoever computes, before it is used.
+    with suppress(RuntimeError, AssertionError):
+        check_full_float32(device)
+    return {"device": device.type, "torch": torch.__version__, "float32": "full"}
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:

@@ -136,6 +136,8 @@ class Planned(Event):
     """Segments to make."""
     projected_peak: int
     """Bytes of memory that a worker will use at most, beyond an idle one."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing of the plan, and of what the recipe says without effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,15 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RayEnded(Event):
+    """A process ended that the embedded Ray cannot do without. Nothing can be made any more in this process,
+    which Ray itself is about to end. Emitted from a thread of its own."""
+
+    process: str
+    """What it is called."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryShort(Event):
     """A part ran out of memory; it is done again, alone on a worker, with less. Its bytes stay the same."""
 
@@ -256,12 +267,12 @@ class MemoryShort(Event):
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailed(Event):
-    """A worker's GPU failed in a segment, which was then made on the worker's processor."""
+    """A worker's GPU failed in a part, which was then made on the worker's processor."""
 
     worker: str
     """Its name."""
     segment: int
-    """Number of the segment."""
+    """Number of the segment, or of the unit of a stage."""
     reason: str
     """What failed."""
 

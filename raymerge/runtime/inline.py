@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from raymerge.device_numerics import full_float32
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample, measure
@@ -43,6 +44,7 @@ class InlinePool:
         self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
         self._choice: Choice | None = None
+        self._settings = ExitStack()
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -76,6 +78,7 @@ class InlinePool:
 
     def start(self) -> None:
         """Find the device."""
+        self._settings.enter_context(full_float32())
         self._device = choose_device(self._options.device)
 
     def settle(self, choose: Callable[[Measure], Choice]) -> None:
@@ -103,7 +106,8 @@ class InlinePool:
             yield from crew.receipts(threads)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Give back the settings of torch."""
+        self._settings.close()
 
     def _measured(self, sample: Sample) -> Measured:
         probe = measure(self._device, sample, threads=self._threads(gpus=0))

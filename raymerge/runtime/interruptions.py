@@ -13,9 +13,10 @@ from types import FrameType
 
 from raymerge.errors import IncompleteError, Problem, RaymergeError, RoomError, TargetError
 from raymerge.runtime.events import OnEvent, Stopping
+from raymerge.runtime.memory_errors import PROCESS_LIMIT, is_process_limit
 from raymerge.runtime.pool import Stop
 from raymerge.storage.patience import KEPT
-from raymerge.storage.refusals import OUT_OF_ROOM
+from raymerge.storage.refusals import OUT_OF_ROOM, room_error
 from raymerge.units import format_size
 
 GRACE_SECONDS = 1.0
@@ -57,10 +58,19 @@ def resumable(place: Path, missing: Callable[[], int] = lambda: 0) -> Iterator[N
     try:
         yield
     except RoomError as error:
+        is_of_size = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG
+        if is_of_size:
+            raise
         raise RoomError(_without_room(str(error), place, missing())) from error
     except RaymergeError:
         raise
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        if is_process_limit(error):
+            raise IncompleteError(f"{PROCESS_LIMIT} {KEPT}") from error
+        if not isinstance(error, OSError):
+            raise
+        if error.errno == errno.EFBIG:
+            raise room_error(str(error.filename or place), 0, error) from error
         if error.errno in OUT_OF_ROOM:
             said = f"{error.filename or place}: the file system refused it: {error.strerror}."
             raise RoomError(_without_room(f"{said} {KEPT}", place, missing())) from error

@@ -56,10 +56,6 @@ class Grounds:
         """Whether a node is yet to say what it sees."""
         return node in self._asked.values()
 
-    def allows(self, node: str, number: int) -> bool:
-        """Whether a node can do a part, as far as is known."""
-        return not self.is_asked(node) and self._placement.allows(node, number)
-
     def look(self) -> None:
         """Take up what nodes have answered since."""
         asked = list(self._asked)

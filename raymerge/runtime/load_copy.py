@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymerge.checkpoints.header import read_header
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.index import INDEX_FILE, PICKLES
 from raymerge.checkpoints.source import CONFIG_FILE, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem
+from raymerge.planner.pickled import read_pickled
 from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
@@ -58,8 +59,8 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[Lo
     if not is_remote(place):
         yield LoadCopy(Path(parse_place(place).text), "")
         return
-    checkpoint = open_checkpoint(place, shown(place))
-    small = {CONFIG_FILE, INDEX_FILE, *checkpoint.companions}
+    checkpoint = open_checkpoint(place, shown(place), read_pickle=read_pickled)
+    small = {CONFIG_FILE, INDEX_FILE, PICKLES.index, *checkpoint.companions}
     with _directory(scratch) as here, open_store(place) as store:
         with fetched(place, small) as found:
             shutil.copytree(found, here, dirs_exist_ok=True)

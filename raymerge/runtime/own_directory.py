@@ -20,17 +20,18 @@ _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class OwnDirectory:
     """A directory that is this process's as long as it lives, which a lock of the system says."""
 
-    def __init__(self, shared: str, prefix: str = SHARDS) -> None:
+    def __init__(self, shared: str, prefix: str = SHARDS, *, names_host: bool = True) -> None:
         """
         Args:
             shared: the directory that it is made in; it is made where it is not there.
             prefix: what its name begins with.
+            names_host: whether its name has that of this machine in it, as it must have where others see it.
 
         Raises:
             OSError: nothing can be written there.
         """
         Path(shared).mkdir(parents=True, exist_ok=True)
-        self.path = Path(tempfile.mkdtemp(prefix=_of_here(prefix), dir=shared))
+        self.path = Path(tempfile.mkdtemp(prefix=_of_here(prefix) if names_host else prefix, dir=shared))
         """Where it is."""
         fresh = self.path / f"{_LOCK}.new"
         self._descriptor = os.open(fresh, _OPENING | os.O_CREAT | os.O_EXCL, 0o600)
@@ -45,15 +46,16 @@ class OwnDirectory:
         os.close(self._descriptor)
 
 
-def sweep(shared: Path, prefix: str = SHARDS) -> None:
+def sweep(shared: Path, prefix: str = SHARDS, *, names_host: bool = True) -> None:
     """Remove what killed processes of this machine left; what cannot be removed stays, and so does what one
     left that was killed before it had its lock.
 
     Args:
         shared: the directory that theirs are in.
         prefix: what their names begin with.
+        names_host: whether their names have that of this machine in them.
     """
-    for each in shared.glob(f"{escape(_of_here(prefix))}*"):
+    for each in shared.glob(f"{escape(_of_here(prefix) if names_host else prefix)}*"):
         with suppress(OSError):
             descriptor = os.open(each / _LOCK, _OPENING)
             try:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from raymerge.errors import OptionError, Problem
+from raymerge.runtime.control_groups import process_rooms
+from raymerge.runtime.own_directory import OwnDirectory, sweep
+from raymerge.runtime.ray_watch import RayWatch, needed_processes
+from raymerge.storage.refusals import size_limit
 
 _OBJECT_STORE_BYTES = 200 << 20
 _ANSWER_SECONDS = 5.0
+_DIRECTORIES = "raymerge-ray-"
+"""What the names of directories of embedded Rays begin with."""
+_LEAST_THREADS = 128
+"""Fewer an embedded Ray with one worker does not come up with; on two cores it takes about 160."""
+_EXEMPT = 1 << 21 | 1 << 24
+"""Capabilities that the limit on processes does not hold for: CAP_SYS_ADMIN and CAP_SYS_RESOURCE."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -54,15 +65,25 @@ def import_ray(*, embedded: bool) -> ModuleType:
 class RayConnection:
     """A connection to Ray: an embedded cluster of our own, or one that runs already."""
 
-    def __init__(self, address: str | None, *, num_cpus: int | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        num_cpus: int | None = None,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
         """
         Args:
             address: of a running cluster; None starts an embedded one, which ends with ``close``.
             num_cpus: CPU slots of an embedded cluster, for more workers than cores.
+            on_end: called from a thread with what of an embedded cluster has ended too early; None for
+                nothing.
         """
+        self._on_end = on_end
+        self._watch: RayWatch | None = None
         self._address = address
         self._num_cpus = num_cpus
-        self._temporary = ""
+        self._directory: OwnDirectory | None = None
         self._owner = False
         self.ray = import_ray(embedded=address is None)
 
@@ -74,6 +95,8 @@ class RayConnection:
         """
         if self.ray.is_initialized():
             return
+        if self._address is None:
+            _check_limits(Path("/"))
         self._owner = True
         terminated = signal.getsignal(signal.SIGTERM)
         try:
@@ -91,32 +114,80 @@ class RayConnection:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)
         _silence_notices(self.ray)
+        if self._directory is not None and self._on_end is not None:
+            self._watch = RayWatch(needed_processes(self.ray), self._on_end)
 
     def close(self) -> None:
         """Disconnect, and end the cluster if it is ours."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         if self._owner:
             self.ray.shutdown()
             self._owner = False
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = ""
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
 
     def _start(self) -> None:
         # A short path: Ray's socket names below it must stay under 108 bytes.
-        short = "/tmp" if os.path.isdir("/tmp") else None
-        self._temporary = tempfile.mkdtemp(prefix="raymerge-", dir=short)
+        short = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+        sweep(Path(short), _DIRECTORIES, names_host=False)
+        self._directory = OwnDirectory(short, _DIRECTORIES, names_host=False)
         # "local", because without an address Ray joins any cluster that it finds on this machine.
         with _helpers_left_out(self.ray):
             self.ray.init(
                 address="local",
                 num_cpus=self._num_cpus,
                 # Ray opens its own directory to everybody; the one around it stays ours alone.
-                _temp_dir=os.path.join(self._temporary, "ray"),
+                _temp_dir=str(self._directory.path / "ray"),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
                 object_store_memory=_OBJECT_STORE_BYTES,
             )
+
+
+def _check_limits(root: Path) -> None:
+    """See that an embedded Ray may start: where it may not, it takes minutes to fail, and does not say why.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+
+    Raises:
+        OptionError: a limit of the user or the container is too low.
+    """
+    remedy = "Raise it, or give --inline to run without Ray."
+    room = min((*process_rooms(root), *_own_process_room(root)), default=_LEAST_THREADS)
+    if room < _LEAST_THREADS:
+        what = f"an embedded Ray starts more than {_LEAST_THREADS} threads, and no more than {max(0, room)} "
+        what += "may be started here, by a limit of the user (ulimit -u) or of the container (pids.max)."
+        raise OptionError(Problem("ray", what, remedy))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < _OBJECT_STORE_BYTES:
+        what = f"an embedded Ray writes a file of {_OBJECT_STORE_BYTES} bytes, and {size_limit()}."
+        raise OptionError(Problem("ray", what, remedy))
+
+
+def _own_process_room(root: Path) -> Iterator[int]:
+    """Threads that the user may still start; nothing where no limit holds for this process."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    own = _status(root / "proc" / "self")
+    user = own.get("Uid", "0").split()[0]
+    is_exempt = user == "0" or bool(int(own.get("CapEff", "0"), 16) & _EXEMPT)
+    if most == resource.RLIM_INFINITY or is_exempt:
+        return
+    found = (_status(each) for each in (root / "proc").iterdir() if each.name.isdecimal())
+    yield most - sum(int(each["Threads"]) for each in found if each.get("Uid", "").split()[:1] == [user])
+
+
+def _status(process: Path) -> dict[str, str]:
+    """What the system says of a process; empty where it has ended."""
+    try:
+        lines = (process / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _check_answers(address: str) -> None:

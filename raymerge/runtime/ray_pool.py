@@ -10,7 +10,7 @@ from typing import Any
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.device_choice import Choice, GpuError
 from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.events import CarriersChosen, OnEvent, RoomAwaited
+from raymerge.runtime.events import CarriersChosen, OnEvent, RayEnded, RoomAwaited
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.placement import Placement, placement_of, stations, survey_problems, unreached
 from raymerge.runtime.pool import UNIT, Measure, Measured, Receipts, Stop, Work
@@ -63,7 +63,7 @@ class RayPool:
         self._surveyed: frozenset[str] | None = None
         self._is_last = False
         slots = embedded_slots(options) if options.address is None else None
-        self._connection = RayConnection(options.address, num_cpus=slots)
+        self._connection = RayConnection(options.address, num_cpus=slots, on_end=self._tell_end)
         self._nodes = Nodes(self._connection.ray, is_here=options.address is None)
         self.team = Team(self._connection, worker, options, ready_seconds=ready_seconds)
 
@@ -187,6 +187,9 @@ class RayPool:
         """End the workers, and the cluster if it is ours."""
         self.team.dismiss()
         self._connection.close()
+
+    def _tell_end(self, process: str) -> None:
+        self._on_event(RayEnded(process))
 
     @property
     def _is_open(self) -> bool:

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from raymerge.assemble.provenance import Made, provenance
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import CheckpointError, Problem
@@ -25,13 +23,13 @@ from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore
+from raymerge.verifier.companions import PROVENANCE_FILE, file_digest
 
-PROVENANCE = f"{RECORD}/provenance.json"
+PROVENANCE = PROVENANCE_FILE
 """What the checkpoint was made of and what came out: the same for two equal merges."""
 STORY = f"{RECORD}/run.json"
 """When and where it was made, and where the sources lay: another for each run."""
 _PACKAGES = ("raymerge", "torch", "numpy", "ray", "transformers")
-_CHUNK = 8 << 20
 
 
 def write_provenance(
@@ -78,17 +76,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = ""
     return found
-
-
-def file_digest(store: ReadStore, key: str) -> str:
-    """xxh3-128 of a file's bytes, in hex; "" where there is none."""
-    info = store.info(key)
-    if info is None:
-        return ""
-    digest = xxhash.xxh3_128()
-    for offset in range(0, info.nbytes, _CHUNK):
-        digest.update(store.read(key, offset, min(_CHUNK, info.nbytes - offset)))
-    return digest.hexdigest()
 
 
 @contextmanager

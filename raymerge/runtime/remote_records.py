@@ -12,7 +12,7 @@ from raymerge.runtime.beginning import MARK
 from raymerge.runtime.holder import Holder, is_here, runs_here
 from raymerge.runtime.lease import DEAD_SECONDS, Hold
 from raymerge.runtime.ledger import NAME
-from raymerge.runtime.remote_found import MANIFEST
+from raymerge.runtime.output_contents import MANIFEST
 from raymerge.runtime.remote_lease import look
 from raymerge.runtime.remote_ledger import pieces_of
 from raymerge.runtime.remote_staging import LEASE, STEPS_LEASE

@@ -18,21 +18,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.index import INDEX_FILE, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, Problem, TargetError
 from raymerge.planner.tables import Plan
 from raymerge.runtime.beginning import MARK, mark_of
 from raymerge.runtime.conditions import difference
 from raymerge.runtime.journal import JOURNAL
-from raymerge.runtime.ledger import Ledger
+from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.output_contents import (
+    MANIFEST,
+    RecordedFiles,
+    foreign_files,
+    is_checkpoint,
+    is_empty,
+    no_checkpoint,
+    no_part,
+    recorded_files,
+)
 from raymerge.runtime.own_directory import OwnDirectory, sweep
-from raymerge.runtime.remote_found import MANIFEST, is_checkpoint, is_empty, strangers
 from raymerge.runtime.remote_journal import JournalMirror
 from raymerge.runtime.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
 from raymerge.runtime.remote_ledger import RemoteLedger
 from raymerge.runtime.remote_shards import RemoteShards
 from raymerge.runtime.remote_stop import STOP, withdraw
+from raymerge.runtime.run_records import entries_of
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_orders
 from raymerge.runtime.shard_work import ShardWork, check_mark
@@ -43,6 +53,7 @@ from raymerge.storage.object_stream import LARGEST_OBJECT, stream_bytes
 from raymerge.storage.object_writer import ObjectWriter
 from raymerge.storage.store import FileInfo
 from raymerge.units import format_size
+from raymerge.verifier.companions import PROVENANCE_FILE
 
 LEASE = f"{RECORD}/lease.json"
 """Key of the lease."""
@@ -175,12 +186,10 @@ class RemoteStaging(Staging):
         if is_empty(keys) or self._is_ours(found):
             return
         if not is_checkpoint(keys, self._manifest()):
-            what = f"there are {len(keys)} other objects here, such as {min(keys)}."
-            raise TargetError(
-                Problem(self.name, what, "Choose another -o: no checkpoint is there to replace.")
-            )
+            raise TargetError(no_checkpoint(self.name, keys))
         if replace:
-            self._check_strangers(keys)
+            if foreign := self._foreign_files(keys):
+                raise TargetError(no_part(self.name, min(foreign)))
             return
         if self._is_unfinished(keys):
             difference_found = difference(self._manifest(), self._plan.manifest)
@@ -282,8 +291,10 @@ class RemoteStaging(Staging):
         """
         keys = self._parts() - {STOP}
         first = [key for key in (INDEX_FILE, CONFIG_FILE) if key in keys]
-        # While the ledger tells that they are parts.
-        first += sorted(key for key in keys if "/" in key and not _is_record(key))
+        # While the record says that they are parts.
+        first += sorted(
+            key for key in keys - {*first} if not _is_record(key) and not SAFETENSORS.are_in([key])
+        )
         ledger = [key for key in keys if key.startswith(f"{RECORD}/ledger")]
         manifest = [key for key in keys if key == MANIFEST]
         with self._journal.lock:
@@ -327,14 +338,19 @@ class RemoteStaging(Staging):
     def _parts(self) -> set[str]:
         """Every object at the place that is the checkpoint's, or of a run towards it."""
         keys = {each.key for each in self._listed()}
-        return keys - {*strangers(keys, self._writer)}
+        return keys - self._foreign_files(keys)
 
-    def _check_strangers(self, keys: Collection[str]) -> None:
-        """See that all that is at the place may be deleted; raises TargetError."""
-        if found := strangers(keys, self._writer):
-            what = f"{len(found)} objects here are no part of the checkpoint, such as {found[0]}."
-            remedy = "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
-            raise TargetError(Problem(self.name, what, remedy))
+    def _foreign_files(self, keys: Collection[str]) -> set[str]:
+        """Objects at the place that are no part of the checkpoint there."""
+        return {*foreign_files(keys, self._recorded_files, is_recorded=MANIFEST in keys)}
+
+    def _recorded_files(self) -> RecordedFiles:
+        """What the record at the place lists."""
+        ledger, provenance = (self._writer.get(key) for key in (f"{RECORD}/{NAME}", PROVENANCE_FILE))
+        first = next(entries_of(b"" if ledger is None else ledger[0]), {})
+        conditions = first.get("conditions")
+        known = conditions if isinstance(conditions, dict) else None
+        return recorded_files(known, b"" if provenance is None else provenance[0])
 
     def _is_ours(self, found: Collection[FileInfo]) -> bool:
         """Whether these are an unfinished run of this plan."""

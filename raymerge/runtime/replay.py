@@ -19,9 +19,9 @@ from raymerge.checkpoints.source import Checkpoint, files_at
 from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
 from raymerge.execute.receipts import row_digests
 from raymerge.planner.planned import PlannedMerge, plan_merges
-from raymerge.planner.sources import Opener, holdings, open_reference
+from raymerge.planner.sources import Opener, holdings, open_reference, pickles_read
 from raymerge.planner.tables import Plan, load_plan
-from raymerge.recipes import AnyRecipe, ModelReference, merge_order, parse_recipe
+from raymerge.recipes import ModelReference, merge_order, parse_recipe
 from raymerge.runtime.conditions import difference
 from raymerge.runtime.ledger import Ledger
 from raymerge.runtime.record import PROVENANCE, STORY, read_record, record_at, versions
@@ -88,20 +88,17 @@ class _Sought:
     """Names of those that are said to be there."""
     revisions: Mapping[str, str]
     """Commits on the Hub that were read, by the names of models."""
-    pickled: bool | None
-    """Whether pickled weights may be read; None where the recipe asks for them and the user does not."""
+    pickled: bool = True
+    """Whether pickled weights are read, as the recipes say."""
 
 
-def replay_checkpoint(
-    place: Path | str, places: Mapping[str, str], *, pickled: bool = False
-) -> ReplayVerdict:
+def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
     """Derive the provenance of a checkpoint anew. Never raises for what differs: the verdict says it.
 
     Args:
         place: the checkpoint: a directory, or another place with its options.
         places: where sources are now, by the names that the recipe has for them; those that are not named are
             looked for where they were.
-        pickled: whether pickled weights of sources may be read, where the recipe in the record says so.
     """
     try:
         with open_store(str(place)) as store, record_at(str(place)) as record:
@@ -114,7 +111,6 @@ def replay_checkpoint(
                 places={**_recorded(story), **places},
                 given=frozenset(places),
                 revisions={each.name: each.revision for each in told.sources if each.revision is not None},
-                pickled=pickled,
             )
             return _replayed(output, plan, told, sought)
     except UserError as error:
@@ -156,16 +152,10 @@ def _planned_again(output: Output, plan: Plan, told: Provenance, sought: _Sought
     where = f"{output.name}/{PROVENANCE}"
     # What lies in the current directory says nothing of what names meant where it was made.
     recipes = merge_order([parse_recipe(text, where) for text in told.recipes], exists=lambda _: False)
-    opener = _opener(_allowed(recipes, sought))
+    opener = _opener(replace(sought, pickled=pickles_read(recipes)))
     version = str(plan.manifest["raymerge"])
     steps = steps_directory(output.place)
     return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
-
-
-def _allowed(recipes: Sequence[AnyRecipe], sought: _Sought) -> _Sought:
-    """Pickles are read where the recipe and the user both say so: the record may be a stranger's."""
-    is_asked = any(recipe.pickled_weights == "read" for recipe in recipes)
-    return replace(sought, pickled=(sought.pickled or None) if is_asked else False)
 
 
 def _opener(sought: _Sought) -> Opener:
@@ -178,20 +168,10 @@ def _opener(sought: _Sought) -> Opener:
             return _open_by_name(reference, places.get(str(name)), sought)
         # What the user names may be asked for; what the record names is a stranger's word.
         lookup = USUAL if name in sought.given and is_remote(places[name]) else _CACHE
-        found = open_reference(ModelReference(places[name]), pickled=bool(sought.pickled), lookup=lookup)
+        found = open_reference(ModelReference(places[name]), pickled=sought.pickled, lookup=lookup)
         return replace(found, name=str(reference))
 
-    def open_allowed(reference: ModelReference) -> Checkpoint:
-        try:
-            return open_one(reference)
-        except CheckpointError as error:
-            if sought.pickled is not None:
-                raise
-            remedy = "The recipe has pickled weights read: if you trust it, give --pickled-weights."
-            problems = [replace(each, remedy=f"{each.remedy} {remedy}") for each in error.problems]
-            raise CheckpointError(problems) from error
-
-    return open_allowed
+    return open_one
 
 
 def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -> Checkpoint:
@@ -203,7 +183,7 @@ def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -
         wanted = ModelReference(was)
     is_local = os.path.exists(os.path.expanduser(reference.path))
     try:
-        found = open_reference(reference if is_local else wanted, pickled=bool(sought.pickled), lookup=_CACHE)
+        found = open_reference(reference if is_local else wanted, pickled=sought.pickled, lookup=_CACHE)
         return replace(found, name=str(reference))
     except CheckpointError as error:
         place = (

@@ -16,17 +16,19 @@ from raymerge.assemble.finish import (
     written_files,
 )
 from raymerge.assemble.provenance import Provenance
+from raymerge.checkpoints.files import MODEL_CARD
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import Problem, UserError
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.tables import Plan
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.record import PROVENANCE, file_digest
+from raymerge.runtime.record import PROVENANCE
 from raymerge.runtime.staging import NUMERICS, RECIPE, RECORD, numerics_bytes
 from raymerge.storage.addresses import shown
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
+from raymerge.verifier.companions import changed_file, file_digest, may_be_added
 from raymerge.verifier.structure import verify_structure
 
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
@@ -64,7 +66,9 @@ def changed_files(output: Output, plan: Plan, told: Provenance) -> Iterator[Prob
     """
     yield from verify_structure(output.place).problems
     yield from _shards_changed(output, plan)
-    yield from _files_changed(output, told)
+    # All other files beside the weights are part of the structure.
+    if MODEL_CARD in told.files:
+        yield from changed_file(output.store, MODEL_CARD, told.files[MODEL_CARD], output.name)
     yield from _record_changed(output, plan, told)
 
 
@@ -73,7 +77,8 @@ def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterat
     donor = merge.sources[int(merge.plan.manifest["donor"])].checkpoint
     wanted = finished_files(merge.plan, donor.companions)
     for file in output.store.files():
-        if file.key not in wanted and file.key.partition("/")[0] != RECORD:
+        # Any other file is a problem of the structure.
+        if file.key not in wanted and file.key.partition("/")[0] != RECORD and may_be_added(file.key):
             what = "the merge writes no such file."
             yield Problem(f"{output.name}/{file.key}", what, "Take it away, or merge again.")
     digests = {
@@ -102,15 +107,6 @@ def files_apart(output: Output, merge: PlannedMerge, told: Provenance) -> Iterat
             yield Problem(
                 f"{output.name}/{key}", f"by its digest in the provenance it is not {whose}.", _AGAIN
             )
-
-
-def _files_changed(output: Output, told: Provenance) -> Iterator[Problem]:
-    """Files beside the weights whose bytes are not those that were published."""
-    for key, digest in told.files.items():
-        found = file_digest(output.store, key)
-        if found != digest:
-            what = "is missing." if not found else "its bytes are not those that were published."
-            yield Problem(f"{output.name}/{key}", what, _AGAIN)
 
 
 def _shards_changed(output: Output, plan: Plan) -> Iterator[Problem]:

@@ -187,6 +187,7 @@ class Run:
                 total_bytes=sum(segments.column("cost").to_pylist()),
                 segments=len(segments),
                 projected_peak=self.projection.whole_peak,
+                notes=tuple(plan.manifest["notes"]),
             )
         )
 

@@ -4,7 +4,7 @@ a worker is lost."""
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from raymerge.runtime.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.runtime.late_nodes import Grounds
 from raymerge.runtime.losses import ATTEMPTS, Cause, Loss, Losses
 from raymerge.runtime.memory_errors import is_memory_error
+from raymerge.runtime.part_queue import PartQueue
 from raymerge.runtime.placement import Placement
 from raymerge.runtime.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
 from raymerge.runtime.ray_answers import cause_of
@@ -80,7 +81,7 @@ class Shift:
         self._ray = team.ray
         self._given = work
         self._work = self._ray.put(work)
-        self._todo = deque(placement.ordered(numbers))
+        self._todo = PartQueue(placement.ordered(numbers), copies=terms.copies, placement=placement)
         self._terms = terms
         self._grounds = Grounds(
             team.ray, nodes, work, placement=placement, surveyed=terms.surveyed, on_event=on_event
@@ -127,6 +128,7 @@ class Shift:
                 answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._team.actors else None
                 found += [] if answer is None else [Receipt.from_json(answer)]
             self._grounds.look()
+            self._todo.place(self._grounds.placement)
             self._look()
             self._feed(stop)
         finally:
@@ -134,41 +136,41 @@ class Shift:
             yield tuple(found)
 
     def _feed(self, stop: Stop) -> None:
-        # Looked up once: carriers may be many, and what is left long and without anything for them.
-        has_copies = not self._terms.copies.isdisjoint(self._todo)
-        actors = self._team.actors if has_copies else self._team.equals
+        has_carriers = bool(self._team.carriers)
+        # Carriers may be many, and what is left without anything for them.
+        actors = self._team.actors if self._todo.has_copies else self._team.equals
         for _ in range(self._given.slots):
             for actor in actors:
-                number = None if stop.requested else self._next(actor)
+                number = None if stop.requested else self._next(actor, has_carriers=has_carriers)
                 if number is not None:
-                    self._todo.remove(number)
+                    self._todo.take(number)
                     if not actor.flight:
                         actor.moved()
                     budget = self._losses.budget(number)
                     wanted = (number,) if budget is None else (number, budget)
                     actor.flight[actor.handle.run.remote(*wanted)] = number
 
-    def _next(self, actor: Actor) -> int | None:
+    def _next(self, actor: Actor, *, has_carriers: bool) -> int | None:
         """The part that a worker may be given; None where it has no place, or there is none for it."""
         if actor.opening is not None or len(actor.flight) >= self._given.slots:
             return None
         if any(self._losses.is_alone(number) for number in actor.flight.values()):
             return None
-        number = self._found(actor)
+        number = self._first(actor, has_carriers=has_carriers)
         # Parts that are to be alone are the first to do: whoever is next to have nothing in hand takes them.
         if number is None or (actor.flight and self._losses.is_alone(number)):
             return None
         return number
 
-    def _found(self, actor: Actor) -> int | None:
+    def _first(self, actor: Actor, *, has_carriers: bool) -> int | None:
         """The first part that a worker can do; one on a GPU leaves to carriers what they can do too, until
         there is nothing else for it."""
-        suited = (n for n in self._todo if self._suits(n, actor.is_carrier))
-        allowed = (n for n in suited if self._grounds.allows(actor.node, n))
-        number = next(allowed, None)
-        if actor.is_carrier or number not in self._terms.copies or not self._team.carriers:
-            return number
-        return next((each for each in allowed if each not in self._terms.copies), number)
+        if self._grounds.is_asked(actor.node):
+            return None
+        if not actor.is_carrier and has_carriers:
+            own = self._todo.first(actor.node, is_copy=False)
+            return own if own is not None else self._todo.first(actor.node)
+        return self._todo.first(actor.node, is_copy=True if actor.is_carrier else None)
 
     def _suits(self, number: int, is_carrier: bool) -> bool:
         """Whether a part is for a worker of this kind, wherever it is."""
@@ -278,10 +280,10 @@ class Shift:
     def _let_go(self, passed: float) -> None:
         """Give up workers for which no part is left, or may become so: their nodes can go."""
         for actor in tuple(self._team.actors):
-            may = self._grounds.allows if self._is_placed(actor) else _anywhere
-            has_part = bool(actor.flight) or any(
-                self._suits(number, actor.is_carrier) and may(actor.node, number) for number in self._todo
-            )
+            # Of a worker of which nobody knows yet where it will be, all parts may be.
+            node = actor.node if self._is_placed(actor) else None
+            kind = True if actor.is_carrier else None
+            has_part = bool(actor.flight) or self._todo.first(node, is_copy=kind) is not None
             actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
             if actor.idle_seconds >= _IDLE_SECONDS:
                 self._team.give_up(actor)
@@ -309,7 +311,8 @@ class Shift:
         kind = next((each for each in kinds if self._failed_starts[each] < ATTEMPTS), None)
         alone = f"; {ATTEMPTS} in a row did not start, so no other takes its place" if kind is None else ""
         self._on_event(WorkerLost(actor.name, reason + alone, loss.numbers))
-        self._todo.extendleft(loss.numbers)
+        for number in loss.numbers:
+            self._todo.appendleft(number)
         self._losses.add(loss)
         for number in loss.numbers if cause is Cause.MEMORY else ():
             self._lessen(number, actor, reason)
@@ -339,11 +342,6 @@ class Shift:
         fresh = self._team.spawn(on=on - off, off=off, is_carrier=is_carrier)
         fresh.opening = fresh.handle.open.remote(self._work)
         self._team.actors.append(fresh)
-
-
-def _anywhere(node: str, number: int) -> bool:  # noqa: ARG001 - in place of ``Grounds.allows``
-    """Of a worker of which nobody knows yet where it will be."""
-    return True
 
 
 def _references(actor: Actor) -> list[Any]:

@@ -25,7 +25,15 @@ from raymerge.planner.stages import RESULT_FILE, Stage
 from raymerge.runtime.beginning import remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.budget import fit_units, num_workers
 from raymerge.runtime.conditions import agree, check_agreement
-from raymerge.runtime.events import OnEvent, StageKept, StageReport, StageStarted, UnitDone, UnitProgress
+from raymerge.runtime.events import (
+    DeviceFailed,
+    OnEvent,
+    StageKept,
+    StageReport,
+    StageStarted,
+    UnitDone,
+    UnitProgress,
+)
 from raymerge.runtime.interruptions import check_overdue, resumable, stopping
 from raymerge.runtime.lease import Lease, leased
 from raymerge.runtime.ledger import NAME, Ledger
@@ -258,6 +266,8 @@ class StageRun:
 
     def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
         """Emit what a receipt says."""
+        if receipt.note:
+            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
         self._on_event(
             UnitDone(
                 receipt.segment,

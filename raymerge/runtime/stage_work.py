@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from raymerge.errors import IncompleteError, OptionError, Problem, RaymergeError
+from raymerge.device_numerics import Fallback
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.sources import Source
@@ -159,42 +160,27 @@ class UnitRunner:
 
     def __init__(self, work: UnitWork, device: torch.device, name: str) -> None:
         self._work = work
-        self._device = device
+        self._fallback = Fallback(device)
         self._name = name
         self._aborted = threading.Event()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
         """Do one unit, with the work's budget or a smaller one.
 
+        Where a GPU fails, or has too little memory, the unit is done on the processor, and the receipt has a
+        note of it.
+
         Raises:
-            IncompleteError: ``abort`` was called, or the GPU has too little memory and may do with less.
-            OptionError: the GPU has less memory than the unit needs.
+            IncompleteError: ``abort`` was called.
         """
         began, wanted = time.monotonic(), self._work
         budget = wanted.budget if budget is None else budget
-        try:
-            # The bytes of a result are those of one thread, wherever it is made.
-            with one_thread(), telling(wanted.staging, number, self._aborted) as tell:
-                read, written = wanted.work.unit(
-                    number, staging=wanted.staging, device=self._device, budget=budget, tell=tell
-                )
-        except torch.OutOfMemoryError as error:
-            raise self._without_room(str(error).splitlines()[0]) from error
-        digests = digests_of(wanted.staging, wanted.work.files(number))
-        return Receipt(number, read, written, round(time.monotonic() - began, 6), self._name, digests)
-
-    def _without_room(self, said: str) -> RaymergeError:
-        """What it means that the GPU has too little memory: a smaller budget helps, or none does."""
-        budget, least = self._work.budget, self._work.work.least_budget()
-        short = f"the GPU of {self._name} has too little memory: {said}"
-        if budget > least:
-            return IncompleteError(
-                f"{short} A worker may use {budget} bytes there now. What is done is kept: give a smaller "
-                "--memory to the same command and it goes on, or --device cpu --replace to begin again there."
-            )
-        what = f"{short} The work before the merge needs {least} bytes there at least."
-        remedy = "Use a larger GPU, or one that nobody else uses; or begin again with --device cpu --replace."
-        return OptionError(Problem("--device", what, remedy))
+        # The bytes of a result are those of one thread, wherever it is made.
+        with one_thread(), telling(wanted.staging, number, self._aborted) as tell:
+            do = partial(wanted.work.unit, number, staging=wanted.staging, budget=budget, tell=tell)
+            (read, written), note = self._fallback.run(lambda device, note: (do(device=device), note))
+        digests, seconds = digests_of(wanted.staging, wanted.work.files(number)), time.monotonic() - began
+        return Receipt(number, read, written, round(seconds, 6), self._name, digests, note=note)
 
     def abort(self) -> None:
         """Have the unit in hand fail when it next tells how far it is; nothing uses what it leaves."""

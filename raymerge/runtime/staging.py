@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raymerge.checkpoints.files import RECORD_DIRECTORY
 from raymerge.errors import OptionError, PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED
 from raymerge.planner.tables import Plan, load_plan, save_plan
@@ -25,11 +26,22 @@ from raymerge.runtime.conditions import agree, check_agreement, difference
 from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.lease import Lease, check_unheld, leased
 from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.runtime.output_contents import (
+    MANIFEST,
+    RecordedFiles,
+    foreign_files,
+    is_checkpoint,
+    keys_below,
+    no_checkpoint,
+    no_part,
+    recorded_files,
+)
 from raymerge.runtime.shards import Shards
 from raymerge.runtime.steps_place import steps_beside
 from raymerge.runtime.stop_request import StopRequest
 from raymerge.storage.local import LocalStore
 from raymerge.units import format_size
+from raymerge.verifier.companions import PROVENANCE_FILE
 
 if TYPE_CHECKING:
     from raymerge.runtime.remote_lease import RemoteLease
@@ -37,7 +49,7 @@ if TYPE_CHECKING:
     from raymerge.runtime.segment_work import SegmentWork
     from raymerge.runtime.shard_work import ShardWork
 
-RECORD = "raymerge"
+RECORD = RECORD_DIRECTORY
 """Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
 _PLAN = "plan"
 RECIPE = "recipe.yml"
@@ -281,10 +293,30 @@ class Staging:
                         "Choose another -o, or give --replace to replace it once the merge is verified.",
                     )
                 )
+            if self._is_filled():
+                self._check_replaceable()
         elif self.output.exists():
             raise TargetError(
                 Problem(str(self.output), "a file is in the place of the output directory.", _ELSEWHERE)
             )
+
+    def _check_replaceable(self) -> None:
+        """See that all that is in the output place belongs to a checkpoint; raises TargetError."""
+        names = sorted(os.listdir(self.output))
+        if not is_checkpoint(names, _manifest(self.output)):
+            raise TargetError(no_checkpoint(str(self.output), names))
+        is_recorded = (self.output / MANIFEST).is_file()
+        foreign = foreign_files(keys_below(self.output), self._recorded_files, is_recorded=is_recorded)
+        if (key := next(foreign, None)) is not None:
+            raise TargetError(no_part(str(self.output), key))
+
+    def _recorded_files(self) -> RecordedFiles:
+        """What the record of the output lists."""
+        try:
+            provenance = (self.output / PROVENANCE_FILE).read_bytes()
+        except OSError:
+            provenance = b""
+        return recorded_files(Ledger.conditions(self.output / RECORD / NAME), provenance)
 
     def _check_parent(self) -> None:
         place = nearest(self.output.parent)

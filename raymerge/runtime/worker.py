@@ -25,7 +25,9 @@ class MergeWorker:
 
             import raymerge.compiled.jit
             import raymerge.runtime.segment_work  # noqa: F401
+            from raymerge.device_numerics import set_full_float32
         torch.set_num_threads(1)
+        set_full_float32()
         self._name = name
         self._wanted = device
         self._runner: Runner | None = None

@@ -21,11 +21,20 @@ OBJECT_SCHEMES = ("s3", "gs", "az")
 """Object stores, which are read and written."""
 HUB_SCHEME = "hf"
 """The Hugging Face Hub, by byte ranges."""
+HDFS_SCHEMES = ("hdfs", "viewfs")
+"""HDFS, through pyarrow. Read only."""
+FSSPEC_SCHEMES = ("abfs", "abfss", "oss", "webhdfs")
+"""File systems of fsspec that are opened, read only. Of others that it knows, some read any file of this
+machine or connect to any server."""
 OPTIONS_BEHIND = "has options behind it ('?')."
 """What is wrong with an address of a user that says more than a place."""
 PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
 """What to do about it: else those options would take the place of all that the profile says."""
 _FILE = "file"
+_SCHEMES = (_FILE, *OBJECT_SCHEMES, HUB_SCHEME, *HDFS_SCHEMES, *FSSPEC_SCHEMES)
+_WEB = ("http", "https")
+_CHAIN = "::"
+"""Separates the file systems that fsspec lays over one another."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join((*OBJECT_SCHEMES, HUB_SCHEME, _FILE))}):/(?!/)", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@?#]*@")
@@ -64,8 +73,8 @@ def parse_place(place: str) -> Address:
     """What a place says.
 
     Raises:
-        OptionError: an address that says no place, or says more than one. The message does not repeat what
-            may be a secret.
+        OptionError: an address that says no place, or says more than one, or is of a scheme that is not
+            supported. The message does not repeat what may be a secret.
     """
     match = _SCHEME.match(place)
     if match is None:
@@ -74,6 +83,7 @@ def parse_place(place: str) -> Address:
     scheme, rest = match.group(1).lower(), place[match.end() :]
     if scheme == _FILE:
         return Address(_FILE, _local_path(place))
+    _check_scheme(place, scheme)
     if scheme not in OBJECT_SCHEMES:
         return Address(scheme, rest.rstrip("/"))
     path, _, query = rest.partition("?")
@@ -197,6 +207,21 @@ def shown(place: str) -> str:
     if match is None or match.group(1).lower() in (_FILE, HUB_SCHEME):
         return place  # the Hub's addresses have a revision behind "@"
     return _USER.sub("", place).partition("?")[0]
+
+
+def _check_scheme(place: str, scheme: str) -> None:
+    """See that an address is of a scheme that is supported, before anything is opened."""
+    if scheme in _WEB:
+        what = "is an address of the web, where directories cannot be listed."
+        remedy = "Write ORG/NAME or hf://ORG/NAME for a model of the Hub; copy others to a directory."
+        raise OptionError(Problem(shown(place), what, remedy))
+    if scheme not in _SCHEMES:
+        what = f"addresses of the kind {scheme}:// are not supported."
+        remedy = f"Give a local path, or an address of one of {', '.join(_SCHEMES)}."
+        raise OptionError(Problem(shown(place), what, remedy))
+    if scheme in FSSPEC_SCHEMES and _CHAIN in place:
+        what = f"names several file systems, one behind another ('{_CHAIN}')."
+        raise OptionError(Problem(shown(place), what, "Write the address of one directory."))
 
 
 def _check_slashes(place: str) -> None:

@@ -1,4 +1,4 @@
-"""Places that pyarrow reads: HDFS, and every file system that fsspec knows. Read only."""
+"""Places that pyarrow reads: HDFS, and some file systems of fsspec. Read only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
-from raymerge.storage.addresses import parse_place, shown
+from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
 from raymerge.storage.far import FarStore
 from raymerge.storage.patience import Patience
 from raymerge.storage.refusals import changed, ends_before, reading
@@ -17,8 +17,6 @@ from raymerge.storage.store import NO_FILES, FileInfo, is_key
 from raymerge.storage.transfers import as_bytes
 
 _PIECE_NBYTES = 4 << 20
-_HDFS = ("hdfs", "viewfs")
-_WEB = ("http", "https")
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
     NotADirectoryError: errno.ENOTDIR,
@@ -221,22 +219,14 @@ def _file_system(place: str) -> tuple[Any, str]:
     from pyarrow import fs
 
     address = parse_place(place)
-    if address.scheme in _WEB:
-        what = "is an address of the web, where directories cannot be listed."
-        remedy = "Write ORG/NAME or hf://ORG/NAME for a model of the Hub; copy others to a directory."
-        raise OptionError(Problem(shown(place), what, remedy))
     try:
-        if address.scheme in _HDFS:
+        if address.scheme in HDFS_SCHEMES:
             system, path = fs.FileSystem.from_uri(place)
             return system, path.rstrip("/")
         import fsspec
 
         found, path = fsspec.core.url_to_fs(place)
-    except ValueError as error:
-        what = f"addresses of the kind {address.scheme}:// are not known."
-        remedy = "Give a local path, or an address of s3, gs, az, hf, hdfs or a file system of fsspec."
-        raise OptionError(Problem(shown(place), what, remedy)) from error
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, ValueError) as error:
         what = f"what reads {address.scheme}:// addresses does not work here: {_first_line(error)}."
         raise OptionError(Problem(shown(place), what, "Install what it names, on every machine.")) from error
     return fs.PyFileSystem(fs.FSSpecHandler(found)), path.rstrip("/")

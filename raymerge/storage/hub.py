@@ -7,21 +7,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from raymerge.errors import CheckpointError, Problem
+from raymerge.errors import CheckpointError, NotCachedError, Problem
+from raymerge.storage.file_rules import NOT_FETCHED
+from raymerge.storage.store import FileInfo
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _SNAPSHOT = re.compile(r"(?:models--[^/]+/snapshots/|^hf://[^@]+@)([0-9a-f]{40})(?:/|$)")
+_CACHED = re.compile(r"(?P<cache>.*)/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
 _LOOKUP_TIMEOUT_SECONDS = 5.0
-NOT_WANTED = (
-    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.npz"),
-    # The vendor's second copy of the same weights under other names: as big as the model itself.
-    "consolidated*.safetensors",
-)
-"""Files of a repository that are not fetched."""
 _PICKLED = ("pytorch_model*",)
-"""The names that transformers gives pickled weights and their index; optimizers have other names."""
+"""The names that transformers gives pickled weights and their index, fetched where there are no others."""
+NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
+"""Files of a repository that are not fetched at first. Weights that no rule is about are, and are refused."""
 _REASONS = {
     "RepositoryNotFoundError": "it has no such repository, or it is private",
     "GatedRepoError": "access to it must be asked for on its page first",
@@ -47,6 +46,7 @@ def resolve_model(
 
     Raises:
         CheckpointError: there is no such directory, and the Hub gave no such model.
+        NotCachedError: the same where only the cache was looked at.
     """
     # os.path and not pathlib, which raises on names too long for the file system.
     directory = os.path.expanduser(path)
@@ -63,7 +63,8 @@ def resolve_model(
             found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir, only=_PICKLED)
         return found
     except Exception as error:  # the client raises a dozen unrelated kinds, also those of its HTTP library
-        raise CheckpointError(_no_repository(path, revision, error)) from error
+        kind = NotCachedError if offline else CheckpointError
+        raise kind(_no_repository(path, revision, error)) from error
 
 
 def snapshot_revision(root: str) -> str | None:
@@ -87,6 +88,32 @@ def blob_digest(root: str, key: str, version: str) -> str | None:
     except OSError:
         return None
     return name if _SHA256.fullmatch(name) else None
+
+
+def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...]:
+    """What a repository of the Hub has beside the files that lie in a snapshot of it.
+
+    Nothing for other places, and where the Hub's cache does not know.
+
+    Args:
+        root: where the snapshot is.
+        files: those that are there.
+    """
+    found = _CACHED.fullmatch(Path(root).as_posix())
+    if found is None:
+        return ()
+    try:
+        # Versions of the client before 2.0 have no such list.
+        from huggingface_hub import get_cached_repo_tree
+
+        listed = get_cached_repo_tree(
+            found["repo"].replace("--", "/"), revision=found["commit"], cache_dir=found["cache"]
+        )
+    except Exception:  # the client raises a dozen unrelated kinds for what it does not know
+        return ()
+    present = {info.key for info in files}
+    others = (FileInfo(str(each.path), int(each.size), str(each.blob_id)) for each in listed)
+    return tuple(info for info in others if info.key not in present)
 
 
 def _is_hub_name(path: str) -> bool:

@@ -47,8 +47,8 @@ class SnapshotStore(LocalStore):
         self._first: dict[str, tuple[int, int]] = {}
 
     def _info(self, key: str, status: os.stat_result) -> FileInfo:
-        told, blob = super()._info(key, status), _blob(self.location(key))
-        return told if blob is None else replace(told, version=blob)
+        info, blob = super()._info(key, status), _blob(self.location(key))
+        return info if blob is None else replace(info, version=blob)
 
     def _compare(self, path: str, status: os.stat_result) -> None:
         super()._compare(path, status)
@@ -91,7 +91,7 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
         return place.at(known)
     if place.commit is not None:
         return place
-    if known is not None and _is_barred():
+    if known is not None and is_barred():
         return place.at(known)
 
     def ask() -> str:
@@ -114,24 +114,24 @@ def cached_snapshot(place: HubPlace) -> Path | None:
     # Imported here because it takes long and most models are elsewhere.
     from huggingface_hub import snapshot_download
 
-    wanted = [f"{place.directory}/*"] if place.directory else None
+    below = f"{place.directory}/" if place.directory else ""
     try:
         found = snapshot_download(
             place.repository,
             revision=place.revision,
             local_files_only=True,
-            allow_patterns=wanted,
-            ignore_patterns=list(NOT_WANTED),
+            allow_patterns=[f"{below}*"] if below else None,
+            ignore_patterns=[f"{below}{pattern}" for pattern in NOT_WANTED],
         )
     except Exception:  # the client raises a dozen unrelated kinds for what is not there
         return None
     directory = Path(found) / place.directory
     if not _is_whole(directory) or not _stays_inside(directory):
         return None
-    return directory if _is_barred() or _has_versions(directory) else None
+    return directory if is_barred() or _has_versions(directory) else None
 
 
-def _is_barred() -> bool:
+def is_barred() -> bool:
     """Whether the user has the Hub's client ask nothing (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
@@ -140,9 +140,11 @@ def _is_barred() -> bool:
 
 def _is_whole(directory: Path) -> bool:
     """Whether there are weights, and all that an index speaks of: not every version of the client looks."""
-    if not any(directory.glob("*.safetensors")):
+    kinds = ("*.safetensors", "pytorch_model*.bin")
+    kind = next((kind for kind in kinds if any(directory.glob(kind))), None)
+    if kind is None:
         return False
-    for index in directory.glob("*.safetensors.index.json"):
+    for index in directory.glob(f"{kind}.index.json"):
         try:
             if index.stat().st_size > _INDEX_NBYTES:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -163,8 +164,12 @@ class ObjectStore(FarStore):
 
         def go_on() -> None:
             nonlocal done
+            begin = done
             with asking(self.root, location):
                 for chunk in self._chunks(client, wanted, location, (offset + done, offset + len(view))):
+                    if len(chunk) > len(view) - done:
+                        done = begin  # which of its bytes are those of the range is not known
+                        raise OSError(errno.EIO, "an answer with more bytes than were asked for")
                     view[done : done + len(chunk)] = chunk
                     done += len(chunk)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import Address, shown
@@ -39,6 +44,21 @@ _RETRIES = 3
 _RETRY_SECONDS = 60
 _MOST_WAIT_SECONDS = 5
 _PAGE = 1000
+NOWHERE = "127.0.0.1:0"
+"""Where no server can be: requests to a host that is not asked for are sent there."""
+_NAMED_URL = re.compile(r"https?://\S+")
+_URL_VARIABLES = {
+    "s3": ("AWS_",),
+    "gs": ("GOOGLE_", "GCE_METADATA_"),
+    "az": ("AZURE_", "AZURITE_", "IDENTITY_", "MSI_"),
+}
+"""How environment variables begin that name servers to each client, its givers of credentials included."""
+_CREDENTIAL_HOSTS = {
+    "s3": (),
+    "gs": ("accounts.google.com", "oauth2.googleapis.com", "metadata.google.internal", "169.254.169.254"),
+    "az": ("login.microsoftonline.com", "169.254.169.254"),
+}
+"""Who else gives credentials to each client; on S3 boto3 does that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +148,62 @@ def _client(address: Address, read_seconds: float, retries: int, whole_seconds: 
         "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
         "backoff": {"max_backoff": timedelta(seconds=_MOST_WAIT_SECONDS)},
     }
+    kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[address.scheme]
+    given: dict[str, Any] = {"retry_config": retry}
     if address.scheme == "s3":
-        own, provider = _s3(address)
+        own, given["credential_provider"] = _s3(address)
         config |= own
-        return stores.S3Store(address.bucket, config=config, credential_provider=provider, retry_config=retry)
-    kind = stores.GCSStore if address.scheme == "gs" else stores.AzureStore
-    return kind(address.bucket, config=config, retry_config=retry)
+    client: Client = kind(address.bucket, config=config | _only_own_hosts(kind, address, config), **given)
+    return client
+
+
+def _only_own_hosts(kind: Any, address: Address, config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that let a client speak to the server it is for and to those that give it credentials.
+
+    The client follows redirects, and no setting of it says otherwise. To another host it takes the session
+    token of S3 along, and in the address that it came from the signature of Azure. So every other host has to
+    be reached by a proxy which is not there. Where the user has a proxy, that one decides who is reached.
+    """
+    url = urlsplit(_server_url(kind, address, config))
+    host = url.hostname or ""
+    proxies = getproxies()
+    has_proxy = url.scheme in proxies or "all" in proxies
+    prefix = _URL_VARIABLES[address.scheme][0]
+    if f"{prefix}PROXY_URL" in os.environ or (has_proxy and not proxy_bypass(host)):
+        return {}
+    hosts = {host, *_CREDENTIAL_HOSTS[address.scheme], *_environment_hosts(address.scheme)}
+    return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": ",".join(sorted(hosts))}
+
+
+def _server_url(kind: Any, address: Address, config: Mapping[str, Any]) -> str:
+    """The address that a client works out of its settings and the environment; "" where that is none.
+
+    It shows it in errors alone, so that it is given no way to its server. Nothing is sent.
+    """
+    import obstore
+    from obstore.exceptions import BaseError
+
+    no_way: dict[str, Any] = {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": "", "skip_signature": True}
+    if address.scheme == "s3":
+        # Where the environment has one of them, the client wants both.
+        no_way |= {"access_key_id": "none", "secret_access_key": "none"}
+    client = kind(address.bucket, config={**config, **no_way}, retry_config={"max_retries": 0})
+    try:
+        obstore.head(client, "x")
+    except BaseError as error:
+        named = _NAMED_URL.search(str(error))
+        return named.group() if named is not None else ""
+    return ""
+
+
+def _environment_hosts(scheme: str) -> Iterator[str]:
+    """Hosts that variables of the environment name to a client."""
+    for name, value in os.environ.items():
+        if name.startswith(_URL_VARIABLES[scheme]):
+            text = value if "://" in value else f"//{value}" if name.startswith("GCE_METADATA_") else ""
+            with suppress(ValueError):
+                if host := urlsplit(text).hostname:
+                    yield host
 
 
 def _duration(seconds: float) -> str:
@@ -146,7 +216,7 @@ def chain_of(scheme: str) -> str:
 
 
 def _s3(address: Address) -> tuple[dict[str, Any], Any]:
-    """Settings of a client of S3, and what gives it credentials; None for the client's own means."""
+    """Settings of a client of S3, and what gives it credentials; None where requests are not signed."""
     options = address.options
     config = {"endpoint": options.endpoint, "region": options.region}
     given: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
@@ -159,13 +229,11 @@ def _s3(address: Address) -> tuple[dict[str, Any], Any]:
 
 
 def _boto3_provider(address: Address, options: StoreOptions) -> Any:
-    """Credentials by boto3's chain, which knows more kinds than the client; None without boto3."""
+    """Credentials by boto3's chain, which knows more kinds than the client."""
     try:
         import boto3
         import botocore.exceptions
     except ImportError as error:
-        if options.profile is None:
-            return None
         raise OptionError(_missing(address, "boto3")) from error
     from obstore.auth.boto3 import Boto3CredentialProvider
 

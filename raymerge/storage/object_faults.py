@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.object_client import chain_of, no_credentials
+from raymerge.storage.object_client import NOWHERE, chain_of, no_credentials
 from raymerge.storage.refusals import changed
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -18,7 +18,8 @@ _CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
 _REASON = re.compile(r" - (?P<reason>[^<\n]{1,200})")
 _REFUSED = frozenset({"401", "403"})
 _TRIED_AGAIN = frozenset({"408", "429"})
-_ELSEWHERE = frozenset({"301", "307"})
+_REDIRECTED = re.compile(rf"\b{re.escape(NOWHERE)}\b")
+_OTHER_REGION = frozenset({"301", "307"})
 _OF_CREDENTIALS = re.compile(r"credential|sso|token has expired|metadata", re.IGNORECASE)
 _GIVERS = re.compile(r"performing token request|//169\.254\.|//metadata\.")
 """Words about a request to whoever gives credentials, rather than to the store."""
@@ -88,6 +89,8 @@ def lacks_credentials(error: Exception) -> bool:
 
 
 def _meant(error: Exception, place: str, location: str) -> Exception:
+    if _REDIRECTED.search(str(error)):
+        return CheckpointError(_redirected(place))
     text = str(error).partition("\n\n")[0]
     found = _STATUS.search(text)
     status = found.group(1) if found is not None else ""
@@ -99,8 +102,11 @@ def _meant(error: Exception, place: str, location: str) -> Exception:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
     if status in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return UnreadableError(_denied(place, location, told(error)))
-    if status in _ELSEWHERE or "AuthorizationHeaderMalformed" in text or "configured region" in text:
+    is_region = parse_place(place).scheme == "s3" and status in _OTHER_REGION
+    if is_region or "AuthorizationHeaderMalformed" in text or "configured region" in text:
         return CheckpointError(_elsewhere(place))
+    if status.startswith("3"):
+        return CheckpointError(_redirected(place))
     # Addresses hold what the user has called things.
     if not status and _OF_CREDENTIALS.search(_URL.sub("", text)):
         return UnreadableError(_denied(place, location, told(error)))
@@ -149,3 +155,9 @@ def _denied(place: str, location: str, said: str) -> Problem:
 def _elsewhere(place: str) -> Problem:
     what = f"the bucket '{parse_place(place).bucket}' is in another region than the one that was asked."
     return Problem(shown(place), what, "Set its region in storage:, or AWS_REGION.")
+
+
+def _redirected(place: str) -> Problem:
+    what = f"the server{_at(place)} sends requests on to another host, which is given no credentials."
+    remedy = f"Name the server that has it: {_SERVERS[parse_place(place).scheme]}."
+    return Problem(shown(place), what, remedy)

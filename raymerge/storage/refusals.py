@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,16 @@ from raymerge.units import format_size
 
 OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What is said by a full file system, a quota that is used up, and a file system of small files."""
+
+_SMALLER = "Raise that limit, or give another place."
+
+
+def size_limit() -> str:
+    """What limits the size of a file that this process writes, as a phrase."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most == resource.RLIM_INFINITY:
+        return "the file system takes no file of that size"
+    return f"this process may write {most} bytes to one (ulimit -f)"
 
 
 @contextmanager
@@ -38,6 +49,8 @@ def room_error(path: str, wanted: int, error: OSError) -> OSError | RoomError:
     """What it means that ``wanted`` more bytes were refused; the error itself where it is not about room."""
     if error.errno not in OUT_OF_ROOM:
         return error
+    if error.errno == errno.EFBIG:
+        return RoomError(f"{path}: is larger than a file may be here: {size_limit()}. {_SMALLER} {KEPT}")
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
     missing = max(0, wanted - free)

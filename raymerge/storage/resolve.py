@@ -23,6 +23,9 @@ class Lookup:
 
     offline: bool = False
     """Whether no server is asked: of the Hub only its local cache is."""
+    fetches: bool = True
+    """Whether a model named as ``org/name`` that is not in the Hub's local cache is fetched as a whole.
+    Headers of what has an address are read either way, unless ``offline``."""
     options: StoreOptions = NO_OPTIONS
     """How object stores are reached."""
     commits: Commits = field(default_factory=lambda: NO_COMMITS)
@@ -31,6 +34,8 @@ class Lookup:
 
 USUAL = Lookup()
 """The Hub is asked, and everything else is as the environment has it."""
+UNFETCHED = Lookup(fetches=False)
+"""The same, but no model is fetched."""
 
 
 def resolve_source(
@@ -49,6 +54,7 @@ def resolve_source(
 
     Raises:
         CheckpointError: there is no such model, the address says no place, or it may not be asked for.
+        NotCachedError: of the Hub only the cache was looked at, and has it not.
         TransientError: the Hub does not answer.
     """
     if is_hub_place(path):
@@ -58,7 +64,11 @@ def resolve_source(
         known = lookup.commits.get(str(place))
         return str(at_commit(place, offline=lookup.offline) if known is None else place.at(known))
     if not is_remote(path):
-        return str(resolve_model(_local(path), revision, offline=lookup.offline, pickled=pickled))
+        return str(resolve_model(_local(path), revision, offline=_is_offline(lookup), pickled=pickled))
+    try:
+        address = parse_place(with_options(path, lookup.options))
+    except OptionError as error:
+        raise CheckpointError(error.problems) from error
     if lookup.offline:
         what = "lies on a server, and nothing is asked of servers here unless you say so."
         raise CheckpointError(Problem(shown(path), what, f"Say so: --source 'NAME={shown(path)}'."))
@@ -66,10 +76,17 @@ def resolve_source(
         what = f"revision {revision!r} is asked for, but only models of the Hub have revisions."
         remedy = "Take it out; where '@' belongs to the address, write {path: ADDRESS}."
         raise CheckpointError(Problem(shown(path), what, remedy))
-    try:
-        return str(parse_place(with_options(path, lookup.options)))
-    except OptionError as error:
-        raise CheckpointError(error.problems) from error
+    return str(address)
+
+
+def _is_offline(lookup: Lookup) -> bool:
+    """Whether of Hub names only the local cache is looked at."""
+    if lookup.offline or lookup.fetches:
+        return lookup.offline
+    from raymerge.storage.hub_cache import is_barred
+
+    # Where the Hub may not be asked at all, what its cache lacks is not to be had: no open question.
+    return not is_barred()
 
 
 def _local(path: str) -> str:

@@ -89,7 +89,8 @@ class Steps:
 class Blocks:
     """The blocks of codes: how far the codes of each reach, and where the farthest is."""
 
-    def __init__(self, codes: Coded, *, first: int, total: int) -> None:
+    def __init__(self, codes: Coded, *, first: int, total: int, is_joined: bool) -> None:
+        self._is_joined = is_joined
         self._codes, self._first, self._total = codes, first, total
         self._height, self._width = codes.encoding.band, codes.encoding.block[1] or codes.columns
         self._band: tuple[int, NDArray[np.float32]] = -1, np.empty(0, np.float32)
@@ -107,7 +108,7 @@ class Blocks:
         count = min(self._height * self._codes.columns, self._codes.total - first)
         scales = scale_numbers(encoding.scale_dtype, self._codes.scales(first, count))
         least = least_peaks(encoding, scales)
-        if encoding.format is Format.NVFP4 and self._largest_scale() < 1:
+        if encoding.format is Format.NVFP4 and not self._is_joined and self._largest_scale() < 1:
             # The matrix's scale is such that blocks have scales of 2 and more: the smallest of all stands for
             # smaller ones only where there are such.
             least = np.maximum(least, 4.0)

@@ -54,7 +54,9 @@ class Written:
         self._elements = elements_of(read, reader, first=first)
         self._facts = None
         if read.scales is not None:
-            self._facts = CodeFacts(read, read.scales, reader, first=first, total=prod(part.shape))
+            self._facts = CodeFacts(
+                read, read.scales, reader, first=first, total=prod(part.shape), is_joined=row.is_joined
+            )
         self.held = self._elements.held * (1 if self._facts is None else 3)
         """Bytes of memory that it takes beside a run."""
 

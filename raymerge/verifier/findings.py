@@ -135,7 +135,7 @@ class AuditVerdict:
     """What an audit found; ``num_problems`` 0 means that nothing is wrong with what was looked at."""
 
     structure: Verdict
-    """The verdict on the structure, which comes first; where that is not sound, nothing else was done."""
+    """The verdict on the structure, which comes first; where tensors are not sound, nothing else was done."""
     sample: float
     """Share of the elements of each tensor that was asked for."""
     seed: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from raymerge.architectures import Role, describe, load_rules, stacks
+from raymerge.architectures import NameReader, Role, load_rules, stacks
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.units import format_size
@@ -183,7 +183,8 @@ def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str
         return ()
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     found = stacks(checkpoint.tensors, checkpoint.config)
-    return tuple(name for name in names if describe(name, rules, stacks=found).role is Role.MTP)
+    reader = NameReader(rules, stacks=found)
+    return tuple(name for name in names if reader.describe(name).role is Role.MTP)
 
 
 def _without(names: Sequence[str], others: Sequence[str]) -> list[str]:

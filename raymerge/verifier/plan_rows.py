@@ -56,6 +56,8 @@ class PlanRow:
     """Their inputs, by part, the base first where there is one."""
     scales: Scales | None
     """Where its bytes are codes: the scales that were made with them, as places of the output."""
+    is_joined: bool
+    """Whether it shares the one scale of its matrix with other rows, which may hold larger numbers."""
 
     @property
     def is_made(self) -> bool:
@@ -113,6 +115,7 @@ class PlanRows:
             parts=parts,
             reads=tuple(self._reads(row)),
             scales=self._scales_made(row, expression, parts),
+            is_joined=bool(row["joined_with"]),
         )
 
     def _tensor_of(self, index: int) -> str:

@@ -51,7 +51,16 @@ def elements_of(read: Read, reader: Reader, *, first: int = 0) -> Elements:
 class CodeFacts:
     """What the codes of an output are multiplied by, and whether their blocks need so much."""
 
-    def __init__(self, read: Read, scales: Scales, reader: Reader, *, first: int, total: int) -> None:
+    def __init__(
+        self,
+        read: Read,
+        scales: Scales,
+        reader: Reader,
+        *,
+        first: int,
+        total: int,
+        is_joined: bool = False,
+    ) -> None:
         """
         Args:
             read: the codes.
@@ -59,9 +68,11 @@ class CodeFacts:
             reader: of the output.
             first: index within the logical tensor of the first element that is there.
             total: elements of the matrix.
+            is_joined: whether the one scale of the matrix is also that of others.
         """
         codes, view = Coded(read, scales, reader), read.view
-        self._blocks = Blocks(codes, first=first, total=total if view is None else codes.total)
+        size = total if view is None else codes.total
+        self._blocks = Blocks(codes, first=first, total=size, is_joined=is_joined)
         self.steps = self._logical(Steps(codes), read, first)
         """What each element is multiplied by."""
         self.is_filled = self._logical(Filled(self._blocks), read, first)

@@ -1,4 +1,5 @@
-"""Structure: names, shapes, dtypes, index both ways, sizes, and a config that agrees with the tensors."""
+"""Structure: names, shapes, dtypes, index both ways, sizes, a config that agrees with the tensors, and files
+beside the weights that are those which were published."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.consistency import config_problems
+from raymerge.planner.pickled import read_pickled
 from raymerge.planner.tables import Plan, load_plan
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
+from raymerge.verifier.companions import file_problems, stray_weights
 
 RECORD_PLAN = Path("raymerge") / "plan"
 """Where a merged checkpoint keeps the plan that it was made by."""
@@ -38,6 +41,8 @@ class Verdict:
     """Whether it was compared with the plan that it was made by."""
     problems: tuple[Problem, ...]
     """What is wrong."""
+    are_tensors_sound: bool
+    """Whether nothing is wrong with the tensors, config and index, whatever is with the files beside them."""
 
     def require(self) -> Verdict:
         """This verdict, if nothing is wrong.
@@ -62,24 +67,37 @@ def verify_structure(root: Path | str) -> Verdict:
 def _verdict(root: Path | str) -> Verdict:
     name = shown(str(root))
     try:
-        checkpoint = open_checkpoint(root, name)
+        checkpoint = open_checkpoint(root, name, read_pickle=read_pickled)
         keys = _keys(str(root))
         plan = _recorded_plan(str(root), keys)
     except UserError as error:
-        return Verdict(name, 0, 0, 0, False, error.problems)
+        return Verdict(name, 0, 0, 0, False, error.problems, are_tensors_sound=False)
     problems = [*config_problems(checkpoint)]
     if INDEX_FILE not in keys:
         problems = [*_index_problems(checkpoint), *problems]
     if plan is not None:
         problems += _plan_problems(checkpoint, plan)
+    beside = _beside_problems(checkpoint, plan)
     return Verdict(
         path=name,
         tensors=len(checkpoint.tensors),
         nbytes=sum(file.nbytes for file in checkpoint.files),
         files=len(checkpoint.files),
         against_plan=plan is not None,
-        problems=tuple(problems),
+        problems=(*problems, *beside),
+        are_tensors_sound=not problems,
     )
+
+
+def _beside_problems(checkpoint: Checkpoint, plan: Plan | None) -> list[Problem]:
+    """What is wrong with the files beside the weights."""
+    if plan is None:
+        return list(stray_weights(checkpoint))
+    try:
+        with open_store(checkpoint.root) as store:
+            return list(file_problems(store, plan, checkpoint.name))
+    except UserError as error:
+        return list(error.problems)
 
 
 def _keys(root: str) -> frozenset[str]:

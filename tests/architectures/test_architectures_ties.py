@@ -85,3 +85,11 @@ def test_no_pair_where_it_would_be_a_guess(names: list[str]) -> None:
 )
 def test_what_a_config_declares(config: dict[str, object], declared: bool | None) -> None:
     assert declared_tie(config) is declared
+
+
+def test_a_head_and_an_embedding_of_two_spellings_are_a_pair() -> None:
+    """As transformers saves DeepSeek-V4: the embedding by its own name, the head by the Hub's."""
+    names = ["model.embed_tokens.weight", "head.weight", "model.layers.0.attn.wq_a.weight"]
+    pair = TiedPair("head.weight", "model.embed_tokens.weight", False)
+    assert tied_pair(names, {"model_type": "deepseek_v4", "tie_word_embeddings": False}) == pair
+    assert tied_pair(names[:1], {}) == TiedPair("lm_head.weight", "model.embed_tokens.weight", None)

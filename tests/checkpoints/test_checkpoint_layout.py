@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from raymerge.checkpoints.header import read_header
+from raymerge.checkpoints.header import MAX_HEADER_NBYTES, read_header
 from raymerge.checkpoints.layout import (
     FileLayout,
     TensorSpec,
@@ -213,6 +213,14 @@ class TestShards:
     )
     def test_cuts(self, sizes: list[int], shard_size: int, expected: list[list[int]]) -> None:
         assert self.sizes(split_into_shards(self.specs(*sizes), shard_size)) == expected
+
+    @pytest.mark.parametrize("shard_size", [0, 1 << 40])
+    def test_no_shard_has_more_names_than_its_header_may_hold(self, shard_size: int) -> None:
+        specs = [TensorSpec("x" * 1_000_000 + str(number), DType.U8, (2, 3)) for number in range(110)]
+        shards = split_into_shards(specs, shard_size)
+        assert [spec for shard in shards for spec in shard] == specs
+        assert [len(shard) for shard in shards] == [99, 11]
+        assert len(lay_out(shards[0]).header) < MAX_HEADER_NBYTES
 
     @settings(deadline=None, max_examples=100)
     @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 80))

@@ -111,7 +111,7 @@ class TestChosen:
         put(tmp_path, "training_args.bin", "z")
         found = opened(tmp_path)
         assert list(found.tensors) == ["a"]
-        assert "left alone, because not part of the model's weights: training_args.bin." in found.notes
+        assert [(each.key, each.rule) for each in found.left_out] == [("training_args.bin", "training state")]
         assert found.companions == ()
 
     def test_files_are_read_one_after_the_other(self, tmp_path: Path) -> None:
@@ -135,7 +135,10 @@ class TestRefused:
         put(tmp_path, PICKLE, "a")
         text = refusal(tmp_path, pickled=False)
         assert "has its weights in pytorch_model.bin" in text
-        assert "write 'pickled_weights: read' in the recipe, or convert it: python -c" in text
+        assert (
+            "(pickled_weights: refuse). Take that out: no code of the file is run. Or convert it: python -c"
+            in text
+        )
 
     def test_under_other_names(self, tmp_path: Path) -> None:
         put(tmp_path, "unet.pt", "a")

@@ -148,7 +148,17 @@ REFUSED: dict[str, tuple[Specs, Mapping[str, Any], str]] = {
     "DeepSeek-V4's experts": (
         {f"{X}.weight": (DType.I8, (4, 32)), f"{X}.scale": (DType.F8_E8M0, (4, 2))},
         FP8,
-        "fp8",
+        "FP4 by 32 columns in bytes, as DeepSeek-V4 has it",
+    ),
+    "ModelOpt's NVFP4": (
+        {
+            f"{X}.weight": (DType.U8, (4, 16)),
+            f"{X}.weight_scale": f8(4, 2),
+            f"{X}.weight_scale_2": f32(),
+            f"{X}.input_scale": f32(),
+        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "NVFP4 in ModelOpt's names",
     ),
     "a variant of a format that is read": UNKNOWN["INT8"],
 }

@@ -196,3 +196,127 @@ def test_patterns_that_are_none_are_told_and_the_others_hold() -> None:
     declared = read_declared([{"quant_method": "compressed-tensors", "ignore": ["re:*", "re:.*gate"]}])
     assert declared.wrong == ("lists *, which is no regular expression",)
     assert declared.plain.lists("model.gate")
+
+
+NOT_UNDERSTOOD: dict[str, tuple[dict[str, Any], str]] = {
+    "a rotation": (
+        {
+            "quant_method": "compressed-tensors",
+            "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+        },
+        "has transform_config, which is not understood",
+    ),
+    "sparse weights": (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "says in sparsity_config that weights are stored as sparse-24-bitmask",
+    ),
+    "another way of packing": (
+        {"quant_method": "compressed-tensors", "format": "marlin-24"},
+        "gives format as marlin-24, which is not read",
+    ),
+    "one of a group": (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": WEIGHTS, "format": "new"}}},
+        "gives format as new, which is not read",
+    ),
+    "a field of a group": (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": WEIGHTS, "order": "odd"}}},
+        "has order, which is not understood",
+    ),
+    "a field of weights": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {**WEIGHTS, "codebook": 1}}},
+        },
+        "has codebook, which is not understood",
+    ),
+    "formats by layer": (
+        {"quant_method": "fp8", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+        "has quantized_layers, which is not understood",
+    ),
+    "scales of another kind": ({"quant_method": "fp8", "scale_fmt": "e5m3"}, "gives scale_fmt as e5m3"),
+    "a field of MXFP4": ({"quant_method": "mxfp4", "rotation": [1]}, "has rotation, which is not understood"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_UNDERSTOOD)
+def test_what_is_not_understood_is_told(kind: str) -> None:
+    """It may say that numbers mean something else than what codes and scales make of them."""
+    table, words = NOT_UNDERSTOOD[kind]
+    (wrong,) = read_declared([table]).wrong
+    assert words in wrong
+
+
+@pytest.mark.parametrize("table", ["fp8", [{"quant_method": "fp8"}], 3, True])
+def test_what_is_no_table_is_told(table: Any) -> None:
+    (wrong,) = read_declared([table]).wrong
+    assert wrong.endswith("not a table of fields")
+
+
+_ARGS = {"actorder": None, "block_structure": [128, 128], "dynamic": False, "group_size": None, "num_bits": 8}
+_ARGS |= {"observer": "memoryless_minmax", "observer_kwargs": {}, "scale_dtype": None, "strategy": "block"}
+_ARGS |= {"symmetric": True, "type": "float", "zp_dtype": None}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llm-compressor": {
+        "config_groups": {
+            "config_group_0": {
+                "format": "float-quantized",
+                "input_activations": {**_ARGS, "dynamic": True},
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": _ARGS,
+            }
+        },
+        "format": "float-quantized",
+        "global_compression_ratio": 1.89,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "frozen",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.2",
+    },
+    "an older one": {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _ARGS}},
+        "format": "naive-quantized",
+        "quant_method": "compressed-tensors",
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1, "registry_requires_subclass": False},
+        "transform_config": {"config_groups": {}},
+    },
+    "DeepSeek-V4.1": {
+        "activation_scheme": "dynamic",
+        "expert_dtype": "fp4",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [32, 32],
+    },
+    "Qwen3.5": {
+        "act_per_tensor": False,
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "weight_per_tensor": False,
+    },
+    "MiniMax-M2": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "ignored_layers": ["gate"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "Ministral-3": {
+        "activation_scheme": "static",
+        "dequantize": False,
+        "modules_to_not_convert": ["model.vision_tower"],
+        "quant_method": "fp8",
+        "weight_block_size": None,
+    },
+    "gpt-oss": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_tables_that_are_published_are_understood(model: str) -> None:
+    assert read_declared([PUBLISHED[model]]).wrong == ()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from kits.checkpoint_maker import write_checkpoint
 from kits.packed_headers import (
     FP8,
     GOOD,
@@ -25,9 +27,10 @@ from kits.packed_headers import (
 )
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.packed import packed_tensors
+from raymerge.checkpoints.packed import PackedTensors, packed_tensors
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
+from raymerge.storage.local import LocalStore
 
 ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
     "FP8 codes": ({f"{X}.weight": f8(2, 2)}, FP8, [f"{X}.weight F8_E4M3[2, 2]", f"no {X}.weight_scale_inv"]),
@@ -215,3 +218,69 @@ def test_alike_faults_are_told_once_with_their_number(tmp_path: Path) -> None:
     text = fault(look(tmp_path / "a", specs, FP8))
     assert "model.layers.0.weight" in text
     assert "So it is with 11 more tensors." in text
+
+
+# The shape that is stored beside packed integers
+
+
+def _with_shape(root: Path, *shape: int) -> PackedTensors:
+    """What is found of a matrix of 4 rows of 38 integers, which says that it has this shape."""
+    table = compressed({**W4, "strategy": "channel", "group_size": None})
+    tensors = {
+        f"{X}.weight_packed": torch.zeros(4, 38, dtype=torch.int32),
+        f"{X}.weight_scale": torch.ones(4, 1, dtype=torch.bfloat16),
+        f"{X}.weight_shape": torch.tensor(shape),
+    }
+    write_checkpoint(root, tensors, {"model_type": "llama", "quantization_config": table})
+    return packed_tensors(open_checkpoint(root, "a model"), [table])
+
+
+def test_a_stored_shape_is_that_of_the_numbers(tmp_path: Path) -> None:
+    found = _with_shape(tmp_path / "full", 4, 304)
+    assert (found.faults, found.tensors[f"{X}.weight"].packing.shape) == ((), (4, 304))
+    padded = _with_shape(tmp_path / "padded", 4, 300)
+    assert (padded.faults, dict(padded.tensors)) == ((), {})
+    assert set(padded.unknown.values()) == {"packed codes with 4 unused ones at the end of each row"}
+    assert len(padded.unknown) == 3
+
+
+@pytest.mark.parametrize("shape", [(4, 296), (4, 305), (5, 304), (5, 300), (-4, 304), (304, 4)])
+def test_a_stored_shape_that_the_codes_have_not_is_a_fault(tmp_path: Path, shape: tuple[int, int]) -> None:
+    text = fault(_with_shape(tmp_path / "a", *shape))
+    assert f"{X}.weight_shape says {list(shape)}" in text
+    assert f"{X}.weight_packed I32[4, 38] in model.safetensors holds" in text
+
+
+@pytest.mark.parametrize(("columns", "groups", "most"), [(4096, 128, 70), (4096, 1, 400), (4100, 1, 400)])
+def test_shapes_of_a_large_model_are_read_only_where_they_tell_something(
+    columns: int, groups: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lies between matrices, so that it takes a request of its own."""
+    rows, experts = 32, 300
+    table = compressed({**W4, "strategy": "group" if groups > 1 else "channel"})
+    specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for number in range(experts):
+        module = f"model.layers.0.mlp.experts.{number}.up_proj"
+        specs[f"{module}.weight_packed"] = (DType.I32, (rows, -(-columns // 8)))
+        specs[f"{module}.weight_scale"] = (DType.BF16, (rows, groups))
+        specs[f"{module}.weight_shape"] = (DType.I32, (2,))
+    root = header_checkpoint(tmp_path / "a", specs, {"model_type": "llama", "quantization_config": table})
+    shape = rows.to_bytes(4, "little") + columns.to_bytes(4, "little")
+    for tensor in open_checkpoint(root, "a").tensors.values():
+        if tensor.name.endswith("_shape"):
+            with (root / tensor.key).open("r+b") as file:
+                file.seek(tensor.offset)
+                file.write(shape)
+    places: list[tuple[str, int]] = []
+    read = LocalStore.read
+
+    def counted(store: LocalStore, key: str, offset: int, nbytes: int) -> bytes:
+        places.append((key, offset))
+        return read(store, key, offset, nbytes)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    found = packed_tensors(open_checkpoint(root, "a"), [table])
+    assert len(places) <= most
+    assert not found.faults
+    assert len(found.tensors) == (experts if columns % 8 == 0 else 0)
+    assert len(found.unknown) == (0 if columns % 8 == 0 else 3 * experts)

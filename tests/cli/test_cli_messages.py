@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,13 @@ def test_an_error_as_json_is_one_event_on_standard_output(capsys: pytest.Capture
 def test_an_error_without_problems_has_its_message_in_the_event() -> None:
     event = failure_of(IncompleteError("stopped half way.")).to_json()
     assert event == {"event": "error", "exit_code": 3, "message": "stopped half way.", "problems": []}
+
+
+def test_an_output_that_takes_nothing_for_the_moment_is_no_limit_on_processes() -> None:
+    unwritten = failure_of(BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 0))
+    assert unwritten.message.startswith("what is printed here cannot be written")
+    unforked = failure_of(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+    assert unforked.message.startswith("no further thread or process may be started")
 
 
 def test_a_problem_is_a_paragraph_with_the_remedy_behind_an_arrow() -> None:

@@ -87,13 +87,14 @@ def test_the_json_lists_tensors_on_demand(tmp_path: Path) -> None:
     assert tensors[0]["expressions"][0].startswith("read(sources) linear")
 
 
-def test_the_json_of_a_plan_with_problems_holds_plan_and_problems(tmp_path: Path) -> None:
+def test_the_json_of_a_plan_with_problems_holds_sources_and_problems(tmp_path: Path) -> None:
     outcome = _plan(_misshapen(tmp_path), MEAN, "--json")
     found = json.loads(outcome.text)
     assert outcome.code == 2
     assert found["problems"][0]["where"] == "two"
     assert "2 tensors have other shapes" in found["problems"][0]["what"]
     assert len(found["sources"]) == 2
+    assert found.keys() == {"recipe", "sources", "problems"}
 
 
 def test_without_a_plan_the_json_is_an_error_event(tmp_path: Path) -> None:

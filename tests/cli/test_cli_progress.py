@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -61,6 +62,14 @@ def _fed(clock: Clock, *events: Event) -> Tally:
 def _plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
     stream = io.StringIO()
     return PlainProgress(Console(file=stream, width=80), "out", clock=clock), stream
+
+
+def test_what_a_plan_notes_is_printed_once() -> None:
+    progress, stream = _plain(Clock())
+    with progress:
+        for event in (replace(PLANNED, notes=("'t' has no effect on linear",)), STARTED):
+            progress(event)
+    assert stream.getvalue().count("note: 't' has no effect on linear\n") == 1
 
 
 def test_an_empty_tally_knows_nothing() -> None:

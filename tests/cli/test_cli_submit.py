@@ -80,14 +80,15 @@ def test_a_pipe_gets_beginning_verdict_and_end(folder: Path) -> None:
     # Whether a peak can be seen in so small a merge is chance.
     lines = [line for line in shown if not line.startswith("  peak: ")]
     assert lines[0].startswith("planned: 30 tensors, ")
-    assert lines[1] == "merging with 1 worker on cpu"
-    assert lines[2].startswith("merged: ")
-    assert lines[3].startswith("  inline: ")
-    assert lines[4].startswith("verified: 30 tensors, ")
-    assert lines[5] == "done: out"
-    assert lines[6].endswith("with 1 worker on cpu")
-    assert lines[7].startswith("  digest ")
-    assert len(lines) == 8
+    assert lines[1] == "  note: config, tokenizer and companion files come from one"
+    assert lines[2] == "merging with 1 worker on cpu"
+    assert lines[3].startswith("merged: ")
+    assert lines[4].startswith("  inline: ")
+    assert lines[5].startswith("verified: 30 tensors, ")
+    assert lines[6] == "done: out"
+    assert lines[7].endswith("with 1 worker on cpu")
+    assert lines[8].startswith("  digest ")
+    assert len(lines) == 9
 
 
 def test_json_is_events_and_nothing_else(folder: Path) -> None:
@@ -153,7 +154,12 @@ def test_a_taken_place_is_refused_and_replaced_on_demand(folder: Path) -> None:
     refused = _submit(folder, "-o", "out")
     assert refused.code == 2
     assert "--replace" in refused.text
+    assert _submit(folder, "-o", "out", "--replace").code == 2
     assert (folder / "out" / "mine.txt").exists()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(folder / "one" / name, folder / "out" / name)
+    assert _submit(folder, "-o", "out", "--replace").code == 2
+    (folder / "out" / "mine.txt").rename(folder / "mine.txt")
     assert _submit(folder, "-o", "out", "--replace").code == 0
     assert _is_checkpoint(folder / "out")
 

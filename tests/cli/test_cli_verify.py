@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,28 @@ def test_an_audit_ends_in_time_once_it_is_told_to() -> None:
         show(Stopping(1.0))
     assert len(ending._timers) == 1
     ending.cancel()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_audit_whose_ray_dies_says_so(as_json: bool) -> None:
+    """In a process of its own, which ends."""
+    code = (
+        "import sys\n"
+        "from raymerge.cli.running import Ending\n"
+        "from raymerge.cli.verify import _progress\n"
+        "from raymerge.runtime.events import RayEnded\n"
+        f"with _progress(Ending(json_to=sys.stdout if {as_json} else None)) as show:\n"
+        "    show(RayEnded('raylet'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    said = "the embedded Ray of this command has ended (raylet died)."
+    if not as_json:
+        assert said in done.stderr
+        return
+    event = json.loads(done.stdout)
+    assert (event["event"], event["exit_code"]) == ("error", 3)
+    assert event["message"].startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kits.assembled_cases import (
     values_of,
 )
 from kits.assembly_maker import Stock, expression, made, make_stock, whole
+from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.method_kit import same_bits, threads
 from kits.segment_bench import tiles_of
 
@@ -69,6 +70,24 @@ def test_rows_of_several_terms_are_their_mean(stock: Stock, tmp_path: Path) -> N
     expected[100:] = a[100:150]
     found = made_alone(stock, assembled(0, Assembly(ROWS, COLUMNS, terms, runs, ROWS)), tmp_path)
     assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 7])
+def test_means_are_rounded_once_on_a_gpu_too(
+    count: int, stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, terms = stock_tensors(0)["b"].float(), (stock.term("b"),) * count
+    runs = ((0, 0, 141, 0), *((0, number, 50, number) for number in range(1, count)))
+    total = source[:ROWS].numpy().copy()
+    for number in range(1, count):
+        total[:50] += source[number : number + 50].numpy()
+    total[:50] /= np.float32(count)
+    mean = (total[:141].astype(np.float64).sum(0) / 141).astype(np.float32)
+    divide_by_reciprocals(monkeypatch)
+    assembly = Assembly(ROWS, COLUMNS, terms, runs, 141)
+    found = made_alone(stock, assembled(0, assembly), tmp_path)
+    assert same_bits(found[:141], torch.from_numpy(total[:141]))
+    torch.testing.assert_close(found[141], torch.from_numpy(mean), rtol=1e-6, atol=1e-7)
 
 
 def test_a_vector_is_assembled_element_by_element(stock: Stock, tmp_path: Path) -> None:

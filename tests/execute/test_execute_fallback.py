@@ -11,6 +11,7 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import Bench, counted_buffers, make_bench
 
+from raymerge import device_numerics
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import segment as module
@@ -31,6 +32,14 @@ def _broken() -> Exception:
     error = kind.__new__(kind)
     error.args = ("CUDA error: an illegal memory access was encountered\nCompile with ...",)
     return error
+
+
+def _cublas() -> Exception:
+    return RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, m)`")
+
+
+def _cusolver() -> Exception:
+    return RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`")
 
 
 class _Gpu(HostTransfers):
@@ -85,6 +94,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("models"), hidden=256)
 
 
+@pytest.fixture(autouse=True)
+def _full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU, which is none, computes in full."""
+    monkeypatch.setattr(device_numerics, "check_full_float32", lambda _: None)
+
+
 def _bench(family: Family, root: Path, machine: _Machine, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(module, "transfers_for", machine.transfers_for)
     monkeypatch.setattr(module, "warm_up", lambda *_: None)
@@ -95,7 +110,9 @@ PLACES = ["buffer", "upload", "download", "synchronize"]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", [_full, _broken], ids=["full", "broken"])
+@pytest.mark.parametrize(
+    "error", [_full, _broken, _cublas, _cusolver], ids=["full", "broken", "cublas", "cusolver"]
+)
 def test_wherever_it_fails_the_processor_gives_the_bytes(
     place: str, error: Failure, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

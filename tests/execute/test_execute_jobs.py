@@ -71,6 +71,11 @@ def _linear(*models: Path) -> dict[str, Any]:
     return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}}
 
 
+def _karcher(*models: Path) -> dict[str, Any]:
+    """A method that needs each matrix by itself."""
+    return {"merge_method": "karcher", "models": [{"model": m} for m in models]}
+
+
 @pytest.fixture
 def large(tmp_path: Path) -> Plan:
     """Of several segments and shards; a long tensor is cut into rows."""
@@ -115,7 +120,7 @@ def test_fused_experts_have_a_part_for_each_matrix(tmp_path: Path) -> None:
     fused = {f"model.layers.0.mlp.experts.{word}": spec for word, spec in stored.items()}
     router = {"model.layers.0.mlp.gate.weight": (DType.BF16, (3, 32))}
     roots = [header_checkpoint(tmp_path / name, {**trunk, **router, **fused}, config) for name in "ab"]
-    rows = _assert_decoded(good(_linear(*roots)).plan)
+    rows = _assert_decoded(good(_karcher(*roots)).plan)
     logical = [part.logical for row in rows for part in row.parts]
     assert len([name for name in logical if ".experts." in name]) == 9
     assert {len(part.inputs) for row in rows for part in row.parts} == {2}
@@ -133,7 +138,7 @@ def test_experts_taken_from_a_fused_tensor_are_read_through_views(tmp_path: Path
         f"{head}.router.weight": (DType.BF16, (2, 32)),
     }
     roots = [header_checkpoint(tmp_path / name, {**trunk, **fused}, config) for name in "ab"]
-    rows = _assert_decoded(good(_linear(*roots)).plan)
+    rows = _assert_decoded(good(_karcher(*roots)).plan)
     views = [part.view for row in rows for part in row.parts if ".experts." in part.logical]
     assert len(views) == 6
     assert all(view is not None and view.strides for view in views)

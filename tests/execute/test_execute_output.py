@@ -62,9 +62,11 @@ def _row(
     )
 
 
-def _output(store: Any, *, block: int = 3 * ALIGNMENT, turn: Turn | None = None) -> Output:
+def _output(
+    store: Any, *, block: int = 3 * ALIGNMENT, turn: Turn | None = None, in_order: bool = False
+) -> Output:
     memory = torch.frombuffer(aligned_buffer(block), dtype=torch.uint8)
-    return Output(store, memory, turn or Turn(threading.Semaphore(1)))
+    return Output(store, memory, turn or Turn(threading.Semaphore(1)), in_order=in_order)
 
 
 def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:
@@ -157,6 +159,19 @@ def test_neighbours_are_one_write() -> None:
         _take(output, row, _bytes(60))
     output.flush()
     assert store.writes == [("a.part", 100, 6000), ("b.part", 7, 6000)]
+
+
+def test_bytes_written_from_where_they_lie_come_after_those_before_them() -> None:
+    """A store of parts takes bytes in the order of their places."""
+    store, nbytes = _Store(), 1 << 20
+    memory = torch.frombuffer(aligned_buffer(nbytes), dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(_bytes(nbytes, 1), np.uint8)
+    output = _output(store, in_order=True)
+    _take(output, _row(ALIGNMENT, (("a", 0),)), _bytes(ALIGNMENT))
+    output.take_stored(_row(nbytes, (("a", ALIGNMENT),), 1), 0, memory, is_there=False)
+    output.flush()
+    assert store.writes == [("a.part", 0, ALIGNMENT), ("a.part", ALIGNMENT, nbytes)]
+    assert store.files["a.part"] == _bytes(ALIGNMENT) + _bytes(nbytes, 1)
 
 
 def test_a_gap_between_rows_ends_a_write_and_leaves_the_gap_alone() -> None:

@@ -11,12 +11,14 @@ import torch
 from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import make_bench
 
-from raymerge.checkpoints.packing import Format, encoding_of, usual_packing
+from raymerge import device_numerics
+from raymerge.checkpoints.packing import Encoding, Format, encoding_of, usual_packing
+from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment as segment_module
 from raymerge.execute import warmup
 from raymerge.execute.transfers import transfers_for
-from raymerge.execute.warmup import DeviceError, warm_up
+from raymerge.execute.warmup import warm_up
 from raymerge.methods import Access, BaseUse, Method, Settings, find_method, methods
 from raymerge.planner.expressions import Expression, copy_expression, make_expression
 
@@ -155,6 +157,7 @@ def test_a_gpu_whose_memory_is_taken_is_tried_by_the_segments(
 
     whole = transfers_for
     monkeypatch.setattr(segment_module, "transfers_for", transfers)
+    monkeypatch.setattr(device_numerics, "check_full_float32", lambda _: None)
     note = bench.runner.run(0).note
     assert note.startswith("the GPU has too little memory: CUDA out of memory.")
     assert (found, tried) == (["cuda", "cpu"], ["cuda", "cpu"])
@@ -193,3 +196,10 @@ def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) ->
     warm_up([replace(_expression("linear"), encode=encode)], CPU)
     assert "codec_of" in called
     assert ("warm_up_sums" in called) == (form in (Format.FP8_BLOCK, Format.FP8_CHANNEL))
+
+
+@pytest.mark.parametrize("columns", [96, 304, 512])
+def test_groups_that_do_not_divide_the_usual_columns_warm_up(columns: int) -> None:
+    """INT4 by groups of 512, or with one scale for each row."""
+    encode = Encoding(Format.INT4, (1, columns), DType.BF16, power_of_two=False)
+    warm_up([replace(_expression("linear"), encode=encode)], CPU)

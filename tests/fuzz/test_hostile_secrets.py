@@ -17,7 +17,7 @@ from kits.command_line import run_command
 from kits.hostile import bounded
 from kits.merges import MEAN, make_models, write_recipe
 
-from raymerge.documents.secrets import check_text
+from raymerge.documents.secrets import check_text, secrets_in
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipes, recipe_from_mapping
 from raymerge.recipes.genre import RECIPE
@@ -40,6 +40,20 @@ SECRETS = {
     "user": "https://someone:planted@example.org/model",
     "token-as-user": "https://planted@example.org/model",
     "key": "-----BEGIN OPENSSH PRIVATE KEY-----",
+    "aws secret": f"AWS_SECRET_ACCESS_KEY={PLANTED['AWS_SECRET_ACCESS_KEY']}",
+    "aws session": f"AWS_SESSION_TOKEN={PLANTED['AWS_SESSION_TOKEN']}",
+    "azure": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=" + "Ab1+/" * 17 + "==",
+    "openai": "sk-proj-" + "a1B2-_" * 10,
+    "openai, older": "sk-" + "planted5" * 6,
+    "anthropic": "sk-ant-api03-" + "a1B2" * 20,
+    "google": "GOCSPX-" + "a1B2_-c" * 4,
+    "google api": "AIza" + "a1B2C" * 7,
+    "gitlab": "glpat-" + "a1B2" * 5,
+    "slack": "xoxb-123456789012-a1B2c3D4",
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
+    "wandb": "export WANDB_API_KEY=" + "0f1e" * 10,
+    "json": '{"api_key": "a1b2c3d4e5f6a7b8"}',
+    "password": "PGPASSWORD=hunter22",
 }
 PLACES = {
     "comment": "# {}\n" + MEAN,
@@ -73,7 +87,7 @@ def test_a_secret_that_is_spelled_otherwise_is_found_in_the_values() -> None:
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-def test_so_is_a_mapping(kind: str) -> None:
+def test_a_secret_in_a_mapping_is_refused(kind: str) -> None:
     data: dict[str, Any] = {"merge_method": "linear", "models": [{"model": SECRETS[kind], "oops": 1}]}
     with pytest.raises(RecipeError) as caught:
         recipe_from_mapping(data)
@@ -94,8 +108,34 @@ def test_names_of_models_are_no_secrets(name: str) -> None:
     check_text(text, "recipe", RECIPE)
 
 
+HARMLESS = [
+    "org/sk-proj-small",
+    "sk-learn/sk-merge-7b-instruct-v2",
+    "org/name@0123456789abcdef0123456789abcdef01234567",
+    "# needs AWS_SECRET_ACCESS_KEY=... in the environment",
+    "# export HF_TOKEN=$HF_TOKEN; AWS_SESSION_TOKEN=${AWS_SESSION_TOKEN} api_key: <your key>",
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>{% endfor %}",
+    "eos_token: <|endoftext|>, pad_token_id: 151643, num_tokens=32000",
+    "secret: none, password: from the vault, api_key: not needed",
+    "secrets/model-7b: 1, hidden_access: 12345678901234567890",
+    "key_frames: 0123456789abcdef0123, tokenizer: org/tokenizer-128000-v2",
+]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_only_looks_like_a_secret_is_no_secret(text: str) -> None:
+    check_text(text, "recipe", RECIPE)
+    assert not list(secrets_in({"models": [{"model": text}], "description": text}, RECIPE))
+
+
+def test_a_secret_that_only_its_key_betrays_is_found() -> None:
+    data = {"merge_method": "linear", "aws_secret_access_key": "planted3/" * 4}
+    with pytest.raises(RecipeError, match="a key or token with its name stands here"):
+        recipe_from_mapping(data)
+
+
 _DRIVE = """
-import contextlib, json, os, pathlib, subprocess, sys, psutil
+import contextlib, json, os, subprocess, sys, psutil
 from raymerge.runtime.ray_environment import RayConnection
 from raymerge.cli.main import main
 
@@ -114,9 +154,9 @@ except Exception as error:
 
 
 def looked_at(self):
-    if self._temporary:
+    if self._directory:
         ray = self.ray
-        for path in pathlib.Path(self._temporary).rglob("*"):
+        for path in self._directory.path.rglob("*"):
             data = path.read_bytes() if path.is_file() else b""
             leaks.extend(f"{name} in {path.name}" for name, each in planted.items() if each.encode() in data)
         told = repr(ray._private.state.state.job_table()) + repr(ray._private.state.actors())
@@ -131,7 +171,7 @@ def looked_at(self):
             done = subprocess.run([sys.executable, "-c", JOIN, address], env={**bare, **more}, text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             joined.append(done.stdout.strip() or f"ended with {done.returncode}")
-        modes.append(oct(os.stat(self._temporary).st_mode & 0o777))
+        modes.append(oct(os.stat(self._directory.path).st_mode & 0o777))
     close(self)
 
 

@@ -29,6 +29,7 @@ from kits.codec_reference import (
     steps_of,
     unpack,
 )
+from kits.gpu_arithmetic import divide_by_reciprocals
 from torch import Tensor
 
 from raymerge.checkpoints.codecs import Codec, Encoded, codec_of
@@ -293,6 +294,19 @@ class CodecKit:
             assert bits(values) == bits(copy)
             assert codes.equal(had[0])
             assert scales.equal(had[1])
+
+    def test_a_gpu_s_division_gives_the_same_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In torch, since no GPU has the loops of processors."""
+        runs = []
+        for codec, packing in self.each():
+            codes, scales, tensor_scale = random_stored(packing, 3)
+            changed = random_values(packing, 3, spread_exponents=20)
+            runs.append(self._round_trip(codec, packing, codes, scales, changed, tensor_scale))
+        expected = [run("cpu") for run in runs]
+        for codec, _ in self.each():
+            monkeypatch.setattr(type(codec), "in_loops", codec.in_torch)
+        divide_by_reciprocals(monkeypatch)
+        assert [run("cpu") for run in runs] == expected
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_a_gpu_gives_the_same_bytes(self) -> None:

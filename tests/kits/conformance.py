@@ -17,21 +17,7 @@ from typing import Any
 
 from kits.command_line import Outcome, run_command
 
-EXPLICIT = {
-    "embed-size-mismatch": "embedding_sizes: common",
-    **dict.fromkeys(
-        (
-            "gpt2-bin",
-            "linear-bin-source",
-            "moe-llama-random",
-            "multislerp-three",
-            "ram-three",
-            "sce-topk",
-            "ties-three-densities",
-        ),
-        "pickled_weights: read",
-    ),
-}
+EXPLICIT = {"embed-size-mismatch": "embedding_sizes: common"}
 """Recipes that raymerge refuses until they say what they mean, and the line that says so."""
 
 WEIGHTS_ONLY = {

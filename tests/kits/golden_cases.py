@@ -1,13 +1,15 @@
 """The reference's observed results on single matrices (``golden.json``), and how raymerge's compare.
 
-A case's inputs are rounded to its dtype, merged in float32 as the executor does, and rounded once.
+A case's inputs are rounded to its dtype, merged in float32 as the executor does, and rounded once. Where a
+method keeps elements by chance, the elements that its draws give must be the same ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from kits.conformance import Judged
 from kits.method_kit import Case, make_settings, merge
 
-from raymerge.methods import BaseUse, Method, Value, find_method, methods
+from raymerge.methods import BaseUse, Method, Settings, Value, find_method, methods, random_key
 
 MERGEKIT_METHODS = (
     "linear",
@@ -61,18 +63,15 @@ class Difference:
     """Elements, of 24, that are allowed beyond the tolerance."""
 
 
-_MASKS = Difference(
-    "masks come from another generator; the pack's dare and della recipes compare statistics", 24
-)
 DIFFERS: Mapping[tuple[str, str], Difference] = {
-    **{
-        (method, dtype): _MASKS
-        for method in ("dare_linear", "dare_ties", "della", "della_linear")
-        for dtype in TOLERANCE
-    },
     ("arcee_fusion", "bfloat16"): Difference("mergekit keeps what divergences in bfloat16 decide", 4),
 }
 """Cases that raymerge does not reproduce, by method and dtype."""
+
+MASKED = ("dare_linear", "dare_ties", "della", "della_linear")
+"""Methods that keep elements by chance, from another generator than mergekit's."""
+_SEEDS = 256
+"""Enough for every combination of kept and dropped: the rarest has a chance of 0.35 ** 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +98,64 @@ class GoldenCase:
         """Why raymerge differs; None when it does not."""
         return DIFFERS.get((self.method, self.dtype))
 
-    def result(self) -> torch.Tensor:
-        """What raymerge gives, rounded to the dtype; float64."""
+    def _off(self) -> torch.Tensor:
+        """How far each element is from what mergekit gave; float64.
+
+        mergekit rescales what is left of a delta to the sum of magnitudes that it had, raymerge by one over
+        the probability. So where masks are drawn, the deltas are given mergekit's factors, and nothing is
+        rescaled again. Then some draw agrees with mergekit's in each element, and every draw has elements
+        that the method's definition gives for some combination of kept and dropped.
+        """
         method = _registered(self.method)
         settings = make_settings(method, self.settings, self.expected.shape)
-        merged = merge(method, settings, self.base, self.sources)
-        return merged.to(getattr(torch, self.dtype)).double()
+        if self.method not in MASKED:
+            return (self._merged(method, settings, self.sources) - self.expected).abs()
+        assert self.base is not None
+        base, (factors, possible) = self.base.double(), self._mergekit_factors()
+        sources = [
+            (base + factor * (source.double() - base)).float()
+            for factor, source in zip(factors, self.sources, strict=True)
+        ]
+        settings = replace(settings, values={**settings.values, "rescale": False})
+        keys = [
+            tuple(random_key(seed, "tensor", each) for each in range(len(sources))) for seed in range(_SEEDS)
+        ]
+        draws = torch.stack([self._merged(method, replace(settings, keys=each), sources) for each in keys])
+        observed = (draws - self.expected).abs().amin(dim=0)
+        strayed = (draws[:, None] - base - possible).abs().amin(dim=1).amax(dim=0)
+        return torch.maximum(observed, strayed)
+
+    def _merged(self, method: Method, settings: Settings, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        return merge(method, settings, self.base, sources).to(getattr(torch, self.dtype)).double()
+
+    def _tolerance(self) -> torch.Tensor:
+        relative, absolute = TOLERANCE[self.dtype]
+        return absolute + relative * self.expected.abs()
+
+    def _mergekit_factors(self) -> tuple[list[float], torch.Tensor]:
+        """mergekit's factor of each source, and what it may add to the base then: [combinations, *shape].
+
+        Where one source alone is left of an element, the change shows that source's factor. So all
+        combinations of what elements show are tried: the right one explains every element.
+        """
+        assert self.base is not None
+        deltas = torch.stack([source.double() - self.base for source in self.sources]).flatten(1)
+        weights = torch.tensor([float(own["weight"]) for own in self.settings.sources], dtype=torch.float64)
+        elects = self.method in ("dare_ties", "della")
+        normalizes = self.method == "della"
+        change = (self.expected - self.base).flatten()
+        shown = change / (deltas if normalizes else weights[:, None] * deltas)
+        factors = torch.cartesian_prod(*(each[(each > 1) & (each < 5)] for each in shown))
+        changes = _changes(factors[:, :, None] * deltas, weights, elects=elects, normalizes=normalizes)
+        explained = (changes - change).abs().amin(dim=1) <= self._tolerance().flatten()
+        best = explained.sum(dim=1).argmax()
+        assert bool(explained[best].all())
+        return factors[best].tolist(), changes[best].unflatten(1, self.expected.shape)
 
     def judged(self) -> Judged:
         """The case's line of the table."""
-        relative, absolute = TOLERANCE[self.dtype]
-        off = (self.result() - self.expected).abs()
-        beyond = int((off > absolute + relative * self.expected.abs()).sum())
+        off = self._off()
+        beyond = int((off > self._tolerance()).sum())
         worst = f"{float(off.max()):.2g}"
         if not beyond:
             return Judged("PASS", self.name, worst)
@@ -118,6 +163,29 @@ class GoldenCase:
         if known is not None and beyond <= known.elements:
             return Judged("DIFFERS", self.name, worst, known.reason)
         return Judged("FAIL", self.name, worst, f"{beyond} of {off.numel()} elements are off")
+
+
+def _changes(deltas: torch.Tensor, weights: torch.Tensor, *, elects: bool, normalizes: bool) -> torch.Tensor:
+    """What a merge adds to the base for every combination of kept and dropped, by the methods' definition.
+
+    Args:
+        deltas: [cases, sources, elements].
+        weights: [sources].
+        elects: whether only what agrees with the sign of the sum is added.
+        normalizes: whether it is divided by the weights of what is added.
+
+    Returns:
+        [cases, combinations, elements].
+    """
+    kept = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(weights))), dtype=torch.float64)
+    terms = kept[:, :, None] * (weights[:, None] * deltas)[:, None]
+    if not elects:
+        return terms.sum(dim=2)
+    sign = torch.where(terms.sum(dim=2, keepdim=True) >= 0, 1.0, -1.0)
+    agreeing = (terms.sign() == sign).double()
+    total = (agreeing * weights[:, None]).sum(dim=2)
+    added = (terms * agreeing).sum(dim=2)
+    return added / torch.where(total == 0, 1.0, total) if normalizes else added
 
 
 def golden_cases(path: Path) -> tuple[GoldenCase, ...]:

@@ -53,6 +53,7 @@ ACCOUNT = Resource("", "v1", "ServiceAccount", "serviceaccounts")
 CLAIM = Resource("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims", short=("pvc",))
 QUEUE = Resource("kueue.x-k8s.io", "v1beta1", "LocalQueue", "localqueues")
 PRIORITY = Resource("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses", namespaced=False)
+RUNTIME_CLASS = Resource("node.k8s.io", "v1", "RuntimeClass", "runtimeclasses", namespaced=False)
 EVERY = (
     RAYJOB,
     RAYCLUSTER,
@@ -66,6 +67,7 @@ EVERY = (
     CLAIM,
     QUEUE,
     PRIORITY,
+    RUNTIME_CLASS,
 )
 
 

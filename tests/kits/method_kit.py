@@ -23,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
 from kits.memory_meter import MemoryMeter as MemoryMeter  # noqa: PLC0414 - for those who import it from here
 
@@ -354,6 +355,13 @@ class MethodKit:
                         return
             assert gathered.peak_bytes <= scratch + kept + wide + FEW_BYTES
             assert applied.peak_bytes <= scratch + columns * count + wide + FEW_BYTES
+
+    def test_a_gpu_s_division_gives_the_same_bits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runs = [(settings, base, sources) for _, settings, base, sources in self.runs((70, 5))]
+        expected = [merge(self.method(), *run) for run in runs]
+        divide_by_reciprocals(monkeypatch)
+        found = [merge(self.method(), *run) for run in runs]
+        assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_gpu_gives_the_same_to_rounding(self) -> None:

@@ -39,7 +39,7 @@ ENVIRONMENT = {
 _CHUNK = 64 << 10
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
-Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "delay", "hang"]
+Kind = Literal["error", "throttle", "forbid", "reset", "lose", "cut", "tear", "long", "delay", "hang"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Fault:
     kind: Kind
     """``error`` 500, ``throttle`` 503 SlowDown, ``forbid`` 403, ``reset`` in place of an answer, and ``lose``
     when the server has done what was asked; ``cut`` in the middle of the body and ``tear`` there with a
-    reset, which loses bytes that were sent; ``delay`` answers after ``seconds``, ``hang`` never, but breaks
-    off then."""
+    reset, which loses bytes that were sent; ``long`` sends more bytes than the range has; ``delay`` answers
+    after ``seconds``, ``hang`` never, but breaks off then."""
     method: str = "GET"
     """The method it strikes."""
     key: str = ""
@@ -307,7 +307,7 @@ class _Proxy(BaseHTTPRequestHandler):
         elif "forbid" in kinds:
             self._refuse(403, "AccessDenied")
         else:
-            self._pass_on(body, end=next(iter(kinds & {"lose", "cut", "tear"}), None))
+            self._pass_on(body, end=next(iter(kinds & {"lose", "cut", "tear", "long"}), None))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve  # noqa: N815
 
@@ -335,6 +335,8 @@ class _Proxy(BaseHTTPRequestHandler):
         if end == "lose":
             self._break(0)
             return
+        if end == "long":
+            data, end = data + b"?", None
         if self.command == "POST" and b"CompleteMultipartUploadRes" in data:
             data = data.replace(b"CompleteMultipartUploadResponse", b"CompleteMultipartUploadResult")
         if answer.status == 500 and "uploadId=" in self.path:

@@ -50,6 +50,8 @@ class PieceWork:
     """Whether unit 1 kills its process each time."""
     fails_with: Exception | None = None
     """What unit 1 raises."""
+    gpu_fails_with: Exception | None = None
+    """What unit 1 raises on a GPU."""
     threads_file: str = ""
     """Where units note the number of threads that torch has."""
     objection: str = ""
@@ -88,11 +90,12 @@ class PieceWork:
         budget: int,
         tell: Callable[[int], None],
     ) -> tuple[int, int]:
-        del device
         assert budget >= LEAST_BUDGET
         for step in range(self.steps):
             time.sleep(self.pause / self.steps)
             tell(self.costs()[number] * (step + 1) // self.steps)
+        if number == 1 and device.type == "cuda" and self.gpu_fails_with is not None:
+            raise self.gpu_fails_with
         self._fail(number)
         row = struct.pack(f"<{WIDTH}f", *(number + each / 256 for each in self._weights()))
         with LocalStore(staging) as store:

@@ -5,6 +5,7 @@ Parents of one layout are the same model plus a little that hangs on the seed, e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def _written(
             tensors |= parts
         else:
             tensors[name], values[name] = plain(numbers, torch.bfloat16)
+    _join_inputs(tensors)
     # Codes and their scales lie in several files.
     write_checkpoint(root, tensors, config, files=3, extra=TOKENIZER_FILES)
     return QuantisedModel(root, values, frozenset(name for name in shapes if is_code(name)))
@@ -154,6 +156,14 @@ def _as_nvfp4(name: str, values: Values) -> tuple[Coded, Parts]:
 
 def _of_module(name: str, parts: Parts) -> Parts:
     return {f"{name.removesuffix('weight')}{word}": tensor for word, tensor in parts.items()}
+
+
+def _join_inputs(tensors: dict[str, torch.Tensor]) -> None:
+    """Give matrices that have the same inputs the same scale of them."""
+    for name, tensor in tensors.items():
+        first = re.sub(r"\.[kv]_proj\.(input\w+)$", r".q_proj.\1", name)
+        first = re.sub(r"\.up_proj\.(input\w+)$", r".gate_proj.\1", first)
+        tensors[name] = tensors.get(first, tensor)
 
 
 def _as_fp8_experts(name: str, values: Values) -> tuple[Coded, Parts]:

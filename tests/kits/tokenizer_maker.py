@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raymerge.checkpoints.source import is_companion
+from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from raymerge.planner.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, build_vocabulary
 from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping

@@ -283,3 +283,9 @@ def test_modules_are_told_as_they_are_done(tmp_path: Path) -> None:
     )
     assert told == [(module.name, module.rank, 3) for module in combination.modules]
     assert {name for name, _, _ in told} == {Q0, DOWN, Q1}
+
+
+def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
+    roots = [adapter(tmp_path / str(i), i) for i in range(2)]
+    combination = combine_recipe(recipe("linear", roots, parameters={"density": 9}), tmp_path / "out")
+    assert combination.notes == ("'density' has no effect on linear and is accepted for compatibility",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_
 
 from raymerge.checkpoints.adapters import open_adapter
 from raymerge.errors import CheckpointError, NonFiniteError, OptionError, PlanError, TargetError, UserError
-from raymerge.lora import Extraction, ExtractOptions, Limits, ModuleReport, Selection, extract_lora
+from raymerge.lora import Extraction, ExtractOptions, Limits, ModuleReport, Selection, extract_lora, matrices
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"
@@ -388,3 +389,40 @@ class TestRefusals:
     def test_names_that_are_no_models(self, tmp_path: Path, text: str, said: str) -> None:
         with pytest.raises(CheckpointError, match=said):
             extract_lora(text, tiny_llama(tmp_path / "base", 0), tmp_path / "out")
+
+
+# A GPU that fails
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (
+            RuntimeError("cusolver error: 7, when calling `f`"),
+            "the GPU failed: cusolver error: 7, when calling `f`",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory."), "the GPU has too little memory: CUDA out of memory."),
+    ],
+)
+def test_matrices_that_a_gpu_fails_at_are_decomposed_on_the_processor(
+    error: Exception, failed: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = extract_lora(*pair, tmp_path / "expected", options(8))
+    read = matrices._as_tensor
+
+    class OnGpu(torch.Tensor):
+        """A stored tensor that does not get to the GPU."""
+
+        def to(self, device: torch.device, *others: Any) -> torch.Tensor:  # type: ignore[override]
+            if device.type == "cuda":
+                raise error
+            return self.as_subclass(torch.Tensor).to(device, *others)
+
+    monkeypatch.setattr(matrices, "_as_tensor", lambda *args: read(*args).as_subclass(OnGpu))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
+    found = extract_lora(*pair, tmp_path / "found", replace(options(8), device="cuda"))
+    first, second = (tmp_path / each / "adapter_model.safetensors" for each in ("expected", "found"))
+    assert first.read_bytes() == second.read_bytes()
+    (note,) = set(found.notes) - set(expected.notes)
+    assert note == f"{len(found.modules)} of the matrices were decomposed on the processor: {failed}"

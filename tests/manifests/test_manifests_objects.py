@@ -29,9 +29,35 @@ GPU_GROUP = {
     "labels": {"disk": "nvme"},
     "node_selector": {"nvidia.com/gpu.product": "H200"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [
+                    {
+                        "matchExpressions": [
+                            {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["a"]}
+                        ]
+                    }
+                ]
+            }
+        },
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {
+                    "weight": 100,
+                    "podAffinityTerm": {
+                        "labelSelector": {"matchLabels": {"app.kubernetes.io/part-of": "raymerge"}},
+                        "topologyKey": "kubernetes.io/hostname",
+                    },
+                }
+            ]
+        },
+    },
+    "runtime_class": "nvidia",
 }
 VOLUMES = [
     SHARED,
+    {"name": "team", "mount_path": "/mnt/team", "pvc": "models", "sub_path": "teams/merging"},
     {"name": "scratch", "mount_path": "/scratch", "empty_dir": {"size_limit": "9Gi"}},
     {"name": "nvme", "mount_path": "/nvme", "host_path": "/srv/nvme", "read_only": True},
     {"name": "certs", "mount_path": "/certs", "secret": "certs"},
@@ -67,6 +93,7 @@ def pods_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
         ({"env": {"A": "b"}, "env_from_secrets": ["s3"], "image_pull_secrets": ["pull"]}, {}),
         ({"service_account": "sa", "labels": {"team": "x"}, "annotations": {"why": "this"}}, {}),
         ({"ttl_seconds": 0, "backoff_limit": 0, "active_deadline_seconds": 60}, {}),
+        ({"head": {"affinity": GPU_GROUP["affinity"], "runtime_class": "runc"}}, {}),
         ({"security": {"run_as_user": 7, "run_as_group": 8, "fs_group": None}}, {}),
     ],
 )
@@ -148,7 +175,10 @@ def test_the_driver_is_started_by_safe_characters_and_reads_data_files() -> None
 
 def test_no_worker_is_placed_on_the_head_and_tokens_are_asked_for() -> None:
     cluster = job_of(kubernetes_profile({"token_secret": "t"}))["spec"]["rayClusterSpec"]
-    assert cluster["headGroupSpec"]["resources"] == {"CPU": "0"}
+    head = cluster["headGroupSpec"]
+    # The only form that all operators know.
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert "resources" not in head
     assert cluster["authOptions"] == {"mode": "token", "secretName": "t"}
     assert cluster["rayVersion"] == "2.60.0"
     open_cluster = job_of(kubernetes_profile({"token_auth": False}))["spec"]["rayClusterSpec"]
@@ -204,15 +234,21 @@ def test_gpus_are_limits_and_told_to_ray_where_the_operator_does_not_know_them()
     assert group["labels"] == {"disk": "nvme"}
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "H200"}
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert (pod["affinity"], pod["runtimeClassName"]) == (GPU_GROUP["affinity"], "nvidia")
+    head, _ = pods_of(job)
+    assert not {"affinity", "runtimeClassName"} & set(head)
     slices = {**GPU_GROUP, "gpu_resource": "nvidia.com/mig-1g.5gb"}
     (other,) = job_of(kubernetes_profile({"workers": [slices]}))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert other["resources"] == {"GPU": "4"}
+    assert other["rayStartParams"]["num-gpus"] == "4"
+    assert "resources" not in other
+    assert "num-gpus" not in group["rayStartParams"]
 
 
 def test_every_kind_of_volume_is_mounted() -> None:
     head, worker = pods_of(job_of(kubernetes_profile({"volumes": VOLUMES})))
     assert worker["volumes"] == [
         {"name": "models", "persistentVolumeClaim": {"claimName": "models"}},
+        {"name": "team", "persistentVolumeClaim": {"claimName": "models"}},
         {"name": "scratch", "emptyDir": {"sizeLimit": "9Gi"}},
         {"name": "nvme", "hostPath": {"path": "/srv/nvme", "type": "Directory"}},
         {"name": "certs", "secret": {"secretName": "certs"}},
@@ -220,6 +256,7 @@ def test_every_kind_of_volume_is_mounted() -> None:
     ]
     assert worker["containers"][0]["volumeMounts"] == [
         {"name": "models", "mountPath": "/mnt/models"},
+        {"name": "team", "mountPath": "/mnt/team", "subPath": "teams/merging"},
         {"name": "scratch", "mountPath": "/scratch"},
         {"name": "nvme", "mountPath": "/nvme", "readOnly": True},
         {"name": "certs", "mountPath": "/certs", "readOnly": True},

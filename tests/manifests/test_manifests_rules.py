@@ -94,7 +94,7 @@ QUEUED = set_at("metadata", "labels", "kueue.x-k8s.io/queue-name", value="q")
             "spec.rayClusterSpec.authOptions.enableK8sTokenAuth",
         ),
         (
-            [set_at(*CLUSTER, "headGroupSpec", "rayStartParams", "num-cpus", value="0")],
+            [set_at(*CLUSTER, "headGroupSpec", "resources", "CPU", value="0")],
             "spec.rayClusterSpec.headGroupSpec.rayStartParams",
         ),
         (

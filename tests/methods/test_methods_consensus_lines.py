@@ -106,6 +106,15 @@ def test_consensus_by_hand() -> None:
     assert three.tolist() == [13.0, 10.0, 10.0, 10.0]
 
 
+def test_an_element_as_near_to_the_base_as_to_the_merged_model_is_not_used() -> None:
+    """The paper's inequality is strict: with factor 1, two equal deltas are half of their sum."""
+    base = torch.tensor([10.0, 10.0])
+    sources = [base + torch.tensor([2.0, 3.0]), base + torch.tensor([2.0, 1.0])]
+    entries = sources_of(1.0, 1.0, mask_lambda=1.0)
+    result = run("consensus_ta", Case({"consensus": 1}, entries), base, sources)
+    assert result.tolist() == [10.0, 14.0]
+
+
 def test_no_consensus_asked_for_is_task_arithmetic() -> None:
     base, sources = random_inputs(3, SHAPE)
     entries = sources_of(0.6, 0.3, -0.5)

@@ -149,6 +149,19 @@ def test_geometric_median_leaves_a_source_that_its_start_hits() -> None:
     assert pull(found, arrays(*sources), (1.0, 1.0, 0.1, 1.0)) < 1e-5
 
 
+def test_geometric_median_steps_away_from_a_source_by_what_pulls_more_than_its_weight() -> None:
+    """One step from the mean, which is the last point to the last bit (Vardi and Zhang, PNAS 97, 2000)."""
+    points = np.array([[-4.0, 0.0], [2.0, 1.0], [2.0, -1.0], [0.0, 0.0]])
+    sources = [torch.tensor(point, dtype=torch.float32) for point in points]
+    case = Case({"max_iter": 1, "tol": 0.0}, weights_of(1.25, 1.25, 1.25, 0.25))
+    [found] = arrays(run("geometric_median", case, None, sources))
+    inverse = 1.25 / np.linalg.norm(points[:3], axis=1)
+    pull = inverse @ points[:3]
+    kept_back = 0.25 / np.linalg.norm(pull)
+    assert 0.2 < kept_back < 0.4
+    np.testing.assert_allclose(found, (1 - kept_back) * pull / inverse.sum(), rtol=1e-6, atol=1e-6)
+
+
 def test_geometric_median_counts_weights_by_their_ratio_and_drops_those_of_zero() -> None:
     _, sources = random_inputs(3, SHAPE)
     plain = run("geometric_median", Case(sources=weights_of(0.5, 0.4, 0.3)), None, sources)

@@ -35,7 +35,7 @@ CONFIG: Mapping[str, Any] = {
 }
 
 
-def _model(root: Path) -> Path:
+def _model(root: Path, *, fused: bool = True) -> Path:
     specs: dict[str, tuple[DType, tuple[int, ...]]] = {
         "model.embed_tokens.weight": (DType.F32, (8, D)),
         "model.big.weight": (DType.F32, (9 * BLOCK + 3,)),
@@ -46,8 +46,13 @@ def _model(root: Path) -> Path:
     for layer in range(2):
         block = f"model.layers.{layer}.mlp"
         specs[f"{block}.router.weight"] = (DType.F32, (E, D))
-        specs[f"{block}.experts.gate_up_proj"] = (DType.F32, (E, D, 2 * F))
-        specs[f"{block}.experts.down_proj"] = (DType.F32, (E, F, D))
+        if fused:
+            specs[f"{block}.experts.gate_up_proj"] = (DType.F32, (E, D, 2 * F))
+            specs[f"{block}.experts.down_proj"] = (DType.F32, (E, F, D))
+            continue
+        for expert in range(E):
+            for name, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
+                specs[f"{block}.experts.{expert}.{name}_proj.weight"] = (DType.F32, shape)
     return header_checkpoint(root, specs, CONFIG)
 
 
@@ -55,7 +60,7 @@ def _model(root: Path) -> Path:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Views, copies, pieces of a cut tensor, several shards: a plan with a bit of everything."""
     root = tmp_path_factory.mktemp("models")
-    a, b = _model(root / "a"), _model(root / "b")
+    a, b = _model(root / "a"), _model(root / "b", fused=False)
     piece = {"sources": [{"model": m, "layer_range": [0, 2]} for m in (a, b)]}
     data = {"merge_method": "linear", "slices": [piece, piece], "parameters": {"weight": 1}}
     return good({**data, "dtype": "float32", "shard_size": 600}).plan

@@ -17,7 +17,7 @@ from kits.checkpoint_maker import (
     sparse_checkpoint,
     tiny_llama,
 )
-from kits.plan_maker import header_checkpoint
+from kits.plan_maker import good, header_checkpoint, refusals
 
 from raymerge.dtypes import DType
 from raymerge.planner.build import build_plan
@@ -47,6 +47,46 @@ def llama(layers: int = 4, **config: Any) -> tuple[Shapes, dict[str, Any]]:
 def only(problems: list[str]) -> str:
     (problem,) = problems
     return problem
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": None}, "hidden_size is null; expected a whole number of at least 1"),
+        ({"hidden_size": 0}, "hidden_size is 0; expected a whole number of at least 1"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers is 1.5; expected a whole number of at least 0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is null; expected"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true; expected"),
+        ({"vocab_size": -1}, "vocab_size is -1; expected a whole number of at least 0"),
+        ({"vocab_size": "96"}, 'vocab_size is "96"; expected'),
+        ({"num_experts_per_tok": [2, -2]}, "num_experts_per_tok is [2, -2]; expected"),
+        ({"text_config": {"num_attention_heads": 2.5}}, "text_config.num_attention_heads is 2.5; expected"),
+        ({"ffn_config": {"moe_num_experts": "8"}}, 'ffn_config.moe_num_experts is "8"; expected'),
+    ],
+)
+def test_values_that_cannot_be(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    shapes, config = llama(**fields)
+    assert any(words in problem for problem in said(tmp_path, shapes, config))
+    root = tmp_path / "model"
+    (problem,) = refusals({"merge_method": "passthrough", "models": [{"model": root}]})
+    assert f"{root}/config.json: {words}" in problem
+    assert "Correct it, or take config.json from the place the weights come from." in problem
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_key_value_heads": None, "num_experts": None},
+        {"num_key_value_heads": [2, 2, 2, 2], "num_experts": 0},
+        {"text_config": llama_config(layers=4), "hidden_size": None, "num_hidden_layers": None},
+    ],
+)
+def test_values_that_stand_for_a_default(fields: dict[str, Any], tmp_path: Path) -> None:
+    shapes, config = llama(**fields)
+    assert said(tmp_path, shapes, config) == []
 
 
 # Sizes
@@ -129,6 +169,72 @@ def test_a_layer_with_a_hole(layer: int, suffix: str, tmp_path: Path) -> None:
     assert f"model.layers.{layer} lacks {suffix}, which the other layers have" in only(
         said(tmp_path, shapes, config)
     )
+
+
+def test_an_incomplete_base_is_neither_copied_nor_merged(tmp_path: Path) -> None:
+    shapes, config = llama(5)
+    name = "mlp.down_proj.weight"
+    rest = {each: shape for each, shape in shapes.items() if each != f"model.layers.2.{name}"}
+    whole, base, other = (
+        header_checkpoint(tmp_path / each, {n: (DType.BF16, s) for n, s in own.items()}, config)
+        for each, own in (("whole", shapes), ("base", rest), ("other", rest))
+    )
+    linear = {"merge_method": "linear", "base_model": base, "parameters": {"weight": 1}}
+    recipes: list[dict[str, Any]] = [
+        {"merge_method": "passthrough", "models": [{"model": base}]},
+        {**linear, "models": [{"model": base}, {"model": other}]},
+        {**linear, "models": [{"model": base}, {"model": whole}], "extra_tensors": "drop"},
+    ]
+    for recipe in recipes:
+        assert f"model.layers.2 lacks {name}, which the other layers have" in only(refusals(recipe))
+
+
+def _zaya(shapes: Shapes) -> None:
+    """No scale of earlier router states in the first layer."""
+    shapes |= {f"model.layers.{n}.mlp.gate.states_scale": (32,) for n in range(1, 4)}
+
+
+def _zaya_as_published(shapes: Shapes) -> None:
+    """Experts in every other layer, the first of which has no scale of earlier router states."""
+    for layer in range(1, 8, 2):
+        for name in [each for each in shapes if f".layers.{layer}.self_attn." in each]:
+            del shapes[name]
+        shapes[f"model.layers.{layer}.router.weight"] = (4, 32)
+        if layer > 1:
+            shapes[f"model.layers.{layer}.router_states_scale"] = (32,)
+
+
+def _rwkv_7(shapes: Shapes) -> None:
+    """Nothing that mixes in the first layer's values in the first layer."""
+    for layer in range(1, 4):
+        module = f"model.layers.{layer}.self_attn.v_lora.lora"
+        shapes |= {f"{module}.0.weight": (4, 32), f"{module}.2.weight": (32, 4), f"{module}.2.bias": (32,)}
+
+
+@pytest.mark.parametrize(("design", "layers"), [(_zaya, 4), (_zaya_as_published, 8), (_rwkv_7, 4)])
+def test_what_a_design_leaves_out_of_a_layer_is_no_hole(
+    design: Callable[[Shapes], None], layers: int, tmp_path: Path
+) -> None:
+    shapes, config = llama(layers)
+    design(shapes)
+    a, b = (
+        header_checkpoint(tmp_path / each, {n: (DType.BF16, s) for n, s in shapes.items()}, config)
+        for each in "ab"
+    )
+    both = [{"model": a}, {"model": b}]
+    good({"merge_method": "passthrough", "models": [{"model": a}]})
+    good({"merge_method": "linear", "models": both, "parameters": {"weight": 1}})
+    assert verify_structure(a).problems == ()
+    # Such a design does not hide damage.
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    assert "model.layers.2 lacks mlp.up_proj.weight" in only(said(tmp_path / "holed", shapes, config))
+
+
+@pytest.mark.parametrize("module", ["self_attn", "mlp"])
+def test_a_last_layer_without_its_last_tensors(module: str, tmp_path: Path) -> None:
+    shapes, config = llama()
+    rest = {name: shape for name, shape in shapes.items() if f".layers.3.{module}." not in name}
+    assert f"model.layers.3 lacks {module}." in only(said(tmp_path, rest, config))
 
 
 def test_a_bias_in_all_layers_but_one(tmp_path: Path) -> None:

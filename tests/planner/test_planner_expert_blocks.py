@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.checkpoint_maker import read_tensors, write_checkpoint
+from kits.expert_models import good_set, refused_set
 from kits.plan_maker import header_checkpoint
+from kits.quantised_models import deepseek_v3
 
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
@@ -108,6 +112,19 @@ def test_a_router_may_have_norms_and_no_router_may_be_missing(tmp_path: Path) ->
     without = {name: shape for name, shape in _stacked().items() if ".gate.weight" not in name}
     _, problems = _blocks(tmp_path / "b", without)
     assert "have experts and no router" in problems[0]
+
+
+def test_an_expert_that_is_absent_beside_quantised_ones_is_a_problem(tmp_path: Path) -> None:
+    """Of every kind of tensor the same expert is missing, so that no kind tells of it by another."""
+    model = deepseek_v3(tmp_path / "whole", 0, ragged=False)
+    config = json.loads((model.root / "config.json").read_text())
+    kept = {n: t for n, t in read_tensors(model.root).items() if "layers.1.mlp.experts.2." not in n}
+    assert len(kept) < len(read_tensors(model.root))
+    partial = write_checkpoint(tmp_path / "partial", kept, config)
+    change = {"keep": [0, 1, 2, 3]}
+    good_set({"base_model": model.root, "experts": change})
+    problems = refused_set({"base_model": partial, "experts": change})
+    assert any("experts.2." in problem and "stored for others" in problem for problem in problems)
 
 
 def test_blocks_beside_the_text_are_left_alone(tmp_path: Path) -> None:

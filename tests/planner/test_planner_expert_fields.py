@@ -19,8 +19,8 @@ from raymerge.architectures.expert_fields import (
     ExpertFields,
     Field,
     expert_fields,
-    names_experts,
     with_expert_count,
+    with_expert_names,
 )
 
 RULES = load_rules(None)
@@ -110,10 +110,33 @@ def test_the_nearest_numbers_work(count: int, chosen: int, groups: int, used: in
         assert all(list(fields.objections(number, by_pairs=by_pairs)) for number in between)
 
 
-def test_tables_that_name_experts() -> None:
-    assert names_experts({"quantization_config": {"ignore": ["model.layers.0.mlp.experts.3.up_proj"]}})
-    assert names_experts({"text_config": {"quantization_config": {"x": [r"re:.*experts\.0\..*"]}}})
-    assert not names_experts({"quantization_config": {"ignore": ["re:.*mlp.experts.*", "lm_head"]}})
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (["lm_head", *(f"a.experts.{n}.up_proj" for n in range(3))], ["lm_head", "a.experts.0.up_proj"]),
+        ([f"a.experts.{n}" for n in (2, 0, 1)], ["a.experts.0"]),
+        (["re:.*mlp.experts.*", "a.mlp.experts"], ["re:.*mlp.experts.*", "a.mlp.experts"]),
+        (["a.mlp.experts.2.up_proj"], None),
+        ([f"a.experts.{n}.up_proj" for n in range(4)], None),
+        ([r"re:.*experts\.0\..*"], None),
+    ],
+)
+def test_tables_that_name_all_experts_name_those_that_are_left(
+    table: list[str], expected: list[str] | None
+) -> None:
+    for config in (
+        {"quantization_config": {"ignore": table}, "x": 1},
+        {"text_config": {"compression_config": {"a": {"b": table}}}, "x": 1},
+    ):
+        found = with_expert_names(config, 3, 1)
+        assert found == (None if expected is None else _replaced(config, expected))
+
+
+def _replaced(value: Any, by: list[str]) -> Any:
+    """The same with another list in place of the only one."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, by) for key, each in value.items()}
+    return by if isinstance(value, list) else value
 
 
 DENSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "flex_olmo")

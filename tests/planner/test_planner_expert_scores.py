@@ -253,8 +253,10 @@ def test_codes_have_no_sizes(tmp_path: Path) -> None:
     }
     root = write_checkpoint(tmp_path / "base", tensors, CONFIG)
     (problem,) = refused_set({"base_model": root, "experts": {"drop": 1, "scores": "weights"}})
-    assert "its experts are stored as F8_E4M3 without a scale beside it (such as " in problem
-    assert "Use a checkpoint converted to bfloat16. Or give the scores in a file." in problem
+    assert "model.layers.0.mlp.experts.0.down_proj.weight F8_E4M3[8, 6]" in problem
+    assert "is codes without scales: there is no " in problem
+    assert "So it is with 23 more tensors." in problem
+    assert "Download or copy the checkpoint again, or use one that is converted to bfloat16." in problem
 
 
 def test_codes_that_are_read_are_refused_by_their_format(tmp_path: Path) -> None:

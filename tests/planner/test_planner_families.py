@@ -11,8 +11,26 @@ from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, 
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
+from raymerge.planner.families import field_rules
 
-MEANING = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3}
+MEANING = {
+    "num_attention_heads": (4, 8),
+    "num_key_value_heads": (2, 4),
+    "head_dim": (8, 4),
+    "norm_topk_prob": (True, False),
+    "routed_scaling_factor": (1.0, 2.5),
+    "scoring_func": ("softmax", "sigmoid"),
+    "rope_interleave": (True, False),
+}
+NOTED = {
+    "num_experts_per_tok": (2, 3),
+    "moe_k": (6, 4),
+    "moe_topk": (6, 4),
+    "n_group": (8, 1),
+    "topk_group": (4, 1),
+    "swiglu_limit": (7.0, 10.0),
+    "rope_scaling": ({"factor": 2}, {"factor": 4}),
+}
 
 
 def _linear(*models: Any, **more: Any) -> dict[str, Any]:
@@ -28,11 +46,30 @@ def _stack(*models: Any, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("field", MEANING)
 @pytest.mark.parametrize("recipe", [_linear, _stack])
 def test_weights_that_mean_something_else_are_refused(tmp_path: Path, field: str, recipe: Any) -> None:
-    a = llama(tmp_path / "a", num_experts_per_tok=2)
-    b = llama(tmp_path / "b", **{"num_experts_per_tok": 2, field: MEANING[field]})
+    own, other = MEANING[field]
+    a, b = llama(tmp_path / "a", **{field: own}), llama(tmp_path / "b", **{field: other})
     (problem,) = refusals(recipe(a, b))
-    assert f"{b} has {field} {MEANING[field]} where {a} has " in problem
-    assert "its weights mean something else" in problem
+    assert f"{b} has {field} {other} where {a} has {own}: its weights mean something else (" in problem
+
+
+@pytest.mark.parametrize("field", NOTED)
+@pytest.mark.parametrize("recipe", [_linear, _stack])
+def test_what_leaves_weights_what_they_are_is_a_note_with_its_reason(
+    tmp_path: Path, field: str, recipe: Any
+) -> None:
+    own, other = NOTED[field]
+    a, b = llama(tmp_path / "a", **{field: own}), llama(tmp_path / "b", **{field: other})
+    made = good(recipe(a, b))
+    start = f"{b} has {field} {other} where {a} has {own}; the output's config is that of {a}: "
+    (note,) = [note for note in made.plan.manifest["notes"] if note.startswith(start)]
+    assert note != start
+    assert made.config[field] == own
+
+
+def test_each_field_has_one_verdict() -> None:
+    names = [rule.field for rule in field_rules()]
+    assert len(set(names)) == len(names)
+    assert {rule.verdict for rule in field_rules()} == {"refuse", "note"}
 
 
 def test_all_fields_of_a_model_are_told_in_one_sentence(tmp_path: Path) -> None:
@@ -43,15 +80,35 @@ def test_all_fields_of_a_model_are_told_in_one_sentence(tmp_path: Path) -> None:
     assert "models[1].model" in problem
 
 
-def test_a_field_that_one_config_does_not_say_is_no_difference(tmp_path: Path) -> None:
-    a, b, c = (llama(tmp_path / each, **more) for each, more in _three_that_say_more_and_more())
+def test_two_that_state_a_field_differ_though_the_donor_does_not_state_it(tmp_path: Path) -> None:
+    stated: list[dict[str, int]] = [{}, {"routed_scaling_factor": 2}, {"routed_scaling_factor": 3}]
+    a, b, c = (llama(tmp_path / each, **more) for each, more in zip("abc", stated, strict=True))
     good(_linear(a, b))
     (problem,) = refusals(_linear(a, b, c))
-    assert f"{c} has num_experts_per_tok 3 where {b} has 2" in problem
+    assert f"{c} has routed_scaling_factor 3 where {b} has 2" in problem
 
 
-def _three_that_say_more_and_more() -> list[tuple[str, dict[str, int]]]:
-    return [("a", {}), ("b", {"num_experts_per_tok": 2}), ("c", {"num_experts_per_tok": 3})]
+@pytest.mark.parametrize("absent", [{}, {"norm_topk_prob": None, "rope_scaling": None}])
+def test_what_only_one_config_states_is_a_note(tmp_path: Path, absent: dict[str, Any]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4}
+    a = llama(tmp_path / "a", **absent)
+    b = llama(tmp_path / "b", norm_topk_prob=True, rope_scaling=yarn)
+    for first, second, words in (
+        (a, b, (f"norm_topk_prob True where {a} does not", f"rope_scaling {yarn} where {a} does not")),
+        (b, a, (f"no norm_topk_prob where {b} has True", f"no rope_scaling where {b} has {yarn}")),
+    ):
+        notes = [n for n in good(_linear(first, second)).plan.manifest["notes"] if f"{second} has " in n]
+        assert len(notes) == len(words)
+        for note, start in zip(notes, words, strict=True):
+            assert note.startswith(f"{second} has {start}")
+            assert f"the output's config is that of {first}: " in note
+
+
+def test_defaults_that_are_known_are_no_note(tmp_path: Path) -> None:
+    a = llama(tmp_path / "a", head_dim=None, num_key_value_heads=None, attention_bias=None)
+    b = llama(tmp_path / "b", head_dim=8, num_key_value_heads=4, attention_bias=False)
+    for models in ((a, b), (b, a)):
+        assert not [note for note in good(_linear(*models)).plan.manifest["notes"] if " has " in note]
 
 
 def test_the_donor_s_config_must_hold_though_it_gives_no_weights(tmp_path: Path) -> None:
@@ -105,10 +162,10 @@ def test_what_a_merge_can_bear_is_noted(tmp_path: Path) -> None:
     for recipe in (_linear, _stack):
         notes = [note for note in good(recipe(a, b)).plan.manifest["notes"] if str(b) in note]
         assert [note.split()[2] for note in notes] == [
-            *("rope_theta", "rms_norm_eps", "hidden_act", "attention_bias")
+            *("rope_theta", "rms_norm_eps", "hidden_act", "attention_bias", "rope_scaling")
         ]
-        assert notes[0] == (
-            f"{b} has rope_theta 1000000.0 where {a} has 10000.0; the output's config is that of {a}"
+        assert notes[0].startswith(
+            f"{b} has rope_theta 1000000.0 where {a} has 10000.0; the output's config is that of {a}: "
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kits.checkpoint_maker import llama_config, write_checkpoint
+from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.plan_maker import (
     Planned,
     Specs,
@@ -20,6 +22,7 @@ from kits.plan_maker import (
     refusals,
 )
 
+import raymerge
 from raymerge.dtypes import DType
 
 E, F, D = 3, 4, 6
@@ -52,6 +55,8 @@ def _experts(matrices: Tensors, layer: int, kind: str) -> torch.Tensor:
 def _stored(matrices: Tensors, layout: str) -> Tensors:
     """The same matrices as a family of that layout stores them."""
     words = {"mixtral": ("block_sparse_moe", "gate"), "llama4": ("feed_forward", "router")}
+    if layout == "qwen3_moe":
+        return matrices
     block, router = words.get(layout, ("mlp", "router" if layout == "gpt_oss" else "gate"))
     found = {name: value for name, value in matrices.items() if ".mlp." not in name}
     for layer in range(LAYERS):
@@ -86,6 +91,8 @@ def _model(root: Path, matrices: Tensors, layout: str) -> Path:
 
 
 LAYOUTS = ("mixtral", "out_in", "llama4", "gpt_oss")
+SEPARABLE = ("mixtral", "qwen3_moe", "out_in")
+"""Those of which every matrix is a run of bytes, so that each can be made in its own way."""
 
 
 @pytest.mark.parametrize("lead", LAYOUTS)
@@ -106,9 +113,25 @@ def test_every_layout_gives_every_method_the_same_matrices(tmp_path: Path, lead:
     assert set(made.names()) == set(_stored(models[0], lead))
 
 
+@pytest.mark.parametrize("layout", ["out_in", "llama4", "gpt_oss"])
+def test_a_stack_is_one_run_where_nothing_hangs_on_the_matrix(tmp_path: Path, layout: str) -> None:
+    root = _model(tmp_path / "a", _matrices(0), layout)
+    other = _model(tmp_path / "b", _matrices(1), "mixtral" if layout == "out_in" else "out_in")
+    data = {"merge_method": "linear", "models": [{"model": root}] * 2, "parameters": {"weight": 1}}
+    stacks = [name for name in good(data).names() if ".layers.0." in name and ".experts." in name]
+    assert len(stacks) == 2
+    for name in stacks:
+        (row,) = good(data).rows(name)
+        assert (row["num_parts"], row["is_flat"], row["num_inputs"]) == (1, True, 2)
+    # Not so with a parent that stores the matrices in another way.
+    entries = [{"model": {"model": str(r), "override_architecture": ARCHITECTURE}} for r in (root, other)]
+    mixed = good({**data, "models": entries})
+    assert all(len(mixed.rows(name)) >= E for name in stacks)
+
+
 def test_fused_rows_are_as_small_as_whole_matrices_allow(tmp_path: Path) -> None:
     root = _model(tmp_path / "a", _matrices(0), "out_in")
-    data = {"merge_method": "linear", "models": [{"model": root}] * 2, "parameters": {"weight": 1}}
+    data = {"merge_method": "karcher", "models": [{"model": root}] * 2}
     made = good(data)
     rows = made.rows("model.layers.0.mlp.experts.gate_up_proj")
     assert [(row["num_elements"], row["num_parts"], row["is_flat"]) for row in rows] == [
@@ -148,6 +171,227 @@ def test_missing_experts_of_a_fused_stack_are_copied_from_the_base(tmp_path: Pat
     assert len(made.reads("model.layers.0.block_sparse_moe.experts.0.w2.weight")) == 3
 
 
+def _merged(root: Path, data: Mapping[str, Any]) -> Tensors:
+    """What a merge writes, each expert's matrix by its canonical name; for ``mixtral`` and ``out_in``."""
+    raymerge.submit(json.loads(json.dumps(data, default=str)), root, raymerge.RunOptions(inline=True))
+    found = read_tensors(root)
+    words = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    logical: Tensors = {}
+    for name, value in found.items():
+        head, _, kind = name.partition(".experts.")
+        if kind == "gate_up_proj":
+            gate_up = [each.chunk(2) for each in value]
+            logical |= {f"{head}.experts.{e}.gate_proj.weight": pair[0] for e, pair in enumerate(gate_up)}
+            logical |= {f"{head}.experts.{e}.up_proj.weight": pair[1] for e, pair in enumerate(gate_up)}
+        elif kind == "down_proj":
+            logical |= {f"{head}.experts.{e}.down_proj.weight": each for e, each in enumerate(value)}
+        else:
+            for word, plain in words.items():
+                name = name.replace(word, plain)
+            logical[name] = value
+    return logical
+
+
+def _sum(a: Tensors, b: Tensors, weight: Callable[[str], float]) -> Tensors:
+    return {name: a[name] + weight(name) * b[name] for name in a}
+
+
+@pytest.mark.parametrize("layout", SEPARABLE)
+@pytest.mark.parametrize(
+    ("choices", "weight"),
+    [
+        ([{"filter": "mlp", "value": 0.5}, {"value": 0.25}], lambda name: 0.5 if ".mlp." in name else 0.25),
+        (
+            [{"glob": "*.experts.1.*", "value": 3}, {"value": 1}],
+            lambda name: 3.0 if ".experts.1." in name else 1.0,
+        ),
+        (
+            [{"filter": "gate_proj", "value": 3}, {"value": 1}],
+            lambda name: 3.0 if "gate_proj" in name else 1.0,
+        ),
+        ([{"filter": "up_proj", "value": 3}, {"value": 1}], lambda name: 3.0 if ".up_proj" in name else 1.0),
+        ([{"glob": "*up_proj*", "value": 3}, {"value": 1}], lambda name: 3.0 if ".up_proj" in name else 1.0),
+        (
+            [{"glob": "*.gate_proj.*", "value": 3}, {"value": 1}],
+            lambda name: 3.0 if ".gate_proj" in name else 1.0,
+        ),
+        (
+            [{"filter": "gate_up_proj", "value": 3}, {"value": 1}],
+            lambda name: 3.0 if re.search(r"\.(gate|up)_proj", name) else 1.0,
+        ),
+        (
+            [{"filter": "experts", "glob": "*_proj*", "value": 3}, {"value": 1}],
+            lambda name: 3.0 if ".experts." in name else 1.0,
+        ),
+        (
+            [{"glob": "*.experts.gate_up_proj", "layers": 1, "value": 3}, {"value": 1}],
+            lambda name: 3.0 if re.search(r"\.1\..*experts.*(gate|up)_proj", name) else 1.0,
+        ),
+    ],
+)
+def test_names_in_a_recipe_mean_the_same_in_every_layout(
+    tmp_path: Path, layout: str, choices: list[dict[str, Any]], weight: Callable[[str], float]
+) -> None:
+    _assert_merged_by(tmp_path, layout, choices, weight)
+
+
+@pytest.mark.parametrize("layout", ["mixtral", "out_in"])
+@pytest.mark.parametrize(
+    ("choices", "weight"),
+    [
+        (
+            [{"filter": "block_sparse_moe", "value": 2}, {"value": 0}],
+            lambda name: 2.0 if ".mlp." in name else 0.0,
+        ),
+        ([{"filter": ".w2.", "value": 3}, {"value": 1}], lambda name: 3.0 if "down_proj" in name else 1.0),
+    ],
+)
+def test_published_names_mean_the_same_in_every_layout(
+    tmp_path: Path, layout: str, choices: list[dict[str, Any]], weight: Callable[[str], float]
+) -> None:
+    _assert_merged_by(tmp_path, layout, choices, weight)
+
+
+def _assert_merged_by(
+    tmp_path: Path, layout: str, choices: list[dict[str, Any]], weight: Callable[[str], float]
+) -> None:
+    a, b = _matrices(0), _matrices(1)
+    roots = [_model(tmp_path / str(seed), values, layout) for seed, values in enumerate((a, b))]
+    entries = [{"model": roots[0]}, {"model": roots[1], "parameters": {"weight": choices}}]
+    data = {"merge_method": "linear", "models": entries, "parameters": {"weight": 1, "normalize": False}}
+    found, wanted = _merged(tmp_path / "out", data), _sum(a, b, weight)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("layout", SEPARABLE)
+@pytest.mark.parametrize(
+    ("selector", "part"),
+    [
+        ({"glob": "*.experts.2.*"}, ".experts.2."),
+        ({"filter": "up_proj"}, ".up_proj"),
+        ({"glob": "*.experts*gate_proj*"}, ".gate_proj"),
+    ],
+)
+def test_a_rule_holds_for_the_same_matrices_in_every_layout(
+    tmp_path: Path, layout: str, selector: dict[str, str], part: str
+) -> None:
+    a, b = _matrices(0), _matrices(1)
+    roots = [_model(tmp_path / str(seed), values, layout) for seed, values in enumerate((a, b))]
+    rule = {**selector, "merge_method": "passthrough", "sources": [roots[1]]}
+    entries = [{"model": root} for root in roots]
+    data = {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}, "methods": [rule]}
+    for name, value in _merged(tmp_path / "out", data).items():
+        wanted = b[name] if part in name else (a[name] + b[name]) / 2
+        assert torch.allclose(value, wanted, atol=1e-6), name
+
+
+def test_matrices_that_lie_interleaved_cannot_be_made_in_two_ways(tmp_path: Path) -> None:
+    root = _model(tmp_path / "a", _matrices(0), "gpt_oss")
+    both = {"merge_method": "linear", "models": [{"model": root}] * 2}
+    of_gate = [{"filter": "gate_proj", "value": 3}, {"value": 1}]
+    (problem,) = refusals({**both, "parameters": {"weight": of_gate}})
+    assert "interleaved with others" in problem
+    of_expert = [{"glob": "*.experts.1.*", "value": 3}, {"value": 1}]
+    good({**both, "parameters": {"weight": of_expert}})
+
+
+def test_a_selector_that_matches_nothing_is_a_note(tmp_path: Path) -> None:
+    root = _model(tmp_path / "a", _matrices(0), "out_in")
+    choices = [
+        {"filter": "self_atn", "value": 3},
+        {"glob": "*.experts.7.*", "value": 2},
+        {"role": "mtp", "value": 2},
+        {"filter": "mlp", "value": 4},
+        {"value": 1},
+    ]
+    entries = [{"model": root}, {"model": root, "parameters": {"weight": choices}}]
+    made = good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}})
+    notes = [note for note in made.plan.manifest["notes"] if "matches no tensor" in note]
+    assert [note.partition(": ")[2].partition(" matches")[0] for note in notes] == [
+        "models[1].parameters.weight[0]: filter: self_atn",
+        "models[1].parameters.weight[1]: glob: *.experts.7.*",
+        "models[1].parameters.weight[2]: role: [mtp]",
+    ]
+
+
+def test_a_parameter_of_a_source_stored_otherwise_sees_its_roles_and_names(tmp_path: Path) -> None:
+    a, b = _matrices(0), _matrices(1)
+    base, other = _model(tmp_path / "a", a, "mixtral"), _model(tmp_path / "b", b, "out_in")
+    choices = [{"role": "router", "value": 5}, {"role": "expert", "filter": "mlp", "value": 3}, {"value": 1}]
+    entries = [{"model": base}, {"model": other, "parameters": {"weight": choices}}]
+    made = good({"merge_method": "linear", "models": entries, "parameters": {"weight": 1}})
+    assert made.weights("model.layers.0.block_sparse_moe.experts.1.w2.weight") == [1, 3]
+    assert made.weights("model.layers.0.block_sparse_moe.gate.weight") == [1, 5]
+
+
+@pytest.mark.parametrize("layout", ["mixtral", "out_in"])
+def test_missing_matrices_of_an_expert_are_the_base_s_and_no_others(tmp_path: Path, layout: str) -> None:
+    a, b = _matrices(0), _matrices(1)
+    lost = [f"model.layers.0.mlp.experts.1.{word}_proj.weight" for word in ("up", "down")]
+    stored = _stored(b, "mixtral")
+    for word in ("w2", "w3"):
+        del stored[f"model.layers.0.block_sparse_moe.experts.1.{word}.weight"]
+    base = _model(tmp_path / "base", a, layout)
+    config = json.loads((base / "config.json").read_text())
+    lacking = write_checkpoint(tmp_path / "lacking", stored, config)
+    entries = [{"model": base}, {"model": lacking}]
+    data = {"merge_method": "linear", "base_model": base, "models": entries, "parameters": {"weight": 1}}
+    assert "lacks 2 tensors" in refusals(data)[0]
+    found = _merged(tmp_path / "out", {**data, "missing_tensors": "copy_base"})
+    for name, value in found.items():
+        assert torch.allclose(value, a[name] if name in lost else (a[name] + b[name]) / 2, atol=1e-6), name
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+@pytest.mark.parametrize("name", ["block_sparse_moe.experts.1.w2.weight", "mlp.experts.1.down_proj.weight"])
+def test_an_expert_stored_twice_is_refused(tmp_path: Path, name: str, is_base: bool) -> None:
+    """Whichever of the two is read first, and whether the lead's layout is that of one or of the other."""
+    twice = {**_stored(_matrices(0), "out_in"), f"model.layers.0.{name}": torch.ones(D, F)}
+    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+    for order in (1, -1):
+        root = write_checkpoint(tmp_path / f"twice{order}", dict(list(twice.items())[::order]), config)
+        for layout in ("mixtral", "out_in"):
+            other = _model(tmp_path / f"{layout}{order}", _matrices(1), layout)
+            roots = (root, other) if is_base else (other, root)
+            entries = [{"model": each} for each in roots]
+            data = {"merge_method": "linear", "base_model": roots[0], "models": entries}
+            problems = refusals({**data, "parameters": {"weight": 1}, "extra_tensors": "drop"})
+            assert any("1 matrices of experts are stored twice" in each for each in problems)
+            assert any(
+                f"mlp.experts.down_proj and in model.layers.0.{name}" in each
+                or f"model.layers.0.{name} and in model.layers.0.mlp.experts.down_proj" in each
+                for each in problems
+            )
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "count"),
+    [
+        ({"1.w2.weight": (D, F), "1.down_proj.weight": (D, F)}, 1),
+        ({"w2_weight": (E, D, F), "down_proj": (E, D, F)}, E),
+        ({"w13_weight": (E, 2 * F, D), "gate_up_proj": (E, 2 * F, D)}, 2 * E),
+        ({"w13_weight": (E, 2 * F, D), "1.up_proj.weight": (F, D)}, 1),
+    ],
+)
+def test_an_expert_stored_by_two_names_is_refused(
+    tmp_path: Path, stored: dict[str, tuple[int, ...]], count: int, is_base: bool
+) -> None:
+    config = {"model_type": "mixtral", "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+    other = _model(tmp_path / "other", _matrices(1), "out_in")
+    for order in (1, -1):
+        sound = {n: v for n, v in _stored(_matrices(0), "out_in").items() if ".0.mlp.experts." not in n}
+        names = list(stored)[::order]
+        twice = sound | {f"model.layers.0.mlp.experts.{n}": torch.ones(stored[n]) for n in names}
+        root = write_checkpoint(tmp_path / f"twice{order}", twice, config)
+        roots = (root, other) if is_base else (other, root)
+        data = {"merge_method": "linear", "base_model": roots[0], "models": [{"model": r} for r in roots]}
+        problems = refusals({**data, "parameters": {"weight": 1}, "extra_tensors": "drop"})
+        assert any(f"{count} matrices of experts are stored twice" in each for each in problems), problems
+
+
 def test_a_stack_of_unknown_order_is_one_tensor_for_element_wise_methods_only(tmp_path: Path) -> None:
     specs: Specs = {
         "model.embed_tokens.weight": (DType.BF16, (8, 4)),
@@ -162,6 +406,93 @@ def test_a_stack_of_unknown_order_is_one_tensor_for_element_wise_methods_only(tm
     assert (
         "1 tensors hold several experts in an order that model_type 'nobody_knows' does not tell" in problem
     )
+
+
+STACKS: Mapping[str, tuple[str, dict[str, Any], Callable[[Tensors, int], Tensors]]] = {
+    "step": (
+        "step3p5",
+        {"moe_num_experts": E, "moe_intermediate_size": F},
+        lambda m, layer: {
+            f"moe.{kind}_proj.weight": _experts(m, layer, kind) for kind in ("gate", "up", "down")
+        },
+    ),
+    "aria": (
+        "aria_text",
+        {"moe_num_experts": E, "intermediate_size": F},
+        lambda m, layer: {
+            "mlp.experts.fc1.weight": torch.cat(
+                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=1
+            ).transpose(1, 2),
+            "mlp.experts.fc2.weight": _experts(m, layer, "down").transpose(1, 2),
+        },
+    ),
+    "vllm": (
+        "qwen3_moe",
+        {"num_experts": E, "moe_intermediate_size": F},
+        lambda m, layer: {
+            "mlp.experts.w13_weight": torch.cat(
+                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=1
+            ),
+            "mlp.experts.w2_weight": _experts(m, layer, "down"),
+        },
+    ),
+    "inkling": (
+        "inkling_text",
+        {"n_routed_experts": E, "intermediate_size": F},
+        lambda m, layer: {
+            "mlp.experts.w13_weight": torch.stack(
+                [_experts(m, layer, "gate"), _experts(m, layer, "up")], dim=2
+            ).flatten(1, 2),
+            "mlp.experts.w2_weight": _experts(m, layer, "down"),
+        },
+    ),
+}
+"""Stacks by other names: model type, config, and the tensors of a layer below its path."""
+
+
+@pytest.mark.parametrize("kind", list(STACKS))
+def test_stacks_by_other_names_hold_the_same_matrices(tmp_path: Path, kind: str) -> None:
+    family, fields, stored = STACKS[kind]
+    models, roots = [_matrices(seed) for seed in range(2)], []
+    for number, matrices in enumerate(models):
+        tensors = {name: value for name, value in matrices.items() if ".experts." not in name}
+        for layer in range(LAYERS):
+            made = stored(matrices, layer).items()
+            tensors |= {f"model.layers.{layer}.{name}": value.contiguous() for name, value in made}
+        config = {"model_type": family, "num_hidden_layers": LAYERS, "hidden_size": D, **fields}
+        roots.append(
+            write_checkpoint(tmp_path / str(number), tensors, {**config, "tie_word_embeddings": True})
+        )
+    entries = [{"model": root} for root in roots]
+    made = good(
+        {"merge_method": "slerp", "base_model": roots[0], "models": entries, "parameters": {"t": 0.5}}
+    )
+    seen: Tensors = {}
+    for tensor in made.names():
+        for logical, values in logical_values(made, tensor).items():
+            seen[logical] = values[0]
+            assert all(torch.equal(v, m[logical]) for v, m in zip(values, models, strict=True)), logical
+    assert seen.keys() == models[0].keys()
+
+
+@pytest.mark.parametrize("name", ["mlp.deep.weight", "mixture.deep", "mlp.experts.deep"])
+def test_a_stack_of_as_many_matrices_as_experts_is_none_for_statistics(tmp_path: Path, name: str) -> None:
+    specs: Specs = {
+        "model.embed_tokens.weight": (DType.BF16, (8, 4)),
+        f"model.layers.0.{name}": (DType.BF16, (3, 4, 4)),
+        "model.layers.0.mamba.conv1d.weight": (DType.BF16, (3, 1, 4)),
+    }
+    config = {"model_type": "nobody_knows", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    a, b = (header_checkpoint(tmp_path / n, specs, {**config, "num_experts": 3}) for n in "ab")
+    models = {"models": [{"model": a}, {"model": b}]}
+    good({"merge_method": "linear", **models, "parameters": {"weight": 1}})
+    slerp = {"merge_method": "slerp", "base_model": a, **models, "parameters": {"t": 0.5}}
+    (problem,) = refusals(slerp)
+    assert "1 tensors hold several experts in an order that model_type 'nobody_knows' does not" in problem
+    assert f"model.layers.0.{name} [3, 4, 4]" in problem
+    c, d = (header_checkpoint(tmp_path / n, specs, {**config, "num_experts": 5}) for n in "cd")
+    others = {"base_model": c, "models": [{"model": c}, {"model": d}]}
+    assert bool(refusals({**slerp, **others})) == ("experts" in name)
 
 
 def test_random_methods_draw_by_logical_name_whatever_the_layout(tmp_path: Path) -> None:
@@ -355,3 +686,13 @@ def test_plain_tensors_with_a_quantiser_s_names_are_plain(tmp_path: Path) -> Non
     a, b = (_codes(tmp_path / name, {"x.scales": (DType.F32, (2,))}) for name in "ab")
     made = good(_linear(a, b))
     assert len(made.reads("x.scales")) == 2
+
+
+def test_a_stack_of_experts_has_one_format(tmp_path: Path) -> None:
+    root = _model(tmp_path / "a", _matrices(0), "out_in")
+    data = {"merge_method": "passthrough", "models": [{"model": root}]}
+    made = good({**data, "out_format": [{"filter": ".w2.", "value": "bf16"}]})
+    assert made.dtype("model.layers.0.mlp.experts.down_proj") == "BF16"
+    assert made.dtype("model.layers.0.mlp.experts.gate_up_proj") == "F32"
+    (problem,) = refusals({**data, "out_format": [{"glob": "*.experts.1.*", "value": "bf16"}]})
+    assert "names some of the matrices that 4 tensors hold, and a tensor has one format" in problem

@@ -9,6 +9,7 @@ from kits.plan_maker import header_checkpoint, llama, llama_specs, make_recipe
 
 from raymerge.architectures import Role, describe
 from raymerge.dtypes import DType
+from raymerge.planner.findings import Findings
 from raymerge.planner.logical import LogicalTensors, open_logical
 from raymerge.planner.sources import Source, open_sources
 from raymerge.planner.supplies import Supplies
@@ -30,7 +31,7 @@ def _assert_described(source: Source, tensors: LogicalTensors) -> None:
 
 def test_sources_that_are_alike_share_what_is_known_of_names(tmp_path: Path) -> None:
     sources = _sources(llama(tmp_path / "a"), llama(tmp_path / "b"))
-    one, two = open_logical(sources)
+    one, two = open_logical(sources, Findings())
     assert one.infos[Q] is two.infos[Q]
     _assert_described(sources[1], two)
 
@@ -39,7 +40,7 @@ def test_a_name_that_only_the_second_has_is_looked_at(tmp_path: Path) -> None:
     extra = {**llama_specs(), "model.odd_norm.weight": (DType.BF16, (4,))}
     config = _sources(a := llama(tmp_path / "a"))[0].checkpoint.config
     sources = _sources(a, header_checkpoint(tmp_path / "b", extra, config))
-    one, two = open_logical(sources)
+    one, two = open_logical(sources, Findings())
     assert "model.odd_norm.weight" not in one.infos
     assert two.part("model.odd_norm.weight") is Role.NORM
     _assert_described(sources[1], two)
@@ -49,7 +50,7 @@ def test_sources_with_other_stacks_share_nothing(tmp_path: Path) -> None:
     sources = _sources(
         llama(tmp_path / "a"), llama(tmp_path / "b", layers=2), llama(tmp_path / "c", layers=2)
     )
-    one, two, three = open_logical(sources)
+    one, two, three = open_logical(sources, Findings())
     assert one.infos[Q] is not two.infos[Q]
     assert two.infos[Q] is three.infos[Q]
     for source, tensors in zip(sources, (one, two, three), strict=True):
@@ -58,7 +59,7 @@ def test_sources_with_other_stacks_share_nothing(tmp_path: Path) -> None:
 
 def test_sources_of_another_family_share_nothing(tmp_path: Path) -> None:
     sources = _sources(llama(tmp_path / "a"), llama(tmp_path / "b", model_type="gpt_oss"))
-    one, two = open_logical(sources)
+    one, two = open_logical(sources, Findings())
     assert one.infos[Q] is not two.infos[Q]
     _assert_described(sources[1], two)
 
@@ -69,7 +70,7 @@ def test_a_tensor_of_several_experts_is_not_alone(tmp_path: Path, word: str) -> 
     specs = {**llama_specs(1), name: (DType.BF16, (2, 16, 16))}
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd", "hidden_size": 16}
     (source,) = _sources(header_checkpoint(tmp_path / "a", specs, config))
-    (tensors,) = open_logical([source])
+    (tensors,) = open_logical([source], Findings())
     assert not tensors.is_alone(name)
     assert tensors.is_alone("model.norm.weight")
     supplies = Supplies([source], [tensors])

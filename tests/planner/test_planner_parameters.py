@@ -169,6 +169,31 @@ def test_a_base_must_be_among_the_sources_of_its_slice(models: tuple[Path, Path,
     assert "slerp needs a base_model" in problem
 
 
+@pytest.mark.parametrize(
+    "method", ["task_arithmetic", "ties", "dare_ties", "della", "sce", "model_stock", "lines"]
+)
+def test_a_base_alone_is_what_deltas_give(models: tuple[Path, Path, Path], method: str) -> None:
+    a, _, _ = models
+    made = good({"merge_method": method, "base_model": a, "models": [{"model": a}]})
+    assert {made.method(name) for name in made.names()} == {"copy"}
+    assert f"{method} has no source beside the base: the result is {a}" in made.plan.manifest["notes"]
+
+
+def test_a_base_alone_in_one_slice_is_taken_as_it_is(models: tuple[Path, Path, Path]) -> None:
+    a, b, _ = models
+    both = [{"model": m, "layer_range": [2, 4], "parameters": {"weight": 1}} for m in (a, b)]
+    slices = [{"sources": [{"model": a, "layer_range": [0, 2]}]}, {"sources": both}]
+    made = good({"merge_method": "ties", "base_model": a, "slices": slices})
+    assert (made.method(Q.format(1)), made.method(Q.format(2))) == ("copy", "ties")
+
+
+def test_a_base_alone_is_refused_where_nothing_is_left_to_combine(models: tuple[Path, Path, Path]) -> None:
+    a, _, _ = models
+    data = {"merge_method": "slerp", "base_model": a, "models": [{"model": a}], "parameters": {"t": 0.5}}
+    (problem,) = refusals(data)
+    assert "slerp takes 1 model(s) beside the base, but 0 are listed" in problem
+
+
 def test_one_model_twice_is_two_sources(models: tuple[Path, Path, Path]) -> None:
     a, b, _ = models
     entries = [
@@ -195,7 +220,7 @@ def test_unknown_parameters_are_refused_at_every_level_at_once(models: tuple[Pat
     a, _, _ = models
     source = {"model": a, "layer_range": [0, 4], "parameters": {"weigth": 1}}
     piece = {"sources": [source], "parameters": {"normalise": True}}
-    data = {"merge_method": "linear", "slices": [piece], "parameters": {"density": 1, "weight": 1}}
+    data = {"merge_method": "linear", "slices": [piece], "parameters": {"drop_rate": 1, "weight": 1}}
     problems = refusals(data)
     assert len(problems) == 3
     assert "Did you mean 'weight'?" in "\n".join(problems)
@@ -238,9 +263,13 @@ def test_weights_that_cancel_are_refused(models: tuple[Path, Path, Path]) -> Non
     assert "39 tensors" in problem
 
 
+def _without_effect(made: Any) -> list[str]:
+    return sorted(note for note in made.plan.manifest["notes"] if "has no effect" in note)
+
+
 def test_a_parameter_without_effect_is_noted(models: tuple[Path, Path, Path]) -> None:
     a, b, _ = models
-    entries = [{"model": b, "parameters": {"weight": 1, "density": 0.5}}]
+    entries = [{"model": b, "parameters": {"weight": 1, "density": 0.5, "int8_mask": True}}]
     made = good(
         {
             "merge_method": "task_arithmetic",
@@ -249,8 +278,36 @@ def test_a_parameter_without_effect_is_noted(models: tuple[Path, Path, Path]) ->
             "parameters": {"int8_mask": True},
         },
     )
-    notes = [note for note in made.plan.manifest["notes"] if "no effect" in note]
-    assert [note.split("'")[1] for note in notes] == ["density", "int8_mask"]
+    assert [note.split("'")[1] for note in _without_effect(made)] == ["density", "int8_mask"]
+
+
+@pytest.mark.parametrize("method", ["slerp", "model_stock"])
+def test_parameters_of_other_methods_change_nothing_and_are_noted(
+    models: tuple[Path, Path, Path], method: str
+) -> None:
+    """Values that the other method would refuse, gradients and filters too: nobody reads them."""
+    a, b, c = models
+    others = [b] if method == "slerp" else [b, c]
+    own = {"t": 0.5} if method == "slerp" else {}
+    theirs = {"density": 7.5, "weight": [{"filter": "mlp", "value": 1}, {"value": 0.5}], "lambda": [0, 1]}
+    data: dict[str, Any] = {"merge_method": method, "base_model": a}
+    plain = good({**data, "models": [{"model": m} for m in others], "parameters": own})
+    entries = [{"model": m, "parameters": theirs} for m in others]
+    made = good({**data, "models": entries, "parameters": {"normalize": False, "int8_mask": True, **own}})
+    notes = _without_effect(made)
+    assert [note.split("'")[1] for note in notes] == ["density", "int8_mask", "lambda", "normalize", "weight"]
+    assert all(f"has no effect on {method}" in note for note in notes)
+    for name in plain.names():
+        assert made.settings(name) == plain.settings(name)
+
+
+def test_a_parameter_of_another_method_is_noted_with_the_one_that_may_be_meant(
+    models: tuple[Path, Path, Path],
+) -> None:
+    a, b, c = models
+    data = {"merge_method": "ram", "base_model": a, "models": [{"model": b}, {"model": c}]}
+    (note,) = _without_effect(good({**data, "parameters": {"eps": 0.1}}))
+    assert "did you mean 'epsilon'?" in note
 
 
 def test_binding_and_shapes_are_reported_together(tmp_path: Path) -> None:

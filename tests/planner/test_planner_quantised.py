@@ -119,6 +119,10 @@ PLAIN: dict[str, Specs] = {
         "model.bn.num_batches_tracked": (DType.I64, ()),
         "model.bn.running_mean": (DType.BF16, (8,)),
     },
+    "DeepSeek-V4's experts by token": {
+        "layers.0.ffn.gate.tid2eid": (DType.I64, (32, 2)),
+        "layers.0.ffn.gate.weight": (DType.BF16, (4, 8)),
+    },
     "a long counter": {"model.bn.seen": (DType.I64, (4,)), "model.bn.running_mean": (DType.BF16, (8,))},
     "integers alone": {"model.table.index": (DType.I32, (4, 4))},
     "a name alone": {"x.scales": (DType.F32, (2,))},
@@ -133,7 +137,9 @@ def test_integers_that_are_no_codes_stay_copied_from_the_lead(tmp_path: Path, ki
         assert made.method(name) == ("linear" if dtype.is_mergeable else "copy")
 
 
-@pytest.mark.parametrize("kind", ["positions of BERT", "a mask", "a counter", "a long counter"])
+@pytest.mark.parametrize(
+    "kind", ["positions of BERT", "a mask", "a counter", "a long counter", "DeepSeek-V4's experts by token"]
+)
 def test_nor_are_they_codes_where_something_else_is_declared_quantised(tmp_path: Path, kind: str) -> None:
     assert not _formats(tmp_path / "a", PLAIN[kind], quantization_config={"quant_method": "hqq"})
 

@@ -52,7 +52,7 @@ def test_ways_of_storing_are_lines_of_their_own_and_the_largest_is_first(tmp_pat
     assert [(each.name, each.block, each.scales, each.power_of_two, each.tensors) for each in groups] == [
         ("fp8_block", (128, 128), "F32", False, 4),
         ("fp8_block", (128, 128), "F8_E8M0", True, 2),
-        ("fp8", None, "", False, 2),
+        ("I8 codes", None, "", False, 2),
     ]
     assert groups[-1].bits_per_weight is None
 

@@ -88,18 +88,19 @@ class TestOpened:
     def test_pickled_ones_only_if_they_are_allowed(self, tmp_path: Path, name: str) -> None:
         torch.save({"a": torch.ones(3)}, tmp_path / name)
         reference = ModelReference(str(tmp_path / name))
-        with pytest.raises(CheckpointError, match=r"'pickled_weights: read'.*x\.safetensors"):
-            open_reference(reference)
-        assert list(open_reference(reference, pickled=True).tensors) == ["a"]
+        with pytest.raises(CheckpointError, match=r"pickled_weights: refuse.*x\.safetensors"):
+            open_reference(reference, pickled=False)
+        assert list(open_reference(reference).tensors) == ["a"]
 
     def test_the_recipe_decides_how_models_are_opened(self, tmp_path: Path) -> None:
         model = pickled_twin(tiny_llama(tmp_path / "one", 1), tmp_path / "two")
         asked = recipe(str(model))
-        assert "write 'pickled_weights: read' in the recipe" in refusal(asked)
-        (source,) = open_sources(read_recipe({**asked, "pickled_weights": "read"}))
+        (source,) = open_sources(read_recipe(asked))
         assert [file.key for file in source.checkpoint.files] == [PICKLE]
+        refusing = {**asked, "pickled_weights": "refuse"}
+        assert "(pickled_weights: refuse)" in refusal(refusing)
         with pytest.raises(CheckpointError):
-            opener_of(read_recipe(asked))(ModelReference(str(model)))
+            opener_of(read_recipe(refusing))(ModelReference(str(model)))
 
     def test_it_can_be_inspected(self, files: tuple[str, str]) -> None:
         found = inspect(files[0])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from kits.checkpoint_maker import (
     deepseek_v3_specs,
     sparse_checkpoint,
 )
+
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.dtypes import DType
+from raymerge.planner.build import build_plan
+from raymerge.planner.sources import open_sources
+from raymerge.recipes import recipe_from_mapping
 
 MOST_BYTES = 1_500_000_000
 """Peak memory of a planning process."""
@@ -101,3 +108,33 @@ def test_stacking_copies_every_tensor_of_the_layers_taken(models: tuple[Path, Pa
     assert len(last) == prediction
     assert sum(name.endswith("_scale_inv") for name in last) == 776
     assert report["peak"] < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x{}.0.w.weight", "x{}.weight", "model.layers.{}.w.weight", "model.layers.0.mlp.experts.{}.w.weight"],
+    ids=["one stack each", "outside layers", "one layer each", "experts"],
+)
+def test_a_tensor_more_costs_as_many_calls_however_many_there_are(tmp_path: Path, name: str) -> None:
+    # The first plan of all calls more, for what is imported on the way.
+    _, few, more, most = (_calls(tmp_path / str(number), name, number) for number in (1, 100, 300, 500))
+    assert most - more < 1.1 * (more - few)
+
+
+def _calls(root: Path, name: str, number: int) -> int:
+    """Calls of Python functions, steps of generators counted, to plan a copy of so many tensors."""
+    specs = [TensorSpec(name.format(each), DType.BF16, (2, 3)) for each in range(number)]
+    sparse_checkpoint(root, [specs], {"model_type": "any"})
+    recipe = recipe_from_mapping({"merge_method": "passthrough", "models": [{"model": str(root)}]})
+    count = 0
+
+    def see(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        build_plan(recipe, open_sources(recipe), version="0").require()
+    finally:
+        sys.setprofile(None)
+    return count

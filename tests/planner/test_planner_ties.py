@@ -189,6 +189,13 @@ def test_a_base_that_leads_both_ends_keeps_the_tie(tmp_path: Path) -> None:
     assert made.reads(HEAD) == [(2, EMBEDDING)]
 
 
+def test_a_base_that_leads_the_first_end_alone_cuts_the_tie(tmp_path: Path) -> None:
+    a, b, c = (_llama(tmp_path / name, seed, tie=True) for seed, name in enumerate("abc"))
+    made = good(_ends((a, b), (c,), base_model=a))
+    assert made.reads(HEAD) == [(2, EMBEDDING)]
+    assert _flag(made) is False
+
+
 @pytest.mark.parametrize(("family", "written"), [("LlamaForCausalLM", True), ("LlamaModel", False)])
 def test_a_silent_config_of_a_model_with_a_head_is_tied(tmp_path: Path, family: str, written: bool) -> None:
     a, b = (_llama(tmp_path / name, 1, tie=None, architectures=[family]) for name in "ab")

@@ -217,11 +217,20 @@ def test_every_unknown_method_and_parameter_is_named(models: Models) -> None:
     )
     assert len(problems) == 2
     assert "there is no merge_method 'slurp'. Did you mean 'slerp'?" in problems[0]
-    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear", "parameters": {"t": 1}}))
-    assert "methods[0].parameters.t" in problem
-    assert "'t' is not a parameter of linear" in problem
-    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear"}, parameters={"t": 1}))
-    assert "'t' is not a parameter of ties or linear" in problem
+    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear", "parameters": {"q": 1}}))
+    assert "methods[0].parameters.q" in problem
+    assert "'q' is not a parameter of linear" in problem
+    (problem,) = refusals(_ties(models, {"role": "norm", "merge_method": "linear"}, parameters={"q": 1}))
+    assert "'q' is not a parameter of ties or linear" in problem
+
+
+def test_parameters_that_only_another_method_knows_are_noted(models: Models) -> None:
+    rule = {"role": "norm", "merge_method": "linear", "parameters": {"density": 0.5, "weight": 1}}
+    notes = good(_ties(models, rule, parameters={"t": 1})).plan.manifest["notes"]
+    assert [note for note in notes if "no effect" in note] == [
+        "'t' has no effect on ties or linear and is accepted for compatibility",
+        "'density' has no effect on linear and is accepted for compatibility",
+    ]
 
 
 def test_a_base_listed_nowhere_takes_part_only_where_a_method_uses_it(models: Models) -> None:
@@ -236,3 +245,42 @@ def test_a_base_listed_nowhere_takes_part_only_where_a_method_uses_it(models: Mo
     assert [source for source, _ in made.reads(UP.format(0))] == [0, 1, 2]
     assert [source for source, _ in made.reads(Q.format(0))] == [1, 2]
     assert made.fate(0, Q.format(0))[:2] == ("dropped", "not_chosen")
+
+
+@pytest.mark.parametrize("method", ["slerp", "nearswap", "arcee_fusion"])
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_the_base_that_a_message_names_works(models: Models, method: str, is_sliced: bool) -> None:
+    a, b, _ = models
+    parameters = {} if method == "arcee_fusion" else {"t": 0.5}
+    listed: dict[str, Any] = {"models": [{"model": a}, {"model": b}]}
+    if is_sliced:
+        listed = {"slices": [{"sources": [{"model": m, "layer_range": [0, 4]} for m in (a, b)]}]}
+    data = {"merge_method": method, "parameters": parameters, **listed}
+    (problem,) = refusals(data)
+    assert "needs a base_model" in problem
+    named = problem.split("Add 'base_model: ")[1].split("'")[0]
+    made = good({**data, "base_model": named})
+    assert made.method(Q.format(0)) == method
+
+
+def test_the_base_that_a_message_names_for_a_slice_works(models: Models) -> None:
+    a, b, c = models
+    slices: list[dict[str, Any]] = [
+        {"sources": [{"model": m, "layer_range": [low, low + 2]} for m in pair]}
+        for low, pair in ((0, (a, b)), (2, (c, b)))
+    ]
+    data = {"merge_method": "slerp", "base_model": a, "slices": slices, "parameters": {"t": 0.5}}
+    (problem,) = refusals(data)
+    assert "is not among the sources of this slice" in problem
+    slices[1]["base_model"] = problem.split("Write 'base_model: ")[1].split("'")[0]
+    assert good(data).method(Q.format(3)) == "slerp"
+
+
+def test_deltas_in_slices_are_told_to_list_the_base_too(models: Models) -> None:
+    a, b, c = models
+    entries = [{"model": m, "layer_range": [0, 4], "parameters": {"weight": 1}} for m in (b, c)]
+    data = {"merge_method": "ties", "slices": [{"sources": entries}]}
+    (problem,) = refusals(data)
+    assert "the model that the others were trained from, and list it with its layer_range" in problem
+    entries.append({"model": a, "layer_range": [0, 4]})
+    good({**data, "base_model": a})

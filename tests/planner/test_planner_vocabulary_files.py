@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.tokenizer_maker import (
@@ -352,6 +354,36 @@ def test_older_files_become_one_that_can_be_changed(tmp_path: Path) -> None:
     assert planned([base], tokenizer_source="base").files == {}
 
 
+def _sentencepiece(root: Path) -> tuple[Path, bytes]:
+    """A model that has ``tokenizer.model`` alone, as Llama 2 and Mistral 7B have it; and that file."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "hello brave new world", "merging models"] * 4),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        num_threads=1,
+        minloglevel=2,
+    )
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    write_tokenizer(root, None, {"tokenizer_class": "LlamaTokenizer", **roles})
+    (root / "tokenizer.model").write_bytes(written.getvalue())
+    return root, written.getvalue()
+
+
+def test_a_sentencepiece_model_alone_becomes_a_tokenizer_that_can_be_changed(tmp_path: Path) -> None:
+    root, written = _sentencepiece(tmp_path / "m0")
+    files = read_tokenizer(root, ("tokenizer.model", "tokenizer_config.json"), convert=convert_slow_tokenizer)
+    assert files is not None
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=written)
+    expected = {pieces.id_to_piece(number): number for number in range(pieces.vocab_size())}
+    assert {**files.tokens} == expected
+    made = Tokenizer.from_str(files.tokenizer_json.decode())
+    for text in ("the cat sat", "hello merging world", "zebra \u00e9"):
+        assert made.encode(text, add_special_tokens=False).ids == pieces.encode(text)
+
+
 def test_what_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
     root = write_tokenizer(tmp_path, None, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer.model": "no"})
     with pytest.raises(CheckpointError, match="transformers cannot make one of its other files") as caught:
@@ -359,6 +391,8 @@ def test_what_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert problem.where == str(root)
     assert problem.remedy.startswith("Make it where the tokenizer loads")
+    assert "tokenizer.model is not a SentencePiece model" in problem.what
+    assert "tiktoken" not in problem.what
 
 
 # Any two vocabularies

@@ -137,6 +137,19 @@ def test_what_is_not_said_is_as_the_documentation_says() -> None:
         ),
         ({"volumes": [{**SHARED, "secret": "s"}]}, {}, {}, "the volume has 2 sources, pvc and secret"),
         ({"volumes": [{"name": "a", "mount_path": "/a"}]}, {}, {}, "the volume has no source"),
+        ({"volumes": [{**SHARED, "sub_path": "/a"}]}, {}, {}, "'/a' is not a path within a volume"),
+        ({"volumes": [{**SHARED, "sub_path": "a/../b"}]}, {}, {}, "is not a path within a volume"),
+        (
+            {"volumes": [{"name": "a", "mount_path": "/a", "empty_dir": {}, "sub_path": "b"}]},
+            {},
+            {},
+            "sub_path: only a volume with a claim has a sub_path",
+        ),
+        # Where pods run.
+        ({}, {"runtime_class": "Nvidia"}, {}, "runtime_class: 'Nvidia' cannot be a name"),
+        ({"head": {"affinity": []}}, {}, {}, "head.affinity: [] is no affinity; expected a map"),
+        ({}, {"affinity": {"node_affinity": {}}}, {}, "'node_affinity' is no kind of affinity"),
+        ({}, {"affinity": {"nodeAffinity": {"required": []}}}, {}, "are no rules of an affinity"),
         # Environment and tolerations.
         ({"env": {"RAY_ADDRESS": "x"}}, {}, {}, "'RAY_ADDRESS' is set by the operator"),
         ({"env": {"S3_SECRET_KEY": "x"}}, {}, {}, "'S3_SECRET_KEY' is a secret by its name"),
@@ -231,12 +244,28 @@ def test_infeasible_sections_of_a_target_that_is_not_used_are_left_alone() -> No
 def test_a_full_profile_is_written_and_read_back_the_same() -> None:
     profile = kubernetes_profile(
         {
-            "volumes": [SHARED, {"name": "s", "mount_path": "/s", "empty_dir": {"size_limit": "9Gi"}}],
+            "volumes": [
+                {**SHARED, "sub_path": "a"},
+                {"name": "s", "mount_path": "/s", "empty_dir": {"size_limit": "9Gi"}},
+            ],
             "autoscaling": {"enabled": True, "upscaling_mode": "Conservative"},
             "env": {"A": "b"},
             "security": {"fs_group": 5},
         },
-        {"max_replicas": 5, "tolerations": [{"operator": "Exists"}], "gpus": 2, "labels": {"disk": "nvme"}},
+        {
+            "max_replicas": 5,
+            "tolerations": [{"operator": "Exists"}],
+            "gpus": 2,
+            "labels": {"disk": "nvme"},
+            "runtime_class": "nvidia",
+            "affinity": {
+                "podAntiAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": [
+                        {"topologyKey": "kubernetes.io/hostname"}
+                    ]
+                }
+            },
+        },
         storage={"region": "x"},
     )
     assert profile_from_mapping(profile.model_dump(mode="json", exclude_defaults=True)) == profile

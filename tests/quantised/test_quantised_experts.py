@@ -17,9 +17,10 @@ import torch
 from kits.adapter_maker import tiny_lora
 from kits.checkpoint_maker import llama_config, read_tensors, write_json
 from kits.expert_models import submitted
+from kits.merge_cases import merge
 from kits.plan_maker import header_checkpoint, llama_specs
 from kits.quantised_merges import MAKERS, config_of, plain_twin, same_bytes
-from kits.quantised_models import QuantisedModel
+from kits.quantised_models import QuantisedModel, deepseek_v3
 
 from raymerge.api import plan, verify
 from raymerge.dtypes import DType
@@ -69,6 +70,37 @@ def test_experts_that_are_kept_take_their_scales_along(
     assert found.keys() == wanted.keys()
     assert all(same_bytes(found[name], tensor) for name, tensor in wanted.items())
     assert config_of(out)["quantization_config"] == config_of(base)["quantization_config"]
+    assert verify(out).problems == ()
+
+
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("is_short", [True, False])
+def test_experts_that_a_merge_left_plain_can_be_changed(form: str, is_short: bool, tmp_path: Path) -> None:
+    """Its list of plain modules has one entry for the experts of a layer; one for each does as well."""
+    model = deepseek_v3(tmp_path / "model", 1)
+    config = config_of(model.root) | {"n_group": 1, "topk_group": 1}
+    write_json(model.root / "config.json", config)
+    formats = [{"role": "expert", "value": "bf16"}, {"value": form}]
+    merge(
+        {"merge_method": "passthrough", "models": [{"model": str(model.root)}], "out_format": formats},
+        tmp_path / "base",
+    )
+    config = config_of(tmp_path / "base")
+    table = config["quantization_config"]
+    key = "ignore" if "ignore" in table else "modules_to_not_convert"
+    assert not [each for each in table[key] if re.search(r"experts\W+[0-9]", each)]
+    if not is_short:
+        names = [name.removesuffix(".weight") for name in model.values if ".experts." in name]
+        table[key] = [*(each for each in table[key] if ".experts" not in each), *names]
+        write_json(tmp_path / "base" / "config.json", config)
+    out = submitted(tmp_path, "out", {"keep": [2, 0]})
+    found, wanted = read_tensors(out), _kept(read_tensors(tmp_path / "base"), [2, 0])
+    assert found.keys() == wanted.keys()
+    assert all(same_bytes(found[name], tensor) for name, tensor in wanted.items())
+    listed = config_of(out)["quantization_config"][key]
+    assert {each for each in listed if re.search(r"experts\W+[0-9]", each)} == (
+        set() if is_short else {n.removesuffix(".weight") for n in wanted if ".experts." in n}
+    )
     assert verify(out).problems == ()
 
 

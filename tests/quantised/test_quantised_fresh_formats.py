@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_
 from raymerge import api
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.packing import Format, usual_packing
+from raymerge.errors import UserError
 from raymerge.planner.duplicates import equal_tensors
 from raymerge.planner.explain import tensor_lines
 from raymerge.runtime.options import RunOptions
@@ -275,17 +277,19 @@ def test_formats_that_no_table_says_together_are_refused_with_both(tmp_path: Pat
     assert _said(_mean(model, model, out_format="fp8_block")) == ""
 
 
-def test_a_shape_that_lies_is_not_passed_on(tmp_path: Path) -> None:
-    """To what is made, that is: what is copied keeps its bytes."""
+def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
+    """Where it is merged, and where it would be copied."""
     model = kimi_k2_thinking(tmp_path / "a", 1)
     name = f"{EXPERTS}.0.up_proj.weight_shape"
-    stored = read_tensors(model.root)
-    lies = {**stored, name: torch.tensor([999, 7])}
+    lies = {**read_tensors(model.root), name: torch.tensor([999, 7])}
     lying = write_checkpoint(tmp_path / "lie", lies, config_of(model.root))
-    merge(_mean(lying, lying), tmp_path / "out")
-    assert changed_bytes(tmp_path / "out", model.root) == set()
-    merge({"merge_method": "passthrough", "models": [{"model": str(lying)}]}, tmp_path / "copy")
-    assert changed_bytes(tmp_path / "copy", lying) == set()
+    for recipe in (
+        _mean(lying, lying),
+        {"merge_method": "passthrough", "models": [{"model": str(lying)}]},
+    ):
+        with pytest.raises(UserError, match=rf"{re.escape(name)} says \[999, 7\]"):
+            merge(recipe, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["int4", "fp8_channel", "mxfp4", "fp8_block"])

@@ -12,8 +12,9 @@ import pytest
 import torch
 from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint, write_json
 from kits.merge_cases import merge
+from kits.packed_headers import W4, compressed
 from kits.quantised_merges import MAKERS, plain_twin
-from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
+from kits.quantised_models import KIMI_TABLE, QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -228,3 +229,51 @@ def test_gptq_is_refused_by_its_name_and_copied_as_it_is(tmp_path: Path) -> None
         found = load_file(tmp_path / "out" / "model.safetensors")
         assert found.keys() == set(stored.keys())
         assert all(torch.equal(found[name], stored.get_tensor(name)) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("fp8", "quantization_config is 'fp8', not a table of fields"),
+        ([{"quant_method": "fp8"}], "not a table of fields"),
+        (
+            {**KIMI_TABLE, "transform_config": {"config_groups": {"R2": {}}}, "rotated": True},
+            "has rotated, which",
+        ),
+    ],
+)
+def test_a_table_that_is_not_understood_is_refused(table: Any, words: str, tmp_path: Path) -> None:
+    model = kimi_k2_thinking(tmp_path / "model", 1)
+    config = json.loads((model.root / "config.json").read_text())
+    write_json(model.root / "config.json", {**config, "quantization_config": table})
+    with pytest.raises(UserError) as caught:
+        merge(_mean(model.root, model.root), tmp_path / "out")
+    assert words in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def _padded(root: Path, seed: int) -> Path:
+    """A model with a matrix of 300 columns, packed to rows of 304 codes."""
+    module, numbers = "model.layers.0.mlp.up_proj", torch.Generator().manual_seed(seed)
+    tensors = dict(read_tensors(tiny_llama(root / "plain", seed)))
+    rows = tensors.pop(f"{module}.weight").shape[0]
+    tensors[f"{module}.weight_packed"] = torch.randint(
+        -(2**31), 2**31 - 1, (rows, 38), dtype=torch.int32, generator=numbers
+    )
+    tensors[f"{module}.weight_scale"] = torch.ones(rows, 1, dtype=torch.bfloat16)
+    tensors[f"{module}.weight_shape"] = torch.tensor([rows, 300])
+    config = json.loads((root / "plain" / "config.json").read_text())
+    table = compressed({**W4, "strategy": "channel", "group_size": None})
+    return write_checkpoint(root / "packed", tensors, {**config, "quantization_config": table})
+
+
+def test_rows_that_end_with_unused_codes_are_copied_and_not_merged(tmp_path: Path) -> None:
+    one, other = (_padded(tmp_path / f"{seed}", seed) for seed in (1, 2))
+    merge({"merge_method": "passthrough", "models": [{"model": str(one)}]}, tmp_path / "out")
+    before, after = read_tensors(one), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in (one, other)]
+    problems = plan({"merge_method": "linear", "models": models}).problems
+    assert len(problems) == 2
+    assert all("packed codes with 4 unused ones at the end of each row" in str(each) for each in problems)

@@ -54,17 +54,17 @@ def test_defaults() -> None:
     assert read.base_model == ModelReference("m", "v")
     assert read.experts == ExpertChange(keep=[3, 0])
     assert (read.name, read.dtype, read.seed, read.shard_size) == (None, None, 0, 5 * 10**9)
-    assert (read.duplicates, read.pickled_weights) == ("keep", "error")
+    assert (read.duplicates, read.pickled_weights) == ("keep", "read")
     assert read.where("experts", "keep", 1) == "r.yml:3:13"
 
 
 def test_every_key_beside_the_experts() -> None:
     read = recipe(
         "name: small\nbase_model: m\nexperts: {dense: 2}\ndtype: bfloat16\nseed: 3\nshard_size: 1GB\n"
-        "duplicates: share\npickled_weights: read\n"
+        "duplicates: share\npickled_weights: refuse\n"
     )
     assert (read.name, read.dtype, read.seed, read.shard_size) == ("small", DType.BF16, 3, 10**9)
-    assert (read.duplicates, read.pickled_weights) == ("share", "read")
+    assert (read.duplicates, read.pickled_weights) == ("share", "refuse")
 
 
 def test_keep() -> None:

@@ -228,7 +228,7 @@ RECIPES = st.fixed_dictionaries(
         "duplicates": st.sampled_from(["keep", "share"]),
         "name": st.sampled_from(["mine", "step 2"]),
         "embedding_sizes": st.sampled_from(["error", "common", "pad"]),
-        "pickled_weights": st.sampled_from(["error", "read"]),
+        "pickled_weights": st.sampled_from(["refuse", "read"]),
         "warn_encoding_error": st.sampled_from([0.05, "1e-3", 2]),
         "adapter": st.sampled_from([{}, {"rank": 4, "energy": 0.5}, {"combine": "concatenate"}]),
         "methods": st.lists(
@@ -299,7 +299,7 @@ merge_method: linear
         "chat_template: chatml",
         "methods: [{role: norm, merge_method: passthrough}]",
         "embedding_sizes: pad",
-        "pickled_weights: read",
+        "pickled_weights: refuse",
         "adapter: {}",
         "missing_tensors: copy_base",
         "extra_tensors: drop",
@@ -375,3 +375,54 @@ def test_a_damaged_recipe_is_a_recipe_or_a_recipe_error(data: st.DataObject) -> 
     text = TEXT[:at] + put + TEXT[at + cut :]
     with contextlib.suppress(RecipeError):
         assert parse_recipe(text, exists=lambda _: False).text == text
+
+
+LISTED = """\
+merge_method: ties
+base_model: *base
+models: [{model: a, parameters: *usual}, {model: b, parameters: *usual}]
+"""
+
+
+def test_keys_that_hold_anchors_only_are_noted() -> None:
+    anchored = f"""\
+x-note: anything
+X: &base models/base
+shared:
+  usual: &usual {{weight: 0.5}}
+{LISTED}"""
+    parsed = recipe(anchored)
+    plain = LISTED.replace("*base", "models/base").replace("*usual", "{weight: 0.5}")
+    assert parsed == recipe(plain)
+    assert canonical(parsed) == canonical(recipe(plain))
+    assert parsed.text == anchored
+    assert [note.split("'")[1] for note in parsed.notes] == ["x-note", "X", "shared"]
+    assert recipe(plain).notes == ()
+    merged = recipe(
+        "defaults: &d {base_model: models/base}\n<<: *d\nmerge_method: ties\nmodels: [{model: a}]\n"
+    )
+    assert str(merged.base_model) == "models/base"
+    assert len(merged.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("shared: &base models/base\n" + TEXT, "unknown key 'shared'"),
+        ("dtyp: &d float32\nout_dtype: *d\n" + TEXT, "unknown key 'dtyp'. Did you mean 'dtype'?"),
+        ("xnote: anything\n" + TEXT, "unknown key 'xnote'"),
+        ("dtype: &d float32\nother: *d\n" + TEXT, "unknown key 'other'"),
+        (TEXT.replace("model: models/code", "model: models/code\n    x-note: a"), "unknown key 'x-note'"),
+    ],
+)
+def test_other_unknown_keys_are_refused_beside_anchors(text: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(text)
+    (problem,) = caught.value.problems
+    assert said in str(problem)
+
+
+def test_mappings_have_keys_that_are_not_read_too() -> None:
+    plain = recipe_from_mapping({"merge_method": "linear", "models": [{"model": "a"}], "x-by": "me"})
+    assert plain == recipe_from_mapping({"merge_method": "linear", "models": [{"model": "a"}]})
+    assert len(plain.notes) == 1

@@ -184,3 +184,14 @@ def test_canonical_sees_prompts_and_sources() -> None:
     assert canonical(recipe(TWO)) == canonical(recipe(f"# said again\n{TWO}seed: 0\n"))
     for changed in (TWO.replace("area", "size"), TWO.replace("models/code", "models/other")):
         assert canonical(recipe(TWO)) != canonical(recipe(changed))
+
+
+def test_the_method_of_a_mixture_may_be_called_moe() -> None:
+    read = recipe(f"{TWO}merge_method: moe\n")
+    assert read == recipe(TWO)
+    (note,) = read.notes
+    assert "'merge_method: moe' has no effect" in note
+    (problem,) = problems("merge_method: moe\nmodels: [{model: a}]\nexperts: {keep: [0]}\nbase_model: a\n")[
+        :1
+    ]
+    assert "unknown key 'merge_method'" in problem

@@ -44,7 +44,7 @@ def problems(text: str) -> list[str]:
 def test_defaults() -> None:
     read = recipe(RANDOM)
     assert (read.layout, read.granularity, read.weight_scaling, read.trunk) == ("hub", 1, True, None)
-    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.1, "error")
+    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.1, "read")
     (first, _) = read.experts
     assert (first.copies, first.reinit_fraction, first.prompt_file, first.held_out_prompts) == (
         1,
@@ -65,7 +65,7 @@ gate_ridge: 1e-3
 granularity: 4
 weight_scaling: false
 layout: fused
-pickled_weights: read
+pickled_weights: refuse
 experts:
   - {source_model: b, prompt_file: b.txt, reinit_fraction: 0.5, noise_scale: 0.01}
   - {source_model: c+adapter, positive_prompts: [x], reinit_fraction: 1}
@@ -78,7 +78,7 @@ trunk:
     )
     assert (read.name, read.gate_scale, read.gate_ridge) == ("mixture", 2.0, 1e-3)
     assert (read.granularity, read.weight_scaling) == (4, False)
-    assert (read.layout, read.pickled_weights) == ("fused", "read")
+    assert (read.layout, read.pickled_weights) == ("fused", "refuse")
     assert [each.reinit_fraction for each in read.experts] == [0.5, 1.0]
     assert read.trunk == Trunk(
         merge_method="ties",
@@ -265,7 +265,7 @@ def test_a_gate_that_is_none_is_one_fault() -> None:
         "granularity: 2",
         "weight_scaling: false",
         "gate_scale: 2",
-        "pickled_weights: read",
+        "pickled_weights: refuse",
         "trunk: {merge_method: linear}",
         "trunk: {merge_method: linear, parameters: {weight: 1}}",
     ],

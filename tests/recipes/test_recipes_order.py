@@ -270,8 +270,8 @@ def test_all_that_is_wrong_in_all_recipes_is_told_at_once() -> None:
         "r.yml:3:1: merge_method: 3 is a number; expected a text. Put it in quotes.",
         "r.yml:6:1: a recipe is a map of keys to values. Start with 'merge_method: ...'.",
         told[2],
-        "r.yml:17:1: the name 'z' was given before, at r.yml:13:1. Give each merge a name of its own.",
         "r.yml:15:11: 'z' uses itself. Name a model that is there before, or rename one of the merges.",
+        "r.yml:17:1: the name 'z' was given before, at r.yml:13:1. Give each merge a name of its own.",
     ]
     assert told[2].startswith("r.yml:11:1: unknown key 'wieght'.")
 

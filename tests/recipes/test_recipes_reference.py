@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,10 +138,11 @@ def test_a_fault_has_its_place_within_the_reference(
     assert all(fault.remedy for fault in faults)
 
 
-def test_path_and_revision_beside_the_model_get_both_remedies() -> None:
-    faults = faults_in({"path": "a", "revision": "main"})
-    assert {fault.path for fault in faults} == {("path",), ("revision",), ()}
-    assert "Write {model: {path: PATH}}" in faults[-1].remedy
+@pytest.mark.parametrize("value", [{"path": "a", "revision": "main"}, {"model": "a", "revision": "main"}])
+def test_path_and_revision_a_level_too_high_get_the_form_that_works(value: dict[str, str]) -> None:
+    (fault,) = faults_in(value)
+    written = yaml.safe_load(fault.remedy.removeprefix("Write ").removesuffix("."))
+    assert read_reference(written) == ModelReference("a", "main")
 
 
 def test_a_misspelled_key_is_recognised() -> None:

@@ -106,7 +106,7 @@ def test_a_recipe_made_in_python_says_both_as_yaml() -> None:
     [
         ("router: 3", "router: 3 is a number; expected a model. Write PATH"),
         ("router: a+b+c", "router: 'a+b+c' names more than one adapter ('+' twice). If the path itself"),
-        ("router: {path: a}", "unknown key 'path'. Keys known here: model"),
+        ("router: {path: a}", "'path' belongs into a map below 'model'. Write {model: {path: a}}."),
         (
             "align: expert",
             "align: 'expert' is not known here. Did you mean 'experts'? "

@@ -52,7 +52,7 @@ def test_defaults() -> None:
     assert (read.tokenizer, read.tokenizer_source, read.chat_template) == (None, None, None)
     assert (read.seed, read.shard_size, read.duplicates) == (0, 5_000_000_000, "keep")
     assert (read.missing_tensors, read.extra_tensors) == ("error", "error")
-    assert (read.embedding_sizes, read.pickled_weights) == ("error", "error")
+    assert (read.embedding_sizes, read.pickled_weights) == ("error", "read")
     assert (read.name, read.methods, read.adapter) == (None, (), None)
     assert (read.out_format, read.warn_encoding_error) == (None, None)
 
@@ -91,7 +91,7 @@ out_dtype: float16
 
 
 @pytest.mark.parametrize("sizes", ["error", "common", "pad"])
-@pytest.mark.parametrize("pickled", ["error", "read"])
+@pytest.mark.parametrize("pickled", ["refuse", "read"])
 def test_what_is_done_about_odd_sources(sizes: str, pickled: str) -> None:
     read = recipe(f"{HEAD}embedding_sizes: {sizes}\npickled_weights: {pickled}\n")
     assert (read.embedding_sizes, read.pickled_weights) == (sizes, pickled)
@@ -318,7 +318,7 @@ def test_a_limit_for_warnings_is_a_positive_number(value: str) -> None:
         ),
         (
             "pickled_weights: true",
-            "r.yml:3:1: pickled_weights: true is not known here. Write one of: error, read",
+            "r.yml:3:1: pickled_weights: true is not known here. Write one of: read, refuse",
         ),
         ("adapter: 8", "r.yml:3:1: adapter: 8 is a number where a map belongs. Write a map like {rank: 16}."),
         ("adapter: {rank: 0}", "r.yml:3:11: rank: 0 is out of range. Write a whole number at least 1."),
@@ -353,7 +353,7 @@ def test_one_bad_line(line: str, expected: str) -> None:
         ("{model: a, weight: 1}", "r.yml:2:21: unknown key 'weight'. A parameter of the method goes below"),
         ("{model: a, paramters: {}}", "r.yml:2:21: unknown key 'paramters'. Did you mean 'parameters'?"),
         ("{model: 1.5}", "r.yml:2:11: model: 1.5 is a number; expected a model."),
-        ("{model: {path: a, model: b}}", "r.yml:2:19: unknown key 'path'."),
+        ("{model: {path: a, model: b}}", "r.yml:2:19: 'path' belongs into a map below 'model'."),
     ],
 )
 def test_a_bad_model_entry(entry: str, expected: str) -> None:

@@ -79,6 +79,21 @@ def test_without_a_beginning_the_prompt_alone(tmp_path: Path) -> None:
     assert [len(run.tokens) for run in runs[1:]] == [512, 88]
 
 
+def test_an_empty_prompt_is_the_beginning_of_a_sequence(tmp_path: Path, base: Source) -> None:
+    runs = tokenized(spec_of(base, ExpertPrompts("e", ("",), ("a", ""))))
+    assert [(run.sign, run.tokens) for run in runs] == [
+        (1, ids("<s>")),
+        (-1, ids("<s> a")),
+        (-1, ids("<s>")),
+    ]
+    without = make_base(tmp_path / "base", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    (problem,) = refused(spec_of(without, ExpertPrompts("e", ("",))))
+    assert problem == (
+        f"e: the prompt '': gives no tokens in the tokenizer of {without.name}. "
+        "Write a text, or remove the prompt."
+    )
+
+
 def test_the_tokenizer_adds_nothing_by_itself(tmp_path: Path) -> None:
     llama(tmp_path / "base", 1)
     tokenizer = bpe(["<s>", "</s>", "a", "b"], added=["<s>", "</s>"])
@@ -136,15 +151,13 @@ def test_no_limit_where_the_config_names_none(tmp_path: Path) -> None:
 
 def test_every_problem_at_once(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", max_position_embeddings=20)
-    one = ExpertPrompts("expert 0 (code)", ("a " * 20 + "a", "b"), ("",), held_out=("c " * 29 + "c",))
+    one = ExpertPrompts("expert 0 (code)", ("a " * 20 + "a", "b"), ("d",), held_out=("c " * 29 + "c",))
     two = ExpertPrompts("expert 1 (law)", ("a",), text=" ")
     found = refused(spec_of(base, one, two))
     assert found == [
         "expert 0 (code): the prompt 'a a a a a a a a a a a a a a a a a a a...': is 22 tokens long, and "
         f"{base.name} reads 20 at once. Shorten it; router_input, centroid and ridge take a "
         "prompt_file, which is cut into pieces.",
-        f"expert 0 (code): the prompt '': gives no tokens in the tokenizer of {base.name}. "
-        "Write a text, or remove the prompt.",
         "expert 0 (code): the prompt 'c c c c c c c c c c c c c c c c c c c...': is 31 tokens long, and "
         f"{base.name} reads 20 at once. Shorten it; router_input, centroid and ridge take a "
         "prompt_file, which is cut into pieces.",

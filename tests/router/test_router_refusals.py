@@ -43,7 +43,7 @@ def test_code_beside_a_known_family_is_not_run(llama: Source, tmp_path: Path) ->
 
 
 def test_a_config_that_cannot_be_built(llama: Source, tmp_path: Path) -> None:
-    said = refusal(altered(llama, tmp_path / "model", num_attention_heads="four"))
+    said = refusal(altered(llama, tmp_path / "model", hidden_act="none of them"))
     assert "transformers cannot build LlamaForCausalLM of its config" in said
 
 

@@ -67,6 +67,19 @@ def rows(made: Made, layer: int) -> torch.Tensor:
     return made.tensors[f"router.{layer}"]
 
 
+@pytest.mark.parametrize("mode", [*STREAMED, "cheap_embed"])
+def test_an_empty_prompt_is_read_as_the_beginning_alone(
+    tmp_path: Path, base: Source, whole: WholeModel, mode: str
+) -> None:
+    experts = [expert("a", ""), expert("b", text(5, 6, 7), text(8))]
+    made = make(stage_of(base, mode, experts), tmp_path)
+    first, second = rows(made, 1).double()
+    assert torch.isfinite(rows(made, 1)).all()
+    assert not torch.allclose(first, second)
+    if mode.startswith("hidden"):
+        torch.testing.assert_close(first, unit(whole.read("")[0][1][-1]), rtol=2e-4, atol=2e-5)
+
+
 def assert_rows(made: Made, wanted: Callable[[int], torch.Tensor]) -> None:
     for layer in range(LAYERS):
         torch.testing.assert_close(rows(made, layer).double(), wanted(layer), rtol=2e-4, atol=2e-5)

@@ -66,9 +66,11 @@ def test_rows_that_are_too_large_for_float32_say_so(tmp_path: Path, base: Source
 def test_a_base_that_cannot_be_run_is_refused_with_its_prompts(tmp_path: Path) -> None:
     base = reading_base(tmp_path / "base")
     write_json(tmp_path / "base" / "config.json", dict(base.checkpoint.config) | {"model_type": "unheard"})
-    said = problems_of("hidden", open_base(tmp_path / "base"), [expert("a", ""), expert("b", text(3))])
+    said = problems_of(
+        "hidden", open_base(tmp_path / "base"), [expert("a", text(*[3] * 9999)), expert("b", text(3))]
+    )
     assert "unheard" in said
-    assert "gives no tokens" in said
+    assert "10000 tokens long" in said
 
 
 def test_cheap_embed_wants_an_embedding_of_the_router_s_width(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ def test_problems_beyond_those_that_are_shown_are_counted(damaged: Path) -> None
     assert few.problems == everything.problems[:1]
 
 
+def test_without_a_seed_other_elements_are_drawn_each_time(damaged: Path) -> None:
+    seeds = {audit(damaged, options=INLINE).seed for _ in range(3)}
+    assert len(seeds) == 3
+
+
 def test_an_audit_leaves_the_checkpoint_as_it_is(damaged: Path) -> None:
     def state() -> dict[str, tuple[int, int]]:
         return {

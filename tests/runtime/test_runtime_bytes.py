@@ -242,3 +242,54 @@ def _pair_recipe(method: str, pair: list[Path]) -> dict[str, Any]:
         return {"merge_method": "slerp", "base_model": base, "models": models, "parameters": {"t": 0.3}}
     models = [{"model": other, "parameters": {"weight": 1.0, "density": 0.5}}]
     return {"merge_method": method, "base_model": base, "models": models, "seed": 3}
+
+
+def _transposed_pair(root: Path, seed: int) -> tuple[Path, Path]:
+    """One model of the Llama 4 family with its experts one by one, and with them transposed in stacks; an
+    expert's matrix is computed in several pieces."""
+    config = {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "num_hidden_layers": 1,
+        "num_local_experts": 2,
+        "hidden_size": 512,
+        "intermediate_size": 600,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "vocab_size": 8,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    block = "model.layers.0.feed_forward"
+    shapes = {"gate_proj": (600, 512), "up_proj": (600, 512), "down_proj": (512, 600)}
+    stacks = {n: torch.randn(2, *s, generator=generator, dtype=torch.bfloat16) for n, s in shapes.items()}
+    rest = {"model.embed_tokens.weight": (8, 512), "lm_head.weight": (8, 512), "model.norm.weight": (512,)}
+    rest |= {f"{block}.router.weight": (2, 512)}
+    tensors = {n: torch.randn(*s, generator=generator, dtype=torch.bfloat16) for n, s in rest.items()}
+    single = {f"{block}.experts.{e}.{n}.weight": stacks[n][e] for n in stacks for e in range(2)}
+    fused = {
+        f"{block}.experts.gate_up_proj": torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1).transpose(
+            1, 2
+        ),
+        f"{block}.experts.down_proj": stacks["down_proj"].transpose(1, 2),
+    }
+    return (
+        write_checkpoint(root / f"single{seed}", {**tensors, **single}, config),
+        write_checkpoint(root / f"stacks{seed}", {**tensors, **fused}, config),
+    )
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "della", "dare_ties"])
+def test_matrices_that_lie_across_each_other_are_merged_as_those_alone(method: str, tmp_path: Path) -> None:
+    pairs = [_transposed_pair(tmp_path, seed) for seed in (1, 2)]
+    for layout in (0, 1):
+        merge(_pair_recipe(method, [pair[layout] for pair in pairs]), tmp_path / f"out-{layout}", INLINE)
+    single, stacks = (read_tensors(tmp_path / f"out-{layout}") for layout in (0, 1))
+    block = "model.layers.0.feed_forward.experts"
+    gates, ups = stacks[f"{block}.gate_up_proj"].transpose(1, 2).chunk(2, dim=1)
+    for name, stack in (
+        ("gate_proj", gates),
+        ("up_proj", ups),
+        ("down_proj", stacks[f"{block}.down_proj"].transpose(1, 2)),
+    ):
+        for expert in range(2):
+            assert torch.equal(single[f"{block}.{expert}.{name}.weight"], stack[expert]), (name, expert)

@@ -346,11 +346,17 @@ def test_a_copy_is_compared_with_its_receipts_and_taken(chain: list[dict[str, An
     assert done == total
 
 
-def test_a_file_that_somebody_laid_beside_the_weights_does_no_harm(
+def test_a_file_that_somebody_laid_beside_the_weights_is_named_and_stays(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
+    """Results between are deleted in the end, and with them what lies there."""
     _submit(chain, output)
-    (steps_directory(output) / "left" / "notes.txt").write_text("mine")
+    notes = steps_directory(output) / "left" / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(TargetError, match=r"no part of the checkpoint, such as notes\.txt"):
+        _again(chain, output)
+    assert notes.read_text() == "mine"
+    notes.unlink()
     assert _again(chain, output) == KEPT
 
 
@@ -393,7 +399,7 @@ def test_an_unfinished_run_goes_on_before_a_touched_result(
     """As when a source was changed, which makes the result stale, and its new run was stopped."""
     _submit(chain, output)
     before = digests(output)
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
     left = steps_directory(output) / "left"
     (plan, *_) = plan_for(chain, output)
     shutil.copytree(left, Staging(left, plan.plan).root)
@@ -433,7 +439,7 @@ def test_other_numerics_make_everything_again(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _submit(chain, output)
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
     assert _again(chain, output) == MADE
 
 
@@ -452,7 +458,7 @@ def test_an_unfinished_merge_is_asked_before_results_are_made_again(
     with pytest.raises(IncompleteError, match="kill -9"):
         _submit(chain, output, KEEP, end)
     before = digests(steps_directory(output) / "left")
-    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another"})
+    monkeypatch.setattr(InlinePool, "numerics", {"device": "cpu", "torch": "another", "float32": "full"})
     with pytest.raises(TargetError, match=r"begun under other conditions: numerics > torch was"):
         _submit(chain, output)
     assert digests(steps_directory(output) / "left") == before

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
+from kits.gpu_arithmetic import multiply_in_tf32
 
+from raymerge.device_numerics import full_float32
 from raymerge.errors import OptionError
 from raymerge.runtime.devices import choose_device, first_line, kernels_of, numerics_of
+from raymerge.runtime.inline import InlinePool
+from raymerge.runtime.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -45,7 +51,42 @@ def test_kernels_go_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Paper 1")
     assert kernels_of(GPU)["processor"] == "Paper 1"
     assert kernels_of(CPU)["processor"] == torch.backends.cpu.get_cpu_capability()
-    assert numerics_of(GPU) == {"device": "cuda", "torch": torch.__version__}
+
+
+def test_numerics_say_that_float32_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numerics_of(CPU) == {"device": "cpu", "torch": torch.__version__, "float32": "full"}
+    multiply_in_tf32(monkeypatch, is_forced=True)
+    with pytest.raises(OptionError, match="not multiplied with all of their bits"):
+        numerics_of(CPU)
+
+
+def test_numerics_of_a_gpu_that_fails_are_left_to_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        if device.type == "cuda":
+            raise RuntimeError("CUDA error: all devices are busy.")
+
+    monkeypatch.setattr("raymerge.runtime.devices.check_full_float32", fail)
+    assert numerics_of(GPU)["device"] == "cuda"
+
+
+def test_the_processor_that_stands_in_for_a_gpu_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_tf32(monkeypatch, is_forced=True)
+    with pytest.raises(OptionError, match="on this processor"):
+        numerics_of(GPU)
+
+
+def test_every_worker_computes_float32_in_full() -> None:
+    before = torch.get_num_threads()
+    with full_float32():
+        torch.set_float32_matmul_precision("medium")
+        MergeWorker("worker-0", "cpu")
+        assert torch.get_float32_matmul_precision() == "highest"
+        torch.set_float32_matmul_precision("medium")
+        with closing(InlinePool("cpu")) as pool:
+            pool.start()
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_what_is_wrong_shows_before_anything_is_begun(s3: S3Server, family: Fami
 
     assert "there is no bucket 'nowhere' at http" in refusal("s3://nowhere/x")
     assert "s3://models/absent: there is nothing at this place" in refusal("s3://models/absent")
-    assert "addresses of the kind nonsense:// are not known" in refusal("nonsense://x/y")
+    assert "addresses of the kind nonsense:// are not supported" in refusal("nonsense://x/y")
     assert "revision" in refusal("s3://models/base@main")
     assert "has options behind it" in refusal("s3://models/base?endpoint=http://elsewhere")
     signed = refusal("s3://models/base?X-Amz-Signature=0123456789abcdef")

@@ -186,6 +186,7 @@ def test_all_that_stands_in_the_way_is_told_at_once(
     api.store.delete(CLAIM, "merges", "data")
     api.denied |= {("create", "rayjobs"), ("create", "configmaps")}
     names = {"service_account": "merger", "queue": "night", "priority_class": "low", "token_secret": "token"}
+    names |= {"head": {"runtime_class": "kata"}}
     wanting = profile_of(DATA, **names, image_pull_secrets=["registry"], env_from_secrets=["store"])
     with pytest.raises(OptionError) as failed:
         target.check(submission(RECIPE, DATA / "merged", wanting))
@@ -196,6 +197,7 @@ def test_all_that_stands_in_the_way_is_told_at_once(
         "the namespace merges has no Kueue queue night.",
         "the namespace merges has no persistent volume claim data.",
         "the namespace merges has no priority class low.",
+        "the namespace merges has no runtime class kata.",
         "the namespace merges has no secret registry.",
         "the namespace merges has no secret store.",
         "the namespace merges has no secret token.",

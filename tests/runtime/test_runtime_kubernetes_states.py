@@ -12,6 +12,7 @@ from raymerge.runtime.targets.kubernetes_api import (
     CONFIG_MAPS,
     PRIORITIES,
     QUEUES,
+    RUNTIME_CLASSES,
     SECRETS,
     SERVICE_ACCOUNTS,
 )
@@ -198,6 +199,7 @@ def test_everything_that_a_rayjob_names_is_needed_once() -> None:
     spec = {
         "serviceAccountName": "merger",
         "priorityClassName": "low",
+        "runtimeClassName": "nvidia",
         "imagePullSecrets": [{"name": "registry"}],
         "volumes": [
             {"name": "a", "persistentVolumeClaim": {"claimName": "models"}},
@@ -231,6 +233,7 @@ def test_everything_that_a_rayjob_names_is_needed_once() -> None:
         Need(QUEUES, "night"),
         Need(CLAIMS, "models"),
         Need(PRIORITIES, "low"),
+        Need(RUNTIME_CLASSES, "nvidia"),
         *(Need(SECRETS, name) for name in ("hub", "keys", "registry", "store", "token")),
         Need(SERVICE_ACCOUNTS, "merger"),
     ]

@@ -89,8 +89,9 @@ def test_a_killed_worker_costs_nothing_but_time(
 
     def on_event(event: Event) -> None:
         events.append(event)
-        if isinstance(event, SegmentDone) and not lost_pid:
-            victim = pools[0].team.actors[0]
+        # The one that works: the other may have been slow to start.
+        if isinstance(event, SegmentDone) and event.worker == "worker-0" and not lost_pid:
+            victim = next(each for each in pools[0].team.actors if each.name == "worker-0")
             lost_pid.append(ray_cluster.get(victim.handle.ready.remote())["pid"])
             os.kill(lost_pid[0], signal.SIGKILL)
 

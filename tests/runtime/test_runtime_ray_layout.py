@@ -134,7 +134,7 @@ class PaperConnection:
     ray: PaperRay
     asked: list[int | None]
 
-    def __init__(self, address: str | None, *, num_cpus: int | None = None) -> None:
+    def __init__(self, address: str | None, *, num_cpus: int | None = None, **_: object) -> None:
         self.asked.append(num_cpus)
 
     def open(self) -> None:

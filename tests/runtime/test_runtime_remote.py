@@ -628,10 +628,10 @@ def test_what_is_no_checkpoint_is_never_replaced(s3: S3Server, recipe: dict[str,
     s3.put("out/notes.txt", b"mine")
     mine = s3.client().create_multipart_upload(Bucket=s3.bucket, Key="out/model-00001-of-00008.safetensors")
     for options in (INLINE, replace(INLINE, replace=True)):
-        with pytest.raises(TargetError, match=r"there are 2 other objects here, such as notes.txt"):
+        with pytest.raises(TargetError, match=r"there are 2 other files here, such as notes.txt"):
             merge(recipe, s3.place("out"), options)  # type: ignore[arg-type]
     assert len(s3.objects("out/")) == 2
-    with pytest.raises(TargetError, match="2 other objects"):
+    with pytest.raises(TargetError, match="2 other files"):
         RemoteStaging(s3.place("out"), plan(recipe)).prepare({}, replace=False)
     assert "out/model-00001-of-00008.safetensors" in s3.uploads()
     s3.client().abort_multipart_upload(Bucket=s3.bucket, Key=mine["Key"], UploadId=mine["UploadId"])

@@ -56,7 +56,7 @@ def test_a_bucket_without_a_checkpoint_is_left_alone(
         s3.put(f"{prefix}{key}", b"mine")
     before = s3.objects()
     for options in (INLINE, REPLACING):
-        with pytest.raises(TargetError, match="4 other objects here, such as data/precious"):
+        with pytest.raises(TargetError, match="4 other files here, such as data/precious"):
             merge(recipe, s3.place(place), options)  # type: ignore[arg-type]
     assert s3.objects() == before
 
@@ -64,6 +64,8 @@ def test_a_bucket_without_a_checkpoint_is_left_alone(
 @pytest.mark.parametrize(
     ("key", "is_recorded"),
     [
+        ("thesis.docx", True),
+        ("thesis.docx", False),
         ("other-team/data.txt", True),
         ("other-team/model.safetensors", True),
         ("additional_chat_templates/x/data.txt", True),
@@ -79,7 +81,7 @@ def test_what_is_no_part_of_a_checkpoint_stops_its_replacement(
     if is_recorded:
         s3.put(MANIFEST, b'{"digest": "of another"}')
     before = s3.objects()
-    with pytest.raises(TargetError, match=f"1 objects here are no part of the checkpoint, such as {key}"):
+    with pytest.raises(TargetError, match=f"files here are no part of the checkpoint, such as {key}"):
         RemoteStaging(s3.place("place"), family_plan).check(replace=True)
     assert s3.objects() == before
 
@@ -88,17 +90,20 @@ def test_what_a_run_copied_is_replaced_and_what_comes_meanwhile_stays(
     s3: S3Server, family_plan: Plan, tmp_path: Path
 ) -> None:
     model = tiny_llama(tmp_path / "one", 0, hidden=32, layers=1)
-    for each in ("assets/deep/logo.txt", "additional_chat_templates/x.jinja"):
-        (model / each).parent.mkdir(parents=True)
+    for each in ("assets/deep/logo.txt", "additional_chat_templates/x.jinja", "voices.dat"):
+        (model / each).parent.mkdir(parents=True, exist_ok=True)
         (model / each).write_text("of the model")
     case = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 1}}]}
     merge(case, s3.place("place"), INLINE)  # type: ignore[arg-type]
     assert {"place/assets/deep/logo.txt", "place/additional_chat_templates/x.jinja"} <= {*s3.objects()}
     staging = RemoteStaging(s3.place("place"), family_plan)
     staging.check(replace=True)
-    s3.put("place/late/data.txt", b"mine")
+    assert "place/voices.dat" in s3.objects()
+    late = {"place/late/data.txt": b"mine", "place/late.docx": b"mine"}
+    for key, content in late.items():
+        s3.put(key, content)
     staging.discard()
-    assert s3.objects() == {"place/late/data.txt": b"mine"}
+    assert s3.objects() == late
 
 
 def test_what_others_keep_below_a_place_outlives_a_run_there(s3: S3Server, recipe: dict[str, Any]) -> None:

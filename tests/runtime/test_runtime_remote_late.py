@@ -22,6 +22,7 @@ from kits.merge_cases import INLINE, Family, merge, recipes
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import plan, submit
+from raymerge.device_numerics import Fallback
 from raymerge.errors import IncompleteError, TransientError
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
@@ -236,14 +237,14 @@ class _Sink:
     ("copies", "stamps"), [(frozenset(), ["mark-cuda", "mark-cpu"]), (frozenset({0}), ["mark-any"] * 2)]
 )
 def test_a_shard_says_on_what_device_it_was_made_where_that_matters(
-    recipe: dict[str, Any], copies: frozenset[int], stamps: list[str]
+    recipe: dict[str, Any], copies: frozenset[int], stamps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
 
     class Failing(SegmentRunner):
         def __init__(self) -> None:
-            self._device = torch.device("cuda")
-            self._failure = ""
+            self._fallback = Fallback(torch.device("cuda"))
 
         def made(self, segment: int, device: torch.device, note: str, **_: Any) -> Receipt:
             if device.type == "cuda":
@@ -284,8 +285,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
 
     class Passing(SegmentRunner):
         def __init__(self) -> None:
-            self._device = torch.device("cpu")
-            self._failure = ""
+            self._fallback = Fallback(torch.device("cpu"))
 
         def made(self, *_: Any, sink: Any, **__: Any) -> Receipt:
             for offset in (11, 12, 13):

@@ -274,15 +274,12 @@ def test_nothing_is_fetched_and_the_commit_is_the_one_that_was_read(
     assert set(asked) == {("org/one", COMMIT, True), ("org/lora", None, True)}
 
 
-def test_pickles_are_read_only_where_the_user_says_so_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_are_read_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_models(tmp_path)
     torch.save(load_file(tmp_path / "one" / "model.safetensors"), tmp_path / "one" / "pytorch_model.bin")
     (tmp_path / "one" / "model.safetensors").unlink()
-    out = made(tmp_path, f"pickled_weights: read\n{MEAN}", monkeypatch)
-    assert "if you trust it, give --pickled-weights" in said(out)
-    assert replay(out, pickled_weights=True).problems == ()
+    out = made(tmp_path, MEAN, monkeypatch)
+    assert replay(out).problems == ()
 
 
 def test_other_versions_are_a_note(folder: Path) -> None:

@@ -172,7 +172,7 @@ def test_the_card_and_the_record_say_what_was_done(small: Family, tmp_path: Path
     assert {path.name for path in record.iterdir()} == kept
     assert without_places((record / "recipe.yml").read_text()).strip() in card
     numerics = json.loads((record / "numerics.json").read_text())
-    assert numerics == {"device": "cpu", "torch": torch.__version__}
+    assert numerics == {"device": "cpu", "torch": torch.__version__, "float32": "full"}
     lines = [json.loads(line) for line in (record / "ledger.jsonl").read_text().splitlines()]
     # The conditions, the receipts, and what tells the files that were published.
     assert [*lines[0], *lines[-1]] == ["conditions", "files"]

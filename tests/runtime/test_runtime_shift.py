@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from kits import fake_ray
@@ -13,6 +15,7 @@ from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
 from raymerge.runtime.events import MemoryShort, WorkerLost
 from raymerge.runtime.pool import TICK_SECONDS
+from raymerge.runtime.shift import Terms
 
 # Workers that do not get on
 
@@ -332,3 +335,72 @@ def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.Monke
     # Whoever waits for a node does not take a processor meanwhile.
     assert len(scene.slept) >= 20
     assert set(scene.slept) == {TICK_SECONDS}
+
+
+# What is left to do may be long
+
+
+@dataclass
+class Steps:
+    """Counts how often parts are looked at."""
+
+    count: int = 0
+
+
+class CountedPart(int):
+    """A part that counts each time it is looked up or compared."""
+
+    steps: Steps
+
+    def __hash__(self) -> int:
+        self.steps.count += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        self.steps.count += 1
+        return super().__eq__(other)
+
+
+class CountedNodes(frozenset[str]):
+    """The nodes that can do a part; they count each time they are asked."""
+
+    steps: Steps
+
+    def __contains__(self, node: object) -> bool:
+        self.steps.count += 1
+        return super().__contains__(node)
+
+
+def _steps(monkeypatch: pytest.MonkeyPatch, count: int, **scene: Any) -> int:
+    """How often parts are looked at until all of them are made, the last ones on another node."""
+    steps = Steps()
+    part = type("Part", (CountedPart,), {"steps": steps})
+    nodes = type("Able", (CountedNodes,), {"steps": steps})
+    # The node that can do less comes to the end of what it can do before the other.
+    able = [nodes(["node-a", "node-b"] if number % 4 == 0 else ["node-a"]) for number in range(count)]
+    made = Scene(
+        monkeypatch,
+        [part(number) for number in range(count)],
+        nodes=("node-a", "node-b"),
+        workers=2,
+        able=able,
+        **scene,
+    )
+    while made.shift.goes_on(made.stop):
+        for ref in (ref for handle in made.handles for ref in handle.run.calls if not ref.answers):
+            ref.answer(receipt(int(ref.arguments[0])))
+        made.step()
+    assert sorted(made.done) == list(range(count))
+    return steps.count
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_an_answer_costs_the_same_however_much_is_left(
+    monkeypatch: pytest.MonkeyPatch, has_copies: bool
+) -> None:
+    def steps(count: int) -> int:
+        terms = Terms(copies=frozenset(range(0, count, 3)) if has_copies else frozenset())
+        return _steps(monkeypatch, count, terms=terms, carriers=int(has_copies))
+
+    few, many = steps(200), steps(800)
+    assert many < 5 * few

@@ -13,6 +13,7 @@ from raymerge.errors import IncompleteError, OptionError
 from raymerge.runtime.events import NodeOfNoUse, WorkerLeft, WorkerLost
 from raymerge.runtime.placement import Seen, Sight, SourceFile
 from raymerge.runtime.shift import Terms
+from raymerge.runtime.team import Actor
 
 # Carriers beside workers on GPUs
 
@@ -153,13 +154,13 @@ def test_carriers_do_not_look_for_parts_where_there_are_none(monkeypatch: pytest
     _done(carriers[0])
     scene.step()
     asked: list[bool] = []
-    suits = scene.shift._suits
+    following = scene.shift._next
 
-    def noted(number: int, is_carrier: bool) -> bool:
-        asked.append(is_carrier)
-        return suits(number, is_carrier)
+    def noted(actor: Actor, *, has_carriers: bool) -> int | None:
+        asked.append(actor.is_carrier)
+        return following(actor, has_carriers=has_carriers)
 
-    monkeypatch.setattr(scene.shift, "_suits", noted)
+    monkeypatch.setattr(scene.shift, "_next", noted)
     make_all(scene, gpu)
     assert asked
     assert not any(asked)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kits.driver_process import PATIENCE_SECONDS, driver, wait_for_receipts
+from kits.driver_process import PATIENCE_SECONDS, driver, kin_of, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.runtime.events import Started
@@ -86,6 +86,41 @@ def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
     # Nobody on another machine has to wait until it counts as dead.
     assert hold_of(output) is None
     _goes_on(recipe, output, expected)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("process", ["gcs_server", "RuntimeEnvAgent"])
+def test_a_run_whose_own_ray_dies_says_so_and_goes_on_by_the_same_command(
+    recipe: str, expected: dict[str, str], tmp_path: Path, process: str
+) -> None:
+    output = tmp_path / "out"
+    with driver(recipe, output, workers=1, pause=LONG) as run:
+        _wait_for(run, "started")
+        kin = kin_of(run)
+        next(each for each in kin.processes if process in " ".join(each.cmdline())).kill()
+        _ended(run, within=10.0)
+        assert run.stdout is not None
+        event = json.loads(run.stdout.read().splitlines()[-1])
+        said = event["message"]
+        assert (run.returncode, event["event"], event["exit_code"]) == (3, "error", 3)
+        assert "the embedded Ray of this command has ended" in said
+        assert "the same command goes on" in said
+    _goes_on(recipe, output, expected)
+
+
+@pytest.mark.ray
+def test_what_a_killed_run_left_of_its_own_ray_is_removed_by_the_next(recipe: str, tmp_path: Path) -> None:
+    with driver(recipe, tmp_path / "out", workers=1, pause=LONG) as killed:
+        _wait_for(killed, "started")
+        (left,) = kin_of(killed).directories
+        killed.kill()
+        killed.wait()
+        assert Path(left).is_dir()
+        with driver(recipe, tmp_path / "other", workers=1, pause=LONG) as following:
+            _wait_for(following, "started")
+            assert not Path(left).exists()
+            (own,) = kin_of(following).directories
+            assert Path(own).is_dir()
 
 
 def test_ctrl_c_waits_for_what_is_in_hand_and_the_second_does_not(

@@ -42,6 +42,7 @@ from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
 from raymerge.runtime.chain import Chain, stage_lines, steps_directory
 from raymerge.runtime.events import (
+    DeviceFailed,
     Event,
     Planned,
     Published,
@@ -518,22 +519,36 @@ def test_what_the_system_refuses_is_told_as_in_a_merge(
     assert started.done_bytes == 700
 
 
-def test_a_gpu_without_room_names_the_option(recipe: dict[str, Any], output: Path) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    with pytest.raises(IncompleteError, match=r"too little memory: CUDA out of memory\..*--memory"):
-        _run(staged(recipe, output), output, fails_with=error)
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "the GPU has too little memory: CUDA out of memory."),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `f`\nmore"),
+            "the GPU failed: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `f`",
+        ),
+    ],
+)
+def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
+    error: Exception, reason: str, recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
+    monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
+    monkeypatch.setattr("raymerge.runtime.inline.choose_device", lambda _: torch.device("cuda"))
+    events = _run(staged(recipe, output), output, gpu_fails_with=error)
+    assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
+    assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
+    assert read_tensors(_result(output))["router.0"][:, 0].int().tolist() == list(range(UNITS))
 
 
-def test_a_gpu_with_less_than_the_least_is_an_error_of_the_user(
+def test_a_defect_of_a_unit_is_raised_on_a_gpu_too(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kits.stage_maker.LEAST_BUDGET", 16 << 20)
-    options = RunOptions(inline=True, memory=16 << 20)
-    with pytest.raises(
-        OptionError, match=rf"out of memory\..*needs {16 << 20} bytes.*--device cpu"
-    ) as caught:
-        _run(staged(recipe, output), output, options, fails_with=torch.OutOfMemoryError("out of memory."))
-    assert caught.value.exit_code == 2
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
+    monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
+    monkeypatch.setattr("raymerge.runtime.inline.choose_device", lambda _: torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        _run(staged(recipe, output), output, gpu_fails_with=RuntimeError("a must match the size of b"))
 
 
 def test_a_result_with_another_header_is_not_published(recipe: dict[str, Any], output: Path) -> None:

@@ -116,7 +116,7 @@ def test_rows_depend_on_what_computes_layers_and_products() -> None:
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
     assert pool.stage_numerics == {**pool.numerics, **kernels_of(torch.device("cpu"))}
-    assert set(pool.numerics) == {"device", "torch"}
+    assert set(pool.numerics) == {"device", "torch", "float32"}
 
 
 def test_the_record_says_what_a_result_was_made_under(recipe: dict[str, Any], output: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.checkpoint_maker import tiny_llama
 from kits.merge_cases import Family, digests, make_family, merge, recipes
 
+from raymerge.api import verify
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.runtime import staging as staging_module
 from raymerge.runtime.ledger import Ledger
@@ -392,3 +395,67 @@ def test_what_only_has_a_name_like_ours_is_left_alone(linear: dict[str, Any], tm
     merge(linear, tmp_path / "out", REPLACE)
     left = [".out.raymerge-00", ".out.raymerge-notes", ".out.replaced-my-backup", "out"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+# What --replace may delete
+
+
+@pytest.mark.parametrize(
+    ("keys", "foreign"),
+    [
+        (("thesis.txt", ".ssh/id_rsa"), "2 other files here, such as .ssh"),
+        (("config.json", "app.py"), "2 other files here, such as app.py"),
+        (("data/model.safetensors", "data/config.json"), "1 other files here, such as data"),
+        (("config.json", "model.safetensors", "photos/cat.jpg"), "such as photos/cat.jpg"),
+        (("config.json", "model.safetensors", ".git/HEAD"), "such as .git/HEAD"),
+        (("model.safetensors.index.json", "config.json", "raymerge/notes.txt"), "such as raymerge/notes.txt"),
+        (
+            ("config.json", "embeddings.pt", "main.py", "thesis.docx"),
+            "4 other files here, such as embeddings",
+        ),
+        (("config.json", "weights.h5"), "2 other files here, such as weights.h5"),
+        (("config.json", "model.safetensors", "tokenizer.json", "thesis.docx"), "such as thesis.docx"),
+        (("config.json", "pytorch_model.bin", "modeling_x.py", "main.py"), "such as main.py"),
+        (("config.json", "model-00001-of-00002.safetensors", "train.json"), "such as train.json"),
+    ],
+)
+def test_replace_deletes_nothing_but_a_checkpoint(
+    keys: tuple[str, ...], foreign: str, small: Family, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    for key in keys:
+        (output / key).parent.mkdir(parents=True, exist_ok=True)
+        (output / key).write_text("{}")
+    with pytest.raises(TargetError, match=re.escape(foreign)):
+        merge(recipes(small)["linear"], output, REPLACE)
+    assert {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()} == {*keys}
+
+
+def test_replace_deletes_a_foreign_checkpoint_and_one_of_its_own(small: Family, tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "one", 0, hidden=32, layers=1)
+    (model / "assets" / "deep").mkdir(parents=True)
+    (model / "assets" / "deep" / "logo.txt").write_text("of the model")
+    (model / "voices.dat").write_text("of the model")
+    output, options = tiny_llama(tmp_path / "out", 1), REPLACE
+    case = {"merge_method": "linear", "models": [{"model": str(model), "parameters": {"weight": 1}}]}
+    merge(case, output, options)
+    assert (output / "assets" / "deep" / "logo.txt").is_file()
+    merge(recipes(small)["linear"], output, options)
+    assert not (output / "assets").exists()
+    assert verify(output).problems == ()
+    # What came to it later is not the merge's to delete.
+    (output / "evals").mkdir()
+    (output / "evals" / "scores.csv").write_text("1")
+    with pytest.raises(TargetError, match=r"such as evals/scores\.csv"):
+        merge(case, output, options)
+
+
+@pytest.mark.parametrize("key", ["thesis.docx", "extra.safetensors", "tokenizer.model", "pytorch_model.bin"])
+def test_a_file_that_came_to_an_output_is_never_replaced(
+    linear: dict[str, Any], tmp_path: Path, key: str
+) -> None:
+    merge(linear, tmp_path / "out")
+    (tmp_path / "out" / key).write_text("of somebody")
+    with pytest.raises(TargetError, match=f"no part of the checkpoint, such as {re.escape(key)}"):
+        merge(linear, tmp_path / "out", REPLACE)
+    assert (tmp_path / "out" / key).read_text() == "of somebody"

@@ -136,16 +136,19 @@ class TestDownload:
             "config.json",
             "LICENSE",
             "a/x.json",
+            # What no rule is about is seen, and refused by its name.
+            "a/pytorch_model.bin",
+            "a.pt",
         ]
         heavy = [
             "pytorch_model.bin",
             "x.gguf",
             "a/model.onnx",
             "tf_model.h5",
-            "x.msgpack",
+            "flax_model.msgpack",
             "consolidated.00.pth",
         ]
-        heavy += ["consolidated.safetensors", "a.pt"]
+        heavy += ["consolidated.safetensors", "optimizer.pt", "original/model.safetensors"]
         kept = huggingface_hub.utils.filter_repo_objects(
             [*wanted, *heavy], ignore_patterns=asked["ignore_patterns"]
         )
@@ -185,7 +188,7 @@ class TestDownload:
         downloads = install(monkeypatch, str(tmp_path))
         assert resolve_model("org/tiny", "v1", cache_dir=tmp_path, pickled=True) == tmp_path
         small, pickles = downloads.asked
-        assert "*.bin" in small["ignore_patterns"]
+        assert "pytorch_model*" in small["ignore_patterns"]
         same = ("name", "revision", "cache_dir", "local_files_only")
         assert [small[key] for key in same] == [pickles[key] for key in same]
         wanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]

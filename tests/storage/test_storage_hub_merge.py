@@ -18,9 +18,9 @@ from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
 from kits.s3_server import s3_server
 
-from raymerge.api import audit, plan, plan_for, replay, submit
+from raymerge.api import audit, merge_adapters, plan, plan_for, replay, submit
 from raymerge.checkpoints.source import open_checkpoint
-from raymerge.errors import IncompleteError, PlanError
+from raymerge.errors import IncompleteError, PlanError, RecipeError
 from raymerge.runtime.chain import steps_directory
 from raymerge.runtime.commits import commits_taken
 from raymerge.runtime.events import Event, SegmentDone, Started, StorageFailed
@@ -256,6 +256,32 @@ def test_names_without_a_scheme_are_fetched_into_the_cache(
     merge(recipe, tmp_path / "out")
     assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
     assert len(list((tmp_path / "cache").glob("models--org--*/snapshots/*/*.safetensors"))) == 5
+
+
+def test_nothing_is_fetched_for_a_recipe_that_cannot_be_read(hub: HubServer, family: Family) -> None:
+    recipe = json.loads(json.dumps(on_hub(family)).replace("hf://", ""))
+    with pytest.raises(RecipeError) as caught:
+        plan({**recipe, "modles": 1})
+    assert hub.asked == []
+    assert [problem.where for problem in caught.value.problems] == ["recipe: modles"]
+
+
+def test_headers_are_read_for_a_recipe_that_cannot_be_read(hub: HubServer, family: Family) -> None:
+    text = json.dumps(on_hub(family)).replace("org/tune2", "org/none")
+    with pytest.raises(RecipeError) as caught:
+        plan({**json.loads(text), "modles": 1})
+    said = "\n".join(problem.what for problem in caught.value.problems)
+    assert len(caught.value.problems) == 2
+    assert "modles" in said
+    assert "the Hub has no such repository" in said
+
+
+def test_adapters_are_not_fetched_for_a_recipe_that_cannot_be_read(hub: HubServer) -> None:
+    entries = [{"model": name, "parameters": {"weight": 1}} for name in ("org/base", "org/tune1")]
+    with pytest.raises(RecipeError) as caught:
+        merge_adapters({"merge_method": "linear", "models": entries, "adapter": {}, "colour": 1}, "out")
+    assert hub.asked == []
+    assert len(caught.value.problems) == 1
 
 
 def test_what_is_wrong_with_several_models_is_said_at_once(hub: HubServer, family: Family) -> None:

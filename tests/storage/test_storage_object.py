@@ -104,6 +104,15 @@ def test_what_fails_for_a_moment_is_tried_again_and_read_once(s3: S3Server, kind
     )
 
 
+def test_an_answer_longer_than_its_range_is_no_answer(s3: S3Server) -> None:
+    s3.fail("long", key="small", times=2)
+    with ObjectStore(s3.place("model"), patience=_impatient()) as store:
+        assert store.read("small.txt", 1, 3) == SMALL[1:4]
+        s3.fail("long", key="small", times=99)
+        with pytest.raises(TransientError, match=r"small\.txt: reading at byte 1 .*more bytes than"):
+            store.read("small.txt", 1, 3)
+
+
 def test_patience_goes_on_where_the_client_gives_up(s3: S3Server) -> None:
     patience = _impatient()
     s3.fail("throttle", key="small", times=6)

@@ -15,8 +15,9 @@ from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_
 from kits.merge_cases import Family, make_family, merge, recipes
 from safetensors.torch import load_file, save_file
 
-from raymerge.api import verify
+from raymerge.api import AuditOptions, audit, verify
 from raymerge.errors import VerificationError
+from raymerge.runtime.options import RunOptions
 from raymerge.verifier.structure import RECORD_PLAN
 
 INDEX = "model.safetensors.index.json"
@@ -168,6 +169,42 @@ def _extra_shard(root: Path) -> None:
     save_file({"model.left.over": torch.ones(2)}, root / "model.safetensors", metadata={"format": "pt"})
 
 
+def _second_set(root: Path) -> None:
+    """Every name once more, in a file that no index speaks of."""
+    save_file(read_tensors(root), root / "copy.safetensors", metadata={"format": "pt"})
+
+
+def _wrong_total(root: Path) -> None:
+    _edit(
+        root / INDEX, lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] - 2)
+    )
+
+
+def _edit_vocabulary(root: Path) -> None:
+    _edit(root / "tokenizer.json", lambda content: content.update(version="2.0"))
+
+
+def _edit_generation(root: Path) -> None:
+    _edit(root / "generation_config.json", lambda content: content.update(temperature=0.1))
+
+
+def _delete_companion(root: Path) -> None:
+    (root / "special_tokens_map.json").unlink()
+
+
+def _add_companion(root: Path) -> None:
+    (root / "added_tokens.json").write_text('{"<evil>": 7}')
+
+
+def _add_adapter(root: Path) -> None:
+    """transformers lays an adapter that it finds over the model."""
+    (root / "adapter_config.json").write_text("{}")
+
+
+def _lose_the_provenance(root: Path) -> None:
+    (root / "raymerge" / "provenance.json").unlink()
+
+
 def _remove_config(root: Path) -> None:
     (root / "config.json").unlink()
 
@@ -193,9 +230,28 @@ def _lose_the_record(root: Path) -> None:
     (root / RECORD_PLAN).mkdir(parents=True)
 
 
+def _swap_two_tensors(root: Path) -> None:
+    """Two norms of one shape change places in their file, by its header."""
+    for shard in _shards(root):
+        content = shard.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        norms = [entry for name, entry in sorted(header.items()) if "layernorm" in name]
+        if len(norms) > 1:
+            one, other = norms[:2]
+            assert one["shape"] == other["shape"]
+            one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
+            changed = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+            assert len(changed) == length
+            shard.write_bytes(content[:8] + changed + content[8 + length :])
+            return
+    raise AssertionError("no shard has two of them")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (_swap_two_tensors, "the plan says"),
         (_truncate, "model-00002-of-"),
         (_lengthen, "model-00001-of-"),
         (_rename_tensor, "model.stranger.weight"),
@@ -209,6 +265,14 @@ def _lose_the_record(root: Path) -> None:
         (_index_names_the_wrong_shard, "model.norm.weight"),
         (_remove_index, "no model.safetensors.index.json, so that no loader finds them"),
         (_extra_shard, "model.safetensors"),
+        (_second_set, "copy.safetensors: the merge writes no such file"),
+        (_wrong_total, f"{INDEX}: it is not the index that the plan makes"),
+        (_edit_vocabulary, "tokenizer.json: its bytes are not those that were published"),
+        (_edit_generation, "generation_config.json: its bytes are not those that were published"),
+        (_delete_companion, "special_tokens_map.json: is missing"),
+        (_add_companion, "added_tokens.json: the merge writes no such file"),
+        (_add_adapter, "adapter_config.json: the merge writes no such file"),
+        (_lose_the_provenance, "provenance.json: is missing"),
         (_remove_config, "config.json"),
         (_break_config, "config.json"),
         (_tamper_with_the_plan, "the saved plan"),
@@ -225,6 +289,27 @@ def test_damage_is_found_and_never_raised(damage: Callable[[Path], None], said: 
     with pytest.raises(VerificationError) as caught:
         verdict.require()
     assert caught.value.problems == verdict.problems
+
+
+def test_what_no_loader_reads_may_be_added_and_the_card_edited(merged: Path) -> None:
+    (merged / "README.md").write_text("Our model.")
+    for key in ("LICENSE", "docs/eval.md", "images/loss.png", ".gitattributes", "model-Q4_K_M.gguf"):
+        (merged / key).parent.mkdir(exist_ok=True)
+        (merged / key).write_bytes(b"x")
+    assert verify(merged).problems == ()
+
+
+def test_an_audit_goes_on_where_only_companions_were_changed(merged: Path) -> None:
+    _edit_vocabulary(merged)
+    found = audit(merged, AuditOptions(sample=1.0), RunOptions(inline=True))
+    assert [str(each.where).rpartition("/")[2] for each in found.problems] == ["tokenizer.json"]
+    assert found.recomputed > 0
+
+
+def test_a_second_set_beside_weights_without_a_plan_is_found(plain: Path) -> None:
+    assert verify(plain).problems == ()
+    _second_set(plain)
+    assert "copy.safetensors: is no part of the weights" in _said(plain)
 
 
 @pytest.mark.parametrize(

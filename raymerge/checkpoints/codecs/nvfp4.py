@@ -28,10 +28,9 @@ class Nvfp4(Codec):
     A step is the block's scale over the tensor's, rounded to float32; any tensor's scale serves with which no
     block's becomes too large or too small.
 
-    Servers join the matrices of q, k and v, and those of gate and up, and take one scale for all of them:
-    vLLM the largest. So publishers give such matrices the same. Here each is encoded by itself; it stays with
-    the scale that it had, or takes the usual one; where that does not serve, a power of 16 times it. So what
-    is joined has the same scale as a rule.
+    Servers join the matrices of q, k and v, and those of gate and up, and take one scale for all of them. So
+    such matrices have the same: the one that they had, or the usual one; where that does not serve the
+    largest of them, a power of 16 times it.
     """
 
     in_torch = E2M1_IN_TORCH

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from raymerge.device_numerics import divisor
 from raymerge.dtypes import DType
 
 _NAN_BITS = 0x7FC00000
@@ -57,9 +58,9 @@ def storable_scales(dtype: DType, scales: Tensor) -> Tensor:
     return load_scales(dtype, store_scales(dtype, nonzero)).view(scales.shape)
 
 
-def quotients(values: Tensor, divisor: float) -> Tensor:
-    """Values over a number, rounded once: of a plain number, a GPU would multiply by the reciprocal."""
-    return values / torch.full((), divisor, device=values.device)
+def quotients(values: Tensor, number: float) -> Tensor:
+    """Values over a number, rounded once on every device."""
+    return values / divisor(number, values)
 
 
 def power_of_two_above(scales: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ SERVICE_ACCOUNTS = Kind("", "v1", "serviceaccounts")
 CLAIMS = Kind("", "v1", "persistentvolumeclaims")
 QUEUES = Kind("kueue.x-k8s.io", "v1beta1", "localqueues")
 PRIORITIES = Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
+RUNTIME_CLASSES = Kind("node.k8s.io", "v1", "runtimeclasses", namespaced=False)
 
 
 class AnswerError(Exception):

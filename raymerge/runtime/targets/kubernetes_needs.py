@@ -14,6 +14,7 @@ from raymerge.runtime.targets.kubernetes_api import (
     PRIORITIES,
     QUEUES,
     RAY_JOBS,
+    RUNTIME_CLASSES,
     SECRETS,
     SERVICE_ACCOUNTS,
     WHERE,
@@ -36,6 +37,7 @@ _NOUNS = {
     CONFIG_MAPS: ("config map", "the volumes"),
     QUEUES: ("Kueue queue", "queue"),
     PRIORITIES: ("priority class", "priority_class"),
+    RUNTIME_CLASSES: ("runtime class", "runtime_class"),
 }
 """What people call it, and where the profile names it."""
 _ACTS = (
@@ -129,6 +131,8 @@ def _of_pod(spec: Json) -> Iterator[Need]:
         yield Need(SERVICE_ACCOUNTS, account)
     if priority := spec.get("priorityClassName"):
         yield Need(PRIORITIES, priority)
+    if runtime_class := spec.get("runtimeClassName"):
+        yield Need(RUNTIME_CLASSES, runtime_class)
     for secret in spec.get("imagePullSecrets", ()):
         yield Need(SECRETS, secret["name"])
     for volume in spec.get("volumes", ()):

@@ -43,6 +43,12 @@ def passthrough(tensor: LogicalTensor, block: Block) -> Expected:
     return Expected(factor * block.sources[0], doubt)
 
 
+def largest(tensor: LogicalTensor, block: Block) -> Expected:
+    """The largest source, or the smallest."""
+    values = block.sources.min(0) if tensor.settings.flag("smallest") else block.sources.max(0)
+    return Expected(values, block.input_doubt * np.ones_like(values))
+
+
 def task_arithmetic(tensor: LogicalTensor, block: Block) -> Expected:
     """The base plus the sum of the deltas."""
     settings = tensor.settings

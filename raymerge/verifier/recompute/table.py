@@ -74,6 +74,7 @@ _METHODS: Mapping[str, Recomputation] = MappingProxyType(
         "model_stock": Recomputation(arcs.model_stock, by_row=True),
         "iso_c": Recomputation(partial(spectral.Spectral, name="iso_c"), whole=True),
         "tsv_m": Recomputation(partial(spectral.Spectral, name="tsv_m"), whole=True),
+        "largest": _each(combined.largest),
         "upcycle": Recomputation(upcycled.Upcycled),
     }
 )

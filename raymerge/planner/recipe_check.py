@@ -1,0 +1,267 @@
+"""What a recipe says of methods and parameters, before any model is opened: wrong names and wrong values.
+
+What is wrong is told once. So that planning can go on and tell the rest, a parameter is then taken for the
+one that was most likely meant, and a value that cannot be is replaced by one that can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.errors import PlanError, Problem
+from raymerge.methods import Method, Parameter, is_parameter, methods
+from raymerge.planner.bind import check_parameter_names, methods_at, written_blocks
+from raymerge.planner.router_policy import with_router_rule
+from raymerge.planner.sources import Path_, model_references
+from raymerge.planner.spans import Parameters
+from raymerge.planner.treatments import check_rule_sources
+from raymerge.recipes import (
+    Conditional,
+    Gradient,
+    ModelEntry,
+    OutputSlice,
+    Recipe,
+    Scalar,
+    Setting,
+    Unnamed,
+)
+
+Change = Callable[[Path_, Parameters], Parameters]
+"""Other parameters for those that a recipe has at a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRecipe:
+    """A recipe whose methods are known."""
+
+    recipe: Recipe
+    """With ``router`` as a rule of its ``methods``, and without what is wrong."""
+    own: Method
+    """Its own method."""
+    ruled: tuple[Method, ...]
+    """The method of each of its rules."""
+    router_rule: int | None
+    """The rule that stands for ``router``, if one does."""
+    problems: tuple[Problem, ...]
+    """What is wrong; the rest can be planned all the same."""
+
+
+def check_recipe(recipe: Recipe) -> CheckedRecipe:
+    """The recipe with its methods, and what is wrong with names and values of parameters.
+
+    Raises:
+        PlanError: a method that there is not, or a ``router`` that cannot be; with all problems.
+    """
+    problems: list[Problem] = []
+    router_rule = None
+    try:
+        recipe, router_rule = with_router_rule(recipe)
+    except PlanError as error:
+        problems += error.problems
+    own = _named(recipe, recipe.merge_method, ("merge_method",), problems)
+    ruled = tuple(
+        method
+        for index, rule in enumerate(recipe.methods)
+        if (method := _named(recipe, rule.merge_method or recipe.merge_method, ("methods", index), problems))
+    )
+    rest = check_rule_sources(recipe)
+    if own is None or problems:
+        raise PlanError([*problems, *_known_to_none(recipe), *_wrong_values(recipe, None, ()), *rest])
+    rest += check_parameter_names(recipe, own, ruled)
+    recipe = _with_names_meant(recipe, own, ruled)
+    rest += _wrong_values(recipe, own, ruled)
+    return CheckedRecipe(_with_sound_values(recipe, own, ruled), own, ruled, router_rule, tuple(rest))
+
+
+def neutral_recipe(recipe: Recipe) -> Recipe | None:
+    """The recipe with a method that takes any models, to tell what is wrong with these whatever the method.
+
+    None where the method does not have tensors of several models meet.
+    """
+    own = methods().get(recipe.merge_method)
+    if own is not None and own.max_sources == 1:
+        return None
+    method = "linear" if recipe.base_model is None else "task_arithmetic"
+    plain = _with_parameters(recipe, lambda path, _: {"weight": Scalar(1.0)} if not path else {})
+    return plain.model_copy(update={"merge_method": method, "methods": (), "router": "merge", "align": None})
+
+
+def _named(recipe: Recipe, name: str, path: Path_, problems: list[Problem]) -> Method | None:
+    method = methods().get(name)
+    if method is None and not isinstance(name, Unnamed):
+        rule = path[:1] == ("methods",)
+        if rule and recipe.methods[int(path[1])].merge_method is None:
+            return None  # It is the recipe's own.
+        known = list(methods())
+        problems.append(
+            Problem(
+                recipe.where(*path, "merge_method") if rule else recipe.where(*path),
+                f"there is no merge_method '{name}'.",
+                f"{did_you_mean(name, known)} raymerge has: {', '.join(known)}.".strip(),
+            )
+        )
+    return method
+
+
+def _known_to_none(recipe: Recipe) -> Iterator[Problem]:
+    """Parameters that no method has, where it is not known which method is meant."""
+    known = list(
+        dict.fromkeys(parameter.name for each in methods().values() for parameter in each.parameters)
+    )
+    for path, parameters, _ in written_blocks(recipe):
+        for name in parameters:
+            if not is_parameter(name):
+                what = f"'{name}' is not a parameter of any method."
+                hint = did_you_mean(name, known) or "'raymerge methods' lists what each method takes."
+                yield Problem(recipe.where(*path, "parameters", name), what, hint)
+
+
+def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -> Iterator[Problem]:
+    """Numbers that a parameter cannot be, wherever they count."""
+    references = {path[:-1]: reference for path, reference in model_references(recipe)}
+    for path, parameters, is_entry in written_blocks(recipe):
+        if is_entry and references.get(path) == recipe.base_model:
+            continue  # Most methods take nothing from the base's own entry; binding says what one needs.
+        for name, setting in parameters.items():
+            known = _parameters(path, name, own, ruled)
+            for steps, number in _numbers(setting):
+                if not math.isnan(number) and (error := _objection(known, number)):
+                    where = recipe.where(*path, "parameters", name, *steps)
+                    yield Problem(where, f"{error}.", "Correct the value.")
+
+
+def _parameters(path: Path_, name: str, own: Method | None, ruled: Sequence[Method]) -> list[Parameter]:
+    """Those that may be meant by a name at a path."""
+    if own is None:
+        chosen = list(methods().values())
+    else:
+        chosen = methods_at(path, own, ruled)
+    return [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
+
+
+def _objection(known: Sequence[Parameter], number: float) -> str:
+    """Why a number is none of these parameters'; empty if it is one's."""
+    error = ""
+    for parameter in known:
+        try:
+            parameter.coerce(number)
+        except ValueError as refused:
+            error = error or str(refused)
+        else:
+            return ""
+    return error
+
+
+def _numbers(setting: Setting) -> Iterator[tuple[Path_, float]]:
+    """The numbers of a setting, each with its path below it where that is sure."""
+    match setting:
+        case Scalar(value):
+            yield (), value
+        case Gradient(values):
+            yield from (((index,), value) for index, value in enumerate(values))
+        case Conditional(choices):
+            for index, choice in enumerate(choices):
+                for steps, number in _numbers(choice.value):
+                    yield (index, "value", *steps), number
+
+
+def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
+    """The recipe with each unknown parameter under the known name that it is most like, if there is one.
+
+    One value per tensor that is written at a single model is taken for the recipe's. What is spelt rightly
+    holds before what is not.
+    """
+    moved: dict[str, Setting] = {}
+
+    def renamed(path: Path_, parameters: Parameters) -> Parameters:
+        chosen = methods_at(path, own, ruled)
+        known = [parameter.name for method in chosen for parameter in method.parameters]
+        right = {name: each for name, each in parameters.items() if is_parameter(name)}
+        if path[-2:-1] in (("models",), ("sources",)):
+            moved.update({name: right[name] for name in right if name in known and _is_global(chosen, name)})
+        if len(right) == len(parameters):
+            return parameters
+        wrong = [name for name in parameters if name not in right]
+        meant = {closest(name, known) or name: parameters[name] for name in wrong}
+        return {**meant, **right}
+
+    recipe = _with_parameters(recipe, renamed)
+    return recipe.model_copy(update={"parameters": {**moved, **recipe.parameters}})
+
+
+def _is_global(chosen: Sequence[Method], name: str) -> bool:
+    """Whether a parameter is one value per tensor, whichever of these methods has it."""
+    found = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
+    return all(parameter.scope == "global" for parameter in found)
+
+
+def _with_sound_values(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> Recipe:
+    """The recipe without numbers that cannot be: their defaults hold, or a number that can be."""
+
+    def sound(path: Path_, parameters: Parameters) -> Parameters:
+        found: dict[str, Setting] = {}
+        for name, setting in parameters.items():
+            known = _parameters(path, name, own, ruled)
+            wrong = any(math.isnan(number) or _objection(known, number) for _, number in _numbers(setting))
+            if not wrong:
+                found[name] = setting
+            elif any(parameter.required for parameter in known):
+                found[name] = Scalar(next(_possible(known)))
+        return found
+
+    return _with_parameters(recipe, sound)
+
+
+def _possible(known: Sequence[Parameter]) -> Iterator[float]:
+    for each in known:
+        tried = (0.5, 1.0, each.minimum, each.maximum)
+        yield from (number for number in tried if number is not None and not _objection(known, number))
+
+
+def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
+    """The recipe with other ``parameters``, wherever it has some."""
+    rules = (
+        each.model_copy(update={"parameters": change(("methods", index), each.parameters)})
+        for index, each in enumerate(recipe.methods)
+    )
+    modules = {
+        name: each.model_copy(
+            update={
+                "parameters": change(("modules", name), each.parameters),
+                "models": _entries(("modules", name), each.models, change),
+                "slices": _slices(("modules", name), each.slices, change),
+            }
+        )
+        for name, each in recipe.modules.items()
+    }
+    update = {
+        "parameters": change((), recipe.parameters),
+        "methods": tuple(rules),
+        "models": _entries((), recipe.models, change),
+        "slices": _slices((), recipe.slices, change),
+        "modules": modules,
+    }
+    return recipe.model_copy(update=update)
+
+
+def _entries(path: Path_, entries: Sequence[ModelEntry], change: Change) -> tuple[ModelEntry, ...]:
+    return tuple(
+        each.model_copy(update={"parameters": change((*path, "models", index), each.parameters)})
+        for index, each in enumerate(entries)
+    )
+
+
+def _slices(path: Path_, slices: Sequence[OutputSlice], change: Change) -> tuple[OutputSlice, ...]:
+    changed: list[OutputSlice] = []
+    for position, piece in enumerate(slices):
+        place: Path_ = (*path, "slices", position)
+        sources = (
+            each.model_copy(update={"parameters": change((*place, "sources", index), each.parameters)})
+            for index, each in enumerate(piece.sources)
+        )
+        update = {"parameters": change(place, piece.parameters), "sources": tuple(sources)}
+        changed.append(piece.model_copy(update=update))
+    return tuple(changed)

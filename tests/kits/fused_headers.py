@@ -1,0 +1,131 @@
+"""Headers of the true size, of models that are published with the experts of a layer in fused stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.dtypes import DType
+
+GPT_OSS_NUM_TENSORS = 687
+"""Tensors of gpt-oss-120b."""
+GPT_OSS_CONFIG: Mapping[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201_088,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+"""``config.json`` of gpt-oss-120b, as far as a merge looks at it."""
+
+MAVERICK_CONFIG: Mapping[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "vocab_size": 202_048,
+        "tie_word_embeddings": False,
+    },
+    "torch_dtype": "bfloat16",
+}
+"""``config.json`` of the text model of Llama-4-Maverick, as far as a merge looks at it."""
+
+
+def gpt_oss_120b_specs() -> list[TensorSpec]:
+    """All tensors of gpt-oss-120b: experts in MXFP4, rows of gate and up taking turns."""
+    hidden, vocab = GPT_OSS_CONFIG["hidden_size"], GPT_OSS_CONFIG["vocab_size"]
+    layers = (_gpt_oss_layer(f"model.layers.{layer}", hidden) for layer in range(36))
+    return [
+        _plain("model.embed_tokens.weight", vocab, hidden),
+        *(spec for layer in layers for spec in layer),
+        _plain("model.norm.weight", hidden),
+        _plain("lm_head.weight", vocab, hidden),
+    ]
+
+
+def _gpt_oss_layer(block: str, hidden: int) -> Iterator[TensorSpec]:
+    experts, width = GPT_OSS_CONFIG["num_local_experts"], GPT_OSS_CONFIG["intermediate_size"]
+    yield _plain(f"{block}.input_layernorm.weight", hidden)
+    yield _plain(f"{block}.post_attention_layernorm.weight", hidden)
+    for name, rows, columns in _attention(hidden, queries=64 * 64, keys=8 * 64):
+        yield _plain(f"{block}.self_attn.{name}.weight", rows, columns)
+        yield _plain(f"{block}.self_attn.{name}.bias", rows)
+    yield _plain(f"{block}.self_attn.sinks", 64)
+    yield _plain(f"{block}.mlp.router.weight", experts, hidden)
+    yield _plain(f"{block}.mlp.router.bias", experts)
+    for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        stack = f"{block}.mlp.experts.{name}"
+        yield TensorSpec(f"{stack}_blocks", DType.U8, (experts, rows, columns // 32, 16))
+        yield TensorSpec(f"{stack}_scales", DType.U8, (experts, rows, columns // 32))
+        yield _plain(f"{stack}_bias", experts, rows)
+
+
+def maverick_specs() -> list[TensorSpec]:
+    """All tensors of the text model of Llama-4-Maverick: transposed stacks in every other layer."""
+    text = MAVERICK_CONFIG["text_config"]
+    hidden, vocab, head = text["hidden_size"], text["vocab_size"], "language_model"
+    layers = (_maverick_layer(f"{head}.model.layers.{n}", text, dense=n % 2 == 0) for n in range(48))
+    return [
+        _plain(f"{head}.model.embed_tokens.weight", vocab, hidden),
+        *(spec for layer in layers for spec in layer),
+        _plain(f"{head}.model.norm.weight", hidden),
+        _plain(f"{head}.lm_head.weight", vocab, hidden),
+    ]
+
+
+def _maverick_layer(block: str, text: Mapping[str, Any], *, dense: bool) -> Iterator[TensorSpec]:
+    hidden, width, experts = text["hidden_size"], text["intermediate_size"], text["num_local_experts"]
+    yield _plain(f"{block}.input_layernorm.weight", hidden)
+    yield _plain(f"{block}.post_attention_layernorm.weight", hidden)
+    for name, rows, columns in _attention(hidden, queries=40 * 128, keys=8 * 128):
+        yield _plain(f"{block}.self_attn.{name}.weight", rows, columns)
+    if dense:
+        yield from _mlp(f"{block}.feed_forward", hidden, text["intermediate_size_mlp"])
+        return
+    yield _plain(f"{block}.feed_forward.router.weight", experts, hidden)
+    yield _plain(f"{block}.feed_forward.experts.gate_up_proj", experts, hidden, 2 * width)
+    yield _plain(f"{block}.feed_forward.experts.down_proj", experts, width, hidden)
+    yield from _mlp(f"{block}.feed_forward.shared_expert", hidden, width)
+
+
+def _attention(hidden: int, *, queries: int, keys: int) -> tuple[tuple[str, int, int], ...]:
+    rows = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    return (*((name, count, hidden) for name, count in rows), ("o_proj", hidden, queries))
+
+
+def _mlp(block: str, hidden: int, width: int) -> Iterator[TensorSpec]:
+    yield _plain(f"{block}.gate_proj.weight", width, hidden)
+    yield _plain(f"{block}.up_proj.weight", width, hidden)
+    yield _plain(f"{block}.down_proj.weight", hidden, width)
+
+
+def _plain(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, DType.BF16, shape)

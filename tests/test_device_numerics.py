@@ -1,0 +1,246 @@
+"""Float32 in full on every device, and what is done where a GPU fails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from kits.gpu_arithmetic import multiply_in_tf32
+
+from raymerge import device_numerics
+from raymerge.device_numerics import (
+    DeviceError,
+    Fallback,
+    check_full_float32,
+    divisor,
+    failure_of,
+    full_float32,
+    set_full_float32,
+)
+from raymerge.errors import OptionError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MEMORY, FAILED = "the GPU has too little memory: ", "the GPU failed: "
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Settings of torch that a test may change."""
+    with full_float32():
+        yield
+
+
+def _settings() -> list[object]:
+    """What torch says of its precision; the switch of each operation is the last word of newer versions."""
+    found: list[object] = [each.fp32_precision for each in device_numerics._operations()]
+    for read in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append("mixed")
+    return found
+
+
+# Full float32
+
+
+def _short_in_all() -> None:
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def _short_by_operation() -> None:
+    for each in device_numerics._operations():
+        each.fp32_precision = "tf32"
+
+
+def _short_by_default() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize("shorten", [lambda: None, _short_in_all, _short_by_operation, _short_by_default])
+def test_whatever_was_set_is_full_within_and_put_back(shorten: Callable[[], None], settings: None) -> None:
+    is_new = hasattr(torch.backends, "fp32_precision")
+    if shorten is _short_by_default and not is_new:
+        pytest.skip("this version of torch has one switch for all")
+    before_all = torch.backends.fp32_precision if is_new else None
+    try:
+        shorten()
+        before = _settings()
+        with full_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.backends.cuda.matmul.allow_tf32 is False
+            assert torch.backends.cudnn.allow_tf32 is False
+            assert {each.fp32_precision for each in device_numerics._operations()} <= {"ieee"}
+        assert _settings() == before
+    finally:
+        if is_new:
+            torch.backends.fp32_precision = before_all
+
+
+def test_a_product_tells_whether_numbers_are_cut(settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_tf32(monkeypatch)
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(OptionError, match=r"--device: float32 numbers .* NVIDIA_TF32_OVERRIDE"):
+        check_full_float32(CPU)
+    set_full_float32()
+    check_full_float32(CPU)
+
+
+def test_what_is_stronger_than_the_settings_is_seen(settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_tf32(monkeypatch, is_forced=True)
+    set_full_float32()
+    with pytest.raises(OptionError, match="not multiplied with all of their bits"):
+        check_full_float32(CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_divisor_is_a_tensor_of_the_dividend_s_kind(dtype: torch.dtype) -> None:
+    found = divisor(3, torch.ones(2, dtype=dtype))
+    assert (found.dtype, found.shape, found.item()) == (dtype, (), 3.0)
+
+
+# GPUs that fail
+
+
+def _accelerator_error(said: str) -> Exception:
+    kind: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
+    error = kind.__new__(kind)
+    error.args = (said,)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "note", "is_lasting"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried.\nGPU 0"),
+            MEMORY + "CUDA out of memory. Tried.",
+            False,
+        ),
+        (_accelerator_error("CUDA error: out of memory\nmore"), MEMORY + "CUDA error: out of memory", False),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            MEMORY + "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            False,
+        ),
+        (_accelerator_error("an illegal access"), FAILED + "an illegal access", True),
+        (RuntimeError("CUDA error: unknown error"), FAILED + "CUDA error: unknown error", True),
+        (RuntimeError("CUDA driver error: invalid image"), FAILED + "CUDA driver error: invalid image", True),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`"),
+            FAILED + "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle)`",
+            True,
+        ),
+        (
+            RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`"),
+            FAILED + "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXsyevd()`",
+            True,
+        ),
+        (
+            RuntimeError("cusolver error: 7, when calling `f`"),
+            FAILED + "cusolver error: 7, when calling `f`",
+            True,
+        ),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+            FAILED + "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+            True,
+        ),
+        (DeviceError("Found no driver"), FAILED + "Found no driver", True),
+    ],
+)
+def test_what_a_gpu_fails_with(error: Exception, note: str, is_lasting: bool) -> None:
+    failure = failure_of(error)
+    assert failure is not None
+    assert (failure.note, failure.is_lasting) == (note, is_lasting)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Expected all tensors to be on the same device, found at least two, cuda:0 and cpu!"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        RuntimeError('"addmm_cuda" not implemented for Int'),
+        torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
+        ValueError("CUDA error: in a name"),
+        OSError(5, "Input/output error"),
+    ],
+)
+def test_what_is_not_the_gpu_s_fault(error: Exception) -> None:
+    assert failure_of(error) is None
+
+
+class _Gpu:
+    """Computes where it is asked to; on the GPU it fails with what is given."""
+
+    def __init__(self, *failures: Exception | None) -> None:
+        self._failures = list(failures)
+        self.tried: list[str] = []
+
+    def make(self, device: torch.device, note: str) -> str:
+        self.tried.append(device.type)
+        if device.type == "cuda" and (error := self._failures.pop(0)) is not None:
+            raise error
+        return note
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Devices that are looked at, which all compute in full."""
+    seen: list[torch.device] = []
+    monkeypatch.setattr(device_numerics, "check_full_float32", seen.append)
+    return seen
+
+
+def test_a_gpu_that_failed_is_not_used_again_one_without_memory_is(full: list[torch.device]) -> None:
+    short, broken = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("cusolver error: 7")
+    gpu, fallback = _Gpu(None, short, None, broken), Fallback(GPU)
+    notes = [fallback.run(gpu.make) for _ in range(5)]
+    assert notes == ["", MEMORY + "CUDA out of memory.", "", *[FAILED + "cusolver error: 7"] * 2]
+    assert gpu.tried == ["cuda", "cuda", "cpu", "cuda", "cuda", "cpu", "cpu"]
+    assert full == [GPU]
+
+
+def test_a_defect_is_raised_on_a_gpu_as_on_a_processor(full: list[torch.device]) -> None:
+    gpu = _Gpu(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
+    with pytest.raises(RuntimeError, match="must match"):
+        Fallback(GPU).run(gpu.make)
+    assert gpu.tried == ["cuda"]
+
+
+def test_what_was_on_the_gpu_is_gone_before_the_processor_begins(full: list[torch.device]) -> None:
+    """It is as much as the processor is going to take."""
+
+    class Held:
+        """Stands for what was computed with."""
+
+    held: list[weakref.ref[Held]] = []
+
+    def make(device: torch.device, note: str) -> bool:
+        if device.type == "cuda":
+            mine = Held()
+            held.append(weakref.ref(mine))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        gc.collect()
+        return held[0]() is None
+
+    assert Fallback(GPU).run(make)
+
+
+def test_a_gpu_is_looked_at_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing computed with short numbers goes unseen, though the GPU was busy when the worker started."""
+    found: list[Exception] = [RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")]
+
+    def check(_: torch.device) -> None:
+        raise found.pop() if found else AssertionError("cut")
+
+    monkeypatch.setattr(device_numerics, "check_full_float32", check)
+    gpu, fallback = _Gpu(None), Fallback(GPU)
+    assert fallback.run(gpu.make).startswith(MEMORY)
+    with pytest.raises(AssertionError, match="cut"):
+        fallback.run(gpu.make)
+    assert gpu.tried == ["cpu"]
