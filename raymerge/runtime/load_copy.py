@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,16 +15,14 @@ from raymerge.checkpoints.index import INDEX_FILE, PICKLES
 from raymerge.checkpoints.source import CONFIG_FILE, WeightFile, open_checkpoint
 from raymerge.errors import OptionError, Problem
 from raymerge.planner.pickled import read_pickled
-from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.store import ReadStore
 from raymerge.storage.transfers import write_fully
 from raymerge.units import format_size
 
-_COPIES = "raymerge-load-"
-"""What the names of directories begin with that copies are in."""
 _PIECE = 16 << 20
 _READERS = 4
 
@@ -73,18 +70,13 @@ def copy_to_load(place: str, *, memory: int, scratch: str | None) -> Iterator[Lo
 
 @contextmanager
 def _directory(scratch: str | None) -> Iterator[Path]:
-    shared = tempfile.gettempdir() if scratch is None else scratch
     try:
-        found = OwnDirectory(shared, _COPIES)
+        found = OwnDirectory(scratch)
     except OSError as error:
         what = f"nothing can be written there: {error.strerror}."
         raise OptionError(Problem(str(scratch or "--scratch"), what, "Choose another --scratch.")) from error
-    try:
-        sweep(Path(shared), _COPIES)
-        # Alone: what holds the directory lies in it too.
-        yield found.path / "copy"
-    finally:
-        found.remove()
+    with found as path:
+        yield path
 
 
 def _lack(nbytes: int, memory: int, here: Path) -> str:

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ from typing import Any
 
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.control_groups import process_rooms
-from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.ray_watch import RayWatch, needed_processes
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.refusals import size_limit
 
 _OBJECT_STORE_BYTES = 200 << 20
 _ANSWER_SECONDS = 5.0
-_DIRECTORIES = "raymerge-ray-"
-"""What the names of directories of embedded Rays begin with."""
 _LEAST_THREADS = 128
 """Fewer an embedded Ray with one worker does not come up with; on two cores it takes about 160."""
 _EXEMPT = 1 << 21 | 1 << 24
@@ -131,9 +128,7 @@ class RayConnection:
 
     def _start(self) -> None:
         # A short path: Ray's socket names below it must stay under 108 bytes.
-        short = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
-        sweep(Path(short), _DIRECTORIES, names_host=False)
-        self._directory = OwnDirectory(short, _DIRECTORIES, names_host=False)
+        self._directory = OwnDirectory("/tmp" if os.path.isdir("/tmp") else None)
         # "local", because without an address Ray joins any cluster that it finds on this machine.
         with _helpers_left_out(self.ray):
             self.ray.init(

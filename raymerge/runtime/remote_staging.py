@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,7 +35,6 @@ from raymerge.runtime.output_contents import (
     no_part,
     recorded_files,
 )
-from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.remote_journal import JournalMirror
 from raymerge.runtime.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
 from raymerge.runtime.remote_ledger import RemoteLedger
@@ -51,6 +49,7 @@ from raymerge.storage.addresses import shown
 from raymerge.storage.local import LocalStore
 from raymerge.storage.object_stream import LARGEST_OBJECT, stream_bytes
 from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.store import FileInfo
 from raymerge.units import format_size
 from raymerge.verifier.companions import PROVENANCE_FILE
@@ -67,8 +66,6 @@ _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _AT_ONCE = 4 << 20
 _ASIDE_SECONDS = 5.0
 _PROBES = f"{RECORD}/{PROBE}-"
-_CONTROL = "raymerge-control-"
-"""What the names of control directories begin with."""
 
 
 class RemoteStaging(Staging):
@@ -85,9 +82,7 @@ class RemoteStaging(Staging):
             OptionError: what speaks to such stores is not installed.
             CheckpointError: there are no credentials.
         """
-        shared = tempfile.gettempdir()
-        sweep(Path(shared), _CONTROL)
-        control = OwnDirectory(shared, _CONTROL)
+        control = OwnDirectory()
         weakref.finalize(self, control.remove)
         super().__init__(control.path / "output", plan)
         self.name = shown(place)

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from raymerge.errors import TransientError
 from raymerge.execute.output import UNFINISHED
-from raymerge.runtime.own_directory import OwnDirectory
 from raymerge.runtime.shard_order import ShardOrder
 from raymerge.storage.local import LocalStore
 from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.patience import KEPT
 from raymerge.storage.store import ReadStore, Sink
 

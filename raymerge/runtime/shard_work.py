@@ -16,13 +16,13 @@ from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.planner.copies import computed_rows
 from raymerge.runtime.beginning import MARK
-from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.segment_work import SegmentsRunner, SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_reads
 from raymerge.runtime.shard_sinks import Checks, ScratchSink, ShardSink, StreamSink
 from raymerge.runtime.staging import RECORD, check_room
 from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.patience import Patience
 
 _MARK = f"{RECORD}/{MARK}"
@@ -104,7 +104,6 @@ class ShardWork:
 
     def _check_scratch(self, scratch: Path) -> None:
         """See that this machine takes files there, and as many shards as it makes at the same time."""
-        sweep(scratch)
         try:
             OwnDirectory(str(scratch)).remove()
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.open import open_store
+from raymerge.storage.own_directory import OwnDirectory
 
 _MOST_NBYTES = 1 << 30
 """Bytes of all files together; the largest tokenizers have a tenth of it."""
@@ -29,7 +29,7 @@ def fetched(place: str, keys: Iterable[str]) -> Iterator[Path]:
         yield Path(parse_place(place).text)
         return
     wanted = frozenset(keys)
-    with tempfile.TemporaryDirectory(prefix="raymerge-") as directory, open_store(place) as store:
+    with OwnDirectory() as directory, open_store(place) as store:
         found = [info for info in store.files() if info.key in wanted]
         nbytes = sum(info.nbytes for info in found)
         if nbytes > _MOST_NBYTES:
@@ -38,7 +38,7 @@ def fetched(place: str, keys: Iterable[str]) -> Iterator[Path]:
             )
             raise CheckpointError(Problem(shown(place), what, "Take what is no part of the model out."))
         for info in found:
-            path = Path(directory, info.key)
+            path = directory / info.key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(store.read(info.key, 0, info.nbytes))
-        yield Path(directory)
+        yield directory

@@ -16,8 +16,8 @@ from raymerge import proving
 from raymerge.api import submit, verify_load
 from raymerge.errors import OptionError
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.own_directory import OwnDirectory
 from raymerge.storage import patience
+from raymerge.storage.own_directory import OwnDirectory
 
 OUT = "s3://models/out"
 
@@ -184,7 +184,7 @@ def test_a_copy_that_takes_the_memory_is_not_loaded(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does one stay that a killed command left."""
-    left = OwnDirectory(str(tmp_path), "raymerge-load-")
+    left = OwnDirectory(str(tmp_path))
     os.close(left._descriptor)
     free = iter([1 << 40, 1 << 10])
     monkeypatch.setattr(proving, "free_memory", lambda: next(free))

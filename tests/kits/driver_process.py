@@ -151,7 +151,7 @@ def kin_of(process: Any) -> Kin:
     return Kin(
         found,
         tuple(each for each, command in commands.items() if "ray::Slow" in command),
-        frozenset(re.findall(r"/tmp/raymerge-ray-\w+", " ".join(commands.values()))),
+        frozenset(re.findall(r"/tmp/raymerge-[0-9a-f]{8}-\w+", " ".join(commands.values()))),
     )
 
 

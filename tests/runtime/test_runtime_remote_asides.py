@@ -5,10 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +24,6 @@ from raymerge.runtime import remote_journal, remote_lease, remote_stop, shard_or
 from raymerge.runtime.events import Event, SegmentDone
 from raymerge.runtime.holder import myself
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.own_directory import OwnDirectory, sweep
 from raymerge.runtime.remote_lease import RemoteLease, leased, look
 from raymerge.runtime.remote_records import RemoteRecords
 from raymerge.runtime.remote_stop import RemoteStopRequest, ask_to_stop
@@ -36,6 +31,7 @@ from raymerge.runtime.run_records import journal_lines
 from raymerge.runtime.run_status import report_of
 from raymerge.storage.object_writer import ObjectWriter
 from raymerge.storage.options import StoreOptions
+from raymerge.storage.own_directory import OwnDirectory
 
 INLINE = RunOptions(inline=True)
 KEY = "raymerge/lease.json"
@@ -242,30 +238,6 @@ def test_a_store_that_refuses_to_write_what_is_not_there(place: str) -> None:
 # The directory for shards
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
-    own = OwnDirectory(str(tmp_path / "scratch"))
-    code = (
-        "import sys, time; from raymerge.runtime.own_directory import OwnDirectory; "
-        "found = OwnDirectory(sys.argv[1]); (found.path / 'shard').write_bytes(b'x'); "
-        "print(found.path, flush=True); time.sleep(1000)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "scratch")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process:
-        other = Path(process.stdout.readline().strip())
-        (tmp_path / "scratch" / "mine").mkdir()
-        sweep(tmp_path / "scratch")
-        there = {path.name for path in (tmp_path / "scratch").iterdir()}
-        process.send_signal(signal.SIGKILL)
-    assert there == {own.path.name, other.name, "mine"}
-    sweep(tmp_path / "scratch")
-    assert {path.name for path in (tmp_path / "scratch").iterdir()} == {own.path.name, "mine"}
-    own.remove()
-    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["mine"]
-
-
 def test_a_worker_sweeps_and_looks_for_room_where_it_is(
     recipe: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,27 +258,14 @@ def test_control_directories_of_killed_drivers_are_swept(
     recipe: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    left, other = (OwnDirectory(str(tmp_path / "temporary"), "raymerge-control-") for _ in range(2))
+    left, other = (OwnDirectory() for _ in range(2))
     (left.path / "output").mkdir()
     # As the system does where a process is killed.
     os.close(left._descriptor)
     submit(recipe, place, INLINE)
     gc.collect()
-    assert [path.name for path in (tmp_path / "temporary").iterdir()] == [other.path.name]
+    assert list((tmp_path / "temporary").iterdir()) == [other.path.parent]
     other.remove()
-
-
-def test_directories_of_other_machines_are_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Locks may be those of each machine, on a file system that several share."""
-    own = OwnDirectory(str(tmp_path))
-    os.close(own._descriptor)
-    for host, left in (("another", [own.path]), (socket.gethostname(), [])):
-        with monkeypatch.context() as patched:
-            patched.setattr(socket, "gethostname", lambda host=host: host)
-            sweep(tmp_path)
-        assert list(tmp_path.iterdir()) == left
 
 
 def test_a_key_of_aws_is_refused_where_there_is_none(recipe: dict[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from raymerge.profiles import parse_profile
 from raymerge.runtime.targets import job_folder
 from raymerge.runtime.targets.job_server import JobServer
 from raymerge.runtime.targets.target import Submission
+from raymerge.storage.own_directory import OwnDirectory
 
 RUN = "raymerge-0123456789ab"
 RECIPE = "merge_method: linear\nmodels: [{model: /mnt/a, parameters: {weight: 1}}]\n"
@@ -23,7 +26,7 @@ RECIPE = "merge_method: linear\nmodels: [{model: /mnt/a, parameters: {weight: 1}
 class _Server:
     """A client that keeps what the working directory of a job had."""
 
-    sent: Mapping[str, bytes]
+    sent: Mapping[str, bytes] = MappingProxyType({})
 
     def get_version(self) -> str:
         return "1"
@@ -60,6 +63,22 @@ def test_a_directory_goes_along_with_what_its_links_mean(
     sent = _sent(along)
     assert set(sent) == {"deep/a.txt", "link.txt", "recipe.yml", "profile.yml"}
     assert sent["link.txt"] == b"a"
+
+
+def test_what_a_killed_submission_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "along").mkdir()
+    # As the system does where a process is killed.
+    os.close(OwnDirectory()._descriptor)
+    during: list[list[Path]] = []
+    monkeypatch.setattr(
+        _Server, "submit_job", lambda *_, **__: during.append([*(tmp_path / "temporary").glob("*/lock")])
+    )
+    _sent(tmp_path / "along")
+    assert [len(each) for each in during] == [1]
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_directory_that_is_too_large_is_refused_beforehand(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from raymerge.errors import OptionError, Problem
 from raymerge.runtime.targets.target import Submission
+from raymerge.storage.own_directory import OwnDirectory
 from raymerge.units import format_size
 
 RECIPE, PROFILE = "recipe.yml", "profile.yml"
@@ -49,8 +49,8 @@ def folder_of(submission: Submission) -> Iterator[Path]:
     Raises:
         OptionError: it cannot be made, as where a file cannot be read.
     """
-    with tempfile.TemporaryDirectory(prefix="raymerge-job-") as root:
-        folder = Path(root) / "job"
+    with OwnDirectory() as root:
+        folder = root / "job"
         try:
             _fill(folder, submission)
         except OSError as error:
