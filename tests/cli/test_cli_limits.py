@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kits.command_line import WIDE
+from kits.control_group import process_group
 from kits.merges import make_models, write_recipe
 
 _RECIPE = """
@@ -116,3 +117,24 @@ def test_a_limit_on_processes_that_ray_cannot_start_within(models: Path) -> None
     assert code == 2
     assert "ray: an embedded Ray starts more than 128 threads, and no more than" in said
     assert "give --inline" in said
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "code", "expected"),
+    [
+        (2, ["--inline"], 3, "the same command goes on"),
+        (4, ["--inline"], 3, "the same command goes on"),
+        (60, [], 2, "ray: an embedded ray starts more than 128 threads, and no more than"),
+    ],
+)
+def test_a_container_s_limit_on_processes(
+    count: int, flags: list[str], code: int, expected: str, models: Path
+) -> None:
+    args = ("submit", "recipe.yml", "-o", f"group-{count}", *flags)
+    with process_group(count) as group:
+        if group is None:
+            pytest.skip("a control group is made by root alone, and not in every container")
+        found, said = _run(models, *args, limit=lambda: group.write_text(str(os.getpid())))
+    assert found == code
+    assert "of the container (pids.max)" in said
+    assert expected in said.lower()

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.runtime.control_groups import core_quotas, memory_rooms
+from raymerge.errors import OptionError
+from raymerge.runtime.control_groups import core_quotas, memory_rooms, process_rooms
 from raymerge.runtime.memory_errors import oom_kills
+from raymerge.runtime.ray_environment import _check_limits
 from raymerge.runtime.sizing import cores_here
 
 GIB = 1 << 30
@@ -28,6 +30,7 @@ def _machine(root: Path, groups: str, files: dict[str, str]) -> Path:
 def test_a_machine_without_groups_has_no_limits(tmp_path: Path) -> None:
     assert list(core_quotas(tmp_path)) == []
     assert list(memory_rooms(tmp_path)) == []
+    assert list(process_rooms(tmp_path)) == []
 
 
 def test_every_group_of_version_2_above_the_process_counts(tmp_path: Path) -> None:
@@ -73,6 +76,33 @@ def test_both_versions_at_once(tmp_path: Path) -> None:
     root = _machine(tmp_path, "3:cpu:/\n0::/\n", files)
     assert list(core_quotas(root)) == [3.0]
     assert list(memory_rooms(root)) == [GIB]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "rooms"),
+    [
+        ("0::/pod/a\n", {"pod/a/pids.max": "max", "pod/pids.max": "300", "pod/pids.current": "180"}, [120]),
+        ("0::/pod/a\n", {"pod/a/pids.max": "150", "pod/a/pids.current": "151", "pids.max": "9"}, [-1, 9]),
+        # In a container the path may be the host's, and the mounted group its own.
+        ("8:pids:/docker/abc\n0::/\n", {"pids/pids.max": "100", "pids/pids.current": "4"}, [96]),
+        ("8:pids:/\n", {"pids/pids.max": "max", "pids/pids.current": "4", "pids.max": "1"}, []),
+    ],
+)
+def test_an_embedded_ray_is_refused_where_a_group_has_too_few_processes_left(
+    groups: str, files: dict[str, str], rooms: list[int], tmp_path: Path
+) -> None:
+    root = _machine(tmp_path, groups, {f"{V2}/{name}": f"{text}\n" for name, text in files.items()})
+    assert list(process_rooms(root)) == rooms
+    if not rooms:
+        _check_limits(root)
+        return
+    with pytest.raises(OptionError) as caught:
+        _check_limits(root)
+    (problem,) = caught.value.problems
+    assert problem.where == "ray"
+    assert f"more than 128 threads, and no more than {max(0, min(rooms))} may be started here" in problem.what
+    assert "of the container (pids.max)" in problem.what
+    assert problem.remedy == "Raise it, or give --inline to run without Ray."
 
 
 def test_in_a_container_the_path_may_be_the_host_s(tmp_path: Path) -> None:

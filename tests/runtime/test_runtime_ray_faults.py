@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from kits.control_group import memory_group
 from kits.driver_process import driver, finish
-from kits.memory_group import memory_group
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import submit

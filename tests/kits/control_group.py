@@ -1,4 +1,4 @@
-"""A control group with a memory limit, as a container has one."""
+"""Control groups with a limit, as a container has them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,28 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @contextmanager
 def memory_group(nbytes: int) -> Iterator[Path | None]:
+    """A group whose processes may use so much memory together; see ``_group``."""
+    with _group("memory", ("memory.limit_in_bytes", "memory.max"), nbytes) as group:
+        yield group
+
+
+@contextmanager
+def process_group(count: int) -> Iterator[Path | None]:
+    """A group that may have so many processes and threads; see ``_group``."""
+    with _group("pids", ("pids.max", "pids.max"), count) as group:
+        yield group
+
+
+@contextmanager
+def _group(controller: str, limits: tuple[str, str], most: int) -> Iterator[Path | None]:
     """The file that a process writes its number to in order to join; None where this user can make no group.
 
     Args:
-        nbytes: what the processes in it may use together.
+        controller: what limits, in version 1.
+        limits: the file with the limit, in version 1 and in version 2.
+        most: what is written to it.
     """
-    group = _made(nbytes)
+    group = _made(controller, limits, most)
     try:
         yield None if group is None else group / "cgroup.procs"
     finally:
@@ -26,13 +42,13 @@ def memory_group(nbytes: int) -> Iterator[Path | None]:
             _remove(group)
 
 
-def _made(nbytes: int) -> Path | None:
-    # Of version 1, or of version 2 where the root passes control of memory on.
-    for parent, limit in ((_ROOT / "memory", "memory.limit_in_bytes"), (_ROOT, "memory.max")):
+def _made(controller: str, limits: tuple[str, str], most: int) -> Path | None:
+    # Of version 1, or of version 2 where the root passes control on.
+    for parent, limit in zip((_ROOT / controller, _ROOT), limits, strict=True):
         group = parent / f"raymerge-test-{os.getpid()}"
         try:
             group.mkdir()
-            (group / limit).write_text(str(nbytes))
+            (group / limit).write_text(str(most))
         except OSError:
             with suppress(OSError):
                 group.rmdir()
