@@ -21,8 +21,9 @@ class RayWatch:
     """Watches processes of an embedded Ray until it is ended.
 
     Where the raylet is gone, Ray ends the process of its driver from within a library, with 1 and without a
-    word; and the raylet ends itself when one of its agents is gone. Without the GCS nothing goes on, and
-    every call waits for it for most of a minute. So whoever owns the driver has to hear of it before.
+    word, as soon as that calls the object store; and the raylet ends itself when one of its agents is gone.
+    Without the GCS nothing goes on, and every call waits for it for most of a minute. So whoever owns the
+    driver has to hear of it before.
     """
 
     def __init__(self, processes: Mapping[int, str], on_end: Callable[[str], None]) -> None:
