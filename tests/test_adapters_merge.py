@@ -10,9 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, tiny_lora, write_adapter
+from kits.adapter_maker import (
+    PREFIX,
+    factor_tensors,
+    lora_config,
+    peft_merge,
+    pickled_adapter,
+    tiny_lora,
+    write_adapter,
+)
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.gpu_arithmetic import multiply_in_tf32
+from kits.pickle_maker import Marker
+from kits.s3_server import s3_server
 
 import raymerge
 from raymerge.device_numerics import full_float32
@@ -63,6 +73,35 @@ def test_a_model_with_its_adapter_alone_is_that_model_merged(tmp_path: Path, bas
     _check(found, peft_merge(read_tensors(base), lora))
     untouched = Q.format(0).replace("q_proj", "k_proj") + ".weight"
     assert torch.equal(found[untouched], read_tensors(base)[untouched])
+
+
+def test_a_pickled_adapter_gives_the_bytes_of_the_same_one_in_safetensors(tmp_path: Path, base: Path) -> None:
+    lora = tiny_lora(tmp_path / "lora", read_tensors(base), 3)
+    pickled = pickled_adapter(lora, tmp_path / "pickled")
+    for name, adapter in (("expected", lora), ("found", pickled)):
+        _merge(_linear(f"{base}+{adapter}", base), tmp_path / name)
+    with s3_server() as s3:
+        s3.upload(pickled, "pickled")
+        _merge(_linear(f"{base}+s3://{s3.bucket}/pickled", base), tmp_path / "far", storage=s3.options)
+    expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+    assert (tmp_path / "found" / "model.safetensors").read_bytes() == expected
+    assert (tmp_path / "far" / "model.safetensors").read_bytes() == expected
+    assert raymerge.verify(tmp_path / "found").problems == ()
+    notes = raymerge.plan(_linear(f"{base}+{pickled}", base)).manifest["notes"]
+    assert f"{pickled}: its tensors are read from a pickled file: adapter_model.bin." in notes
+    assert raymerge.replay(tmp_path / "found").problems == ()
+
+
+def test_a_pickled_adapter_is_refused_where_the_recipe_says_so_and_runs_no_code(
+    tmp_path: Path, base: Path
+) -> None:
+    lora = pickled_adapter(tiny_lora(tmp_path / "lora", read_tensors(base), 3), tmp_path / "pickled")
+    with pytest.raises(PlanError, match=r"adapter_model.bin, and pickled weights are refused"):
+        raymerge.plan(_linear(f"{base}+{lora}", base, pickled_weights="refuse"))
+    torch.save({"x": Marker(tmp_path / "ran")}, lora / "adapter_model.bin")
+    with pytest.raises(PlanError, match="would run code or build other things"):
+        raymerge.plan(_linear(f"{base}+{lora}", base))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_adapters_are_multiplied_in_full_float32_whatever_the_process_has_set(

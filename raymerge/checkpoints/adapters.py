@@ -16,7 +16,7 @@ from raymerge.checkpoints.bounded_json import read_bounded
 from raymerge.checkpoints.files import LeftOut, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.links import linked_directories
-from raymerge.checkpoints.source import WeightFile, natural_key
+from raymerge.checkpoints.source import PickleReader, WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub import unfetched_files
@@ -115,6 +115,8 @@ class Adapter:
     """Every other file that belongs to it (tokenizer, licence)."""
     left_out: tuple[LeftOut, ...]
     """Every file that is neither read nor a companion."""
+    notes: tuple[str, ...] = ()
+    """Things worth telling that stand in nobody's way."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -137,8 +139,13 @@ class Adapter:
         return len(weights | biases | self.replaced.keys())
 
 
-def open_adapter(root: Path | str, name: str) -> Adapter:
+def open_adapter(root: Path | str, name: str, *, read_pickle: PickleReader | None = None) -> Adapter:
     """Read the config and header of the adapter in the directory ``root``.
+
+    Args:
+        root: the directory: a path or an address.
+        name: what messages call the adapter.
+        read_pickle: reads weights that are pickled, where there are no safetensors; None refuses them.
 
     Raises:
         CheckpointError: with every problem of this adapter at once.
@@ -146,15 +153,17 @@ def open_adapter(root: Path | str, name: str) -> Adapter:
     with open_store(str(root)) as store:
         files = store.files()
         infos = {info.key: info for info in files}
-        _check_files(infos, store.location("."), shown(str(root)))
-        header, config = _read(store, infos)
+        weights = adapter_weights(
+            infos, store.location("."), shown(str(root)), pickled=read_pickle is not None
+        )
+        header, config, notes = _read(store, infos, weights, read_pickle)
         others = unfetched_files(store.location("."), files)
     factors, replaced, sentences = _account(header.tensors, config)
     if sentences:
-        where = store.location(ADAPTER_WEIGHTS_FILE)
+        where = store.location(weights)
         raise CheckpointError([Problem(where, what, remedy) for what, remedy in sentences])
     sizes = {info.key: info.nbytes for info in (*files, *others)}
-    companions, left_out = sort_files(sizes, {ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE}, is_adapter=True)
+    companions, left_out = sort_files(sizes, {ADAPTER_CONFIG_FILE, weights}, is_adapter=True)
     if not is_remote(str(root)):
         left_out += tuple(linked_directories(Path(root)))
     return Adapter(
@@ -167,6 +176,7 @@ def open_adapter(root: Path | str, name: str) -> Adapter:
         replaced=replaced,
         companions=tuple(key for key in companions if key in infos),
         left_out=left_out,
+        notes=notes,
     )
 
 
@@ -182,38 +192,59 @@ def factor_names(module: str, kind: FactorKind) -> tuple[str, str]:
     return f"{PREFIX}{module}.{_DOWN[kind]}", f"{PREFIX}{module}.{_UP[kind]}"
 
 
-def _check_files(infos: Mapping[str, FileInfo], where: str, root: str) -> None:
+def adapter_weights(infos: Mapping[str, FileInfo], where: str, root: str, *, pickled: bool) -> str:
+    """The file that holds an adapter's weights.
+
+    Args:
+        infos: all files of its directory.
+        where: the directory, for messages.
+        root: the directory, for a command that converts the weights.
+        pickled: whether pickled weights may be chosen where there are no safetensors.
+
+    Raises:
+        CheckpointError: there are none, or it is no adapter.
+    """
     if ADAPTER_CONFIG_FILE not in infos:
         is_model = "config.json" in infos
         what = f"is {'a model, not an' if is_model else 'no'} adapter: it has no {ADAPTER_CONFIG_FILE}."
         remedy = _NOT_A_MODEL if is_model else _CHECK_PATH
     elif ADAPTER_WEIGHTS_FILE in infos:
-        return
-    elif _PICKLE in infos:
-        what = f"has its weights in {_PICKLE}; raymerge reads safetensors only, for a pickle can run code."
-        remedy = f"If you trust it, convert it: {_CONVERT.format(root=root)}"
-    else:
+        return ADAPTER_WEIGHTS_FILE
+    elif _PICKLE not in infos:
         what = f"holds no weights: {ADAPTER_WEIGHTS_FILE} is not there."
         remedy = "Check the path, and whether the download came to its end."
+    elif pickled:
+        return _PICKLE
+    else:
+        what = f"has its weights in {_PICKLE}, and pickled weights are refused (pickled_weights: refuse)."
+        remedy = f"Take that out: no code of the file is run. Or convert it: {_CONVERT.format(root=root)}"
     raise CheckpointError(Problem(where, what, remedy))
 
 
-def _read(store: ReadStore, infos: Mapping[str, FileInfo]) -> tuple[FileHeader, AdapterConfig]:
+def _read(
+    store: ReadStore, infos: Mapping[str, FileInfo], weights: str, read_pickle: PickleReader | None
+) -> tuple[FileHeader, AdapterConfig, tuple[str, ...]]:
+    """The header, the config and things worth telling."""
     problems: list[Problem] = []
     header, config = None, None
+    notes: tuple[str, ...] = ()
     info = infos[ADAPTER_CONFIG_FILE]
     try:
         config = parse_adapter_config(read_bounded(store, info.key, info.nbytes), store.location(info.key))
     except CheckpointError as error:
         problems.extend(error.problems)
-    info = infos[ADAPTER_WEIGHTS_FILE]
+    info = infos[weights]
     try:
-        header = read_header(store, info.key, info.nbytes, info.version)
+        if weights == _PICKLE and read_pickle is not None:
+            header, notes = read_pickle(store, info)
+            notes = (f"its tensors are read from a pickled file: {weights}.", *notes)
+        else:
+            header = read_header(store, info.key, info.nbytes, info.version)
     except CheckpointError as error:
         problems.extend(error.problems)
     if header is None or config is None:
         raise CheckpointError(problems)
-    return header, config
+    return header, config, notes
 
 
 def _account(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from raymerge.architectures import describe, load_rules
@@ -21,30 +20,21 @@ from raymerge.lora.writer import output_directory
 from raymerge.methods import Method, Settings, methods
 from raymerge.planner.bind import Binder, BindError, ineffective_parameters
 from raymerge.planner.recipe_check import check_recipe
+from raymerge.planner.sources import pickles_read
 from raymerge.planner.spans import Member
 from raymerge.planner.treatments import OWN, Treatment
-from raymerge.recipes import AdapterOutput, ModelReference, Recipe, Subject, Unnamed, did_you_mean
-from raymerge.storage.resolve import UNFETCHED
-
-AdapterOpener = Callable[[ModelReference], Adapter]
-"""Opens the adapter that a reference names."""
+from raymerge.recipes import AdapterOutput, Recipe, Subject, Unnamed, did_you_mean
+from raymerge.storage.resolve import UNFETCHED, USUAL, Lookup
 
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 
 
-def combine_recipe(
-    recipe: Recipe,
-    output: str | Path,
-    *,
-    opener: AdapterOpener = open_named_adapter,
-    on_module: OnModule | None = None,
-) -> Combination:
+def combine_recipe(recipe: Recipe, output: str | Path, *, on_module: OnModule | None = None) -> Combination:
     """Merge the adapters of a recipe into one.
 
     Args:
         recipe: its ``models`` are adapters of one model; ``adapter`` says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
-        opener: how adapters are opened.
         on_module: told of progress.
 
     Raises:
@@ -52,7 +42,7 @@ def combine_recipe(
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
-    work = _Work(recipe, opener)
+    work = _Work(recipe, USUAL)
     if work.problems or work.method is None or work.binding is None:
         raise PlanError(in_order(work.problems))
     shape = recipe.adapter or AdapterOutput()
@@ -72,7 +62,9 @@ def combine_recipe(
         where=recipe.where,
         on_module=on_module,
     )
-    return replace(made, notes=(*recipe.notes, *ineffective_parameters(recipe, work.method, ()), *made.notes))
+    read = [f"{each.name}: {note}" for each in work.adapters for note in each.notes]
+    ineffective = ineffective_parameters(recipe, work.method, ())
+    return replace(made, notes=(*recipe.notes, *read, *ineffective, *made.notes))
 
 
 def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
@@ -80,19 +72,18 @@ def adapter_problems(recipe: Recipe) -> tuple[Problem, ...]:
 
     Adapters that would have to be fetched are not looked at.
     """
-    opener = partial(open_named_adapter, lookup=UNFETCHED)
-    return in_order(_Work(recipe, opener).problems)
+    return in_order(_Work(recipe, UNFETCHED).problems)
 
 
 class _Work:
     """A recipe with its adapters, and all that is wrong with them."""
 
-    def __init__(self, recipe: Recipe, opener: AdapterOpener) -> None:
+    def __init__(self, recipe: Recipe, lookup: Lookup) -> None:
         self.problems = list(_foreign(recipe))
         self.method = _method_of(recipe, self.problems)
         if self.method is not None:
             recipe = self._checked(recipe)
-        self.adapters = _open_all(recipe, opener, self.problems)
+        self.adapters = _open_all(recipe, lookup, self.problems)
         self.binding: _Binding | None = None
         are_open = len(self.adapters) == len(recipe.models)
         if self.method is None:
@@ -146,12 +137,13 @@ def _foreign(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(recipe.where(), what, "Write models: [{model: ADAPTER}, ...].")
 
 
-def _open_all(recipe: Recipe, opener: AdapterOpener, problems: list[Problem]) -> list[Adapter]:
+def _open_all(recipe: Recipe, lookup: Lookup, problems: list[Problem]) -> list[Adapter]:
     adapters: list[Adapter] = []
+    pickled = pickles_read([recipe])
     for index, entry in enumerate(recipe.models):
         place = recipe.where("models", index, "model")
         try:
-            adapters.append(opener(entry.model))
+            adapters.append(open_named_adapter(entry.model, pickled=pickled, lookup=lookup))
         except NotCachedError:
             continue  # Nobody asked the Hub for it.
         except CheckpointError as error:

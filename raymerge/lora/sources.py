@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from raymerge.checkpoints.adapters import Adapter, open_adapter
+from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.pickled import read_pickled
-from raymerge.planner.sources import unread_problem
+from raymerge.planner.sources import open_adapter_reference, unread_problem
 from raymerge.recipes import ModelReference, parse_reference
 from raymerge.storage.resolve import USUAL, Lookup, resolve_source
 
@@ -32,11 +32,12 @@ def open_named_model(text: str) -> Checkpoint:
     return found
 
 
-def open_named_adapter(reference: ModelReference, lookup: Lookup = USUAL) -> Adapter:
+def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
     """The adapter that a recipe's reference names, headers only.
 
     Args:
         reference: a directory, a Hub name or an address.
+        pickled: whether pickled weights are read where there are no safetensors.
         lookup: how it is found.
 
     Raises:
@@ -45,7 +46,7 @@ def open_named_adapter(reference: ModelReference, lookup: Lookup = USUAL) -> Ada
     if reference.lora_path is not None:
         what = "this names an adapter on a model, in a merge of adapters."
         raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
-    found = open_adapter(resolve_source(reference.path, reference.revision, lookup=lookup), str(reference))
+    found = open_adapter_reference(reference, pickled=pickled, lookup=lookup)
     _check_read(found)
     return found
 

@@ -57,6 +57,7 @@ def adapter_notes(supplies: Supplies, fates: Fates) -> Iterator[str]:
     """How many of each adapter's changes go into the output."""
     dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
     for index, laid in supplies.adapters.items():
+        yield from (f"{laid.adapter.name}: {note}" for note in laid.adapter.notes)
         changes = laid.changes()
         used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
         outside = len(changes) - len(used)

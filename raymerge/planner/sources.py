@@ -153,6 +153,14 @@ def open_reference(reference: ModelReference, *, pickled: bool = True, lookup: L
     return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
 
 
+def open_adapter_reference(
+    reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL
+) -> Adapter:
+    """Open the adapter that a reference names; arguments and errors as of ``open_reference``."""
+    root = resolve_source(reference.path, reference.revision, lookup=lookup)
+    return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
+
+
 def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
     """Whether recipes have pickled weights read."""
     return all(recipe.pickled_weights == "read" for recipe in recipes)
@@ -237,6 +245,7 @@ def _opened(
     """Every distinct model, None for one that cannot be opened; and what failed, with its path."""
     opened: dict[ModelReference, Source | None] = {}
     failures: list[tuple[Path_, UserError]] = []
+    pickled = pickles_read([recipe])
     for path, reference in references(recipe):
         # Rules choose among models that are named elsewhere; others are refused in planning.
         if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
@@ -245,7 +254,7 @@ def _opened(
         try:
             source = _open(len(opened) - 1, reference, opener)
             opened[reference] = source
-            opened[reference] = replace(source, adapter=_open_adapter(reference, lookup))
+            opened[reference] = replace(source, adapter=_open_adapter(reference, lookup, pickled=pickled))
         except (UserError, TransientError) as error:
             # Where nothing is fetched, nothing is known of these models: that is no fault of the recipe.
             if not lookup.fetches and isinstance(error, (NotCachedError, TransientError)):
@@ -309,12 +318,11 @@ def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
     )
 
 
-def _open_adapter(reference: ModelReference, lookup: Lookup) -> Adapter | None:
+def _open_adapter(reference: ModelReference, lookup: Lookup, *, pickled: bool) -> Adapter | None:
     if reference.lora_path is None:
         return None
-    root = resolve_source(reference.lora_path, reference.lora_revision, lookup=lookup)
-    revision = f"@{reference.lora_revision}" if reference.lora_revision else ""
-    return open_adapter(root, f"{reference.lora_path}{revision}")
+    adapter = ModelReference(reference.lora_path, reference.lora_revision)
+    return open_adapter_reference(adapter, pickled=pickled, lookup=lookup)
 
 
 def _stored_head_is_embedding(checkpoint: Checkpoint, pair: TiedPair | None) -> bool:

@@ -229,11 +229,11 @@ class TestRefusals:
         write_json(tmp_path / "adapter_config.json", lora_config())
         assert "adapter_model.safetensors is not there" in refusal(tmp_path)
 
-    def test_pickled_weights(self, tmp_path: Path) -> None:
+    def test_pickled_weights_that_are_refused(self, tmp_path: Path) -> None:
         write_json(tmp_path / "adapter_config.json", lora_config())
         (tmp_path / "adapter_model.bin").write_bytes(b"")
         text = refusal(tmp_path)
-        assert "a pickle can run code" in text
+        assert "pickled weights are refused (pickled_weights: refuse). Take that out" in text
         assert f"torch.load('{tmp_path}/adapter_model.bin', weights_only=True)" in text
 
     @pytest.mark.parametrize(

@@ -64,6 +64,14 @@ def write_adapter(
     return root
 
 
+def pickled_adapter(adapter: Path, root: Path) -> Path:
+    """The adapter at ``adapter`` once more in ``root``, its weights pickled; returns ``root``."""
+    root.mkdir(parents=True, exist_ok=True)
+    torch.save(load_file(adapter / "adapter_model.safetensors"), root / "adapter_model.bin")
+    (root / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    return root
+
+
 def factor_tensors(
     module: str, shape: tuple[int, int], rank: int, generator: torch.Generator, *, scale: float = 0.1
 ) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.adapter_maker import PREFIX, factor_tensors, peft_merge, write_adapter
+from kits.adapter_maker import PREFIX, factor_tensors, peft_merge, pickled_adapter, write_adapter
 from kits.adapter_merges import BASE, DOWN, Q0, Q1, SHAPES, adapter, add, recipe, with_heads
 
 from raymerge.checkpoints.adapters import open_adapter
@@ -236,6 +236,17 @@ class TestElements:
             combine_recipe(made, tmp_path / out)
         one, two = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("a", "b"))
         assert one == two
+
+    def test_pickled_adapters_give_the_bytes_of_the_same_ones_in_safetensors(self, tmp_path: Path) -> None:
+        roots = [adapter(tmp_path / str(i), i) for i in range(2)]
+        combine_recipe(recipe("ties", roots), tmp_path / "a")
+        pickled = [pickled_adapter(root, tmp_path / f"pickled{root.name}") for root in roots]
+        made = combine_recipe(recipe("ties", pickled), tmp_path / "b")
+        one, two = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("a", "b"))
+        assert one == two
+        assert made.notes[0].endswith(
+            "pickled0: its tensors are read from a pickled file: adapter_model.bin."
+        )
 
 
 class TestParameters:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, pickled_adapter, write_adapter
 from kits.adapter_merges import Q0, adapter, add, recipe, with_heads
 
 from raymerge.checkpoints.adapters import open_adapter
@@ -29,6 +29,11 @@ def refusal(made: Recipe, root: Path) -> str:
 class TestRefusals:
     def two(self, root: Path, **changes: Any) -> list[Path]:
         return [adapter(root / "0", 0), adapter(root / "1", 1, **changes)]
+
+    def test_pickled_adapters_where_the_recipe_refuses_them(self, tmp_path: Path) -> None:
+        roots = [pickled_adapter(root, tmp_path / f"pickled{root.name}") for root in self.two(tmp_path)]
+        text = refusal(recipe("linear", roots, pickled_weights="refuse"), tmp_path)
+        assert text.count("adapter_model.bin, and pickled weights are refused") == 2
 
     @pytest.mark.parametrize(
         ("fields", "said"),
