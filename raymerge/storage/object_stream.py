@@ -188,7 +188,8 @@ class Upload(ObjectStream):
         from obstore.exceptions import BaseError
 
         try:
-            # The client aborts where it hears of an error, and only there.
+            # The client aborts where it hears of an error, and only there. It breaks off the parts on their
+            # way, and aborts again where that fails for a moment, as an abort that meets parts may.
             self._writer.__exit__(IncompleteError, IncompleteError(), None)
         except (BaseError, OSError):
             # What cannot be aborted now is when the next run begins, or by a rule of the store.

@@ -1,8 +1,8 @@
 """An S3 server on this machine that fails when told to, and says what was asked of it.
 
 moto keeps the objects; in front of it stands a proxy, which counts requests and injects faults. The proxy
-also mends two answers of moto: to CompleteMultipartUpload, whose root element is not that of S3, and about
-uploads that were aborted, which moto stumbles over.
+also mends two answers of moto: to CompleteMultipartUpload, whose root element is not that of S3, and to parts
+of uploads that were aborted, which moto stumbles over. An abort that meets parts may be answered with 500.
 """
 
 from __future__ import annotations
@@ -189,8 +189,17 @@ class S3Server:
 
     def uploads(self) -> list[str]:
         """Keys of the multipart uploads that are neither complete nor aborted."""
-        found = self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
+        return [each["Key"] for each in self._uploads()]
+
+    def abort_uploads(self, prefix: str) -> list[str]:
+        """Abort what is left of uploads below a prefix; their keys."""
+        client, found = self.client(), [each for each in self._uploads() if each["Key"].startswith(prefix)]
+        for each in found:
+            client.abort_multipart_upload(Bucket=self.bucket, Key=each["Key"], UploadId=each["UploadId"])
         return [each["Key"] for each in found]
+
+    def _uploads(self) -> list[dict[str, Any]]:
+        return list(self.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", ()))
 
     def asked(self, method: str, key: str = "") -> list[Request]:
         """The requests of a method so far whose keys hold a text."""
@@ -339,7 +348,7 @@ class _Proxy(BaseHTTPRequestHandler):
             data, end = data + b"?", None
         if self.command == "POST" and b"CompleteMultipartUploadRes" in data:
             data = data.replace(b"CompleteMultipartUploadResponse", b"CompleteMultipartUploadResult")
-        if answer.status == 500 and "uploadId=" in self.path:
+        if answer.status == 500 and "uploadId=" in self.path and self.command != "DELETE":
             self._refuse(404, "NoSuchUpload")
             return
         self._answer(answer.status, answer.getheaders(), data, end=end)

@@ -63,7 +63,7 @@ def s3(server: S3Server) -> Iterator[S3Server]:
     server.empty()
     yield server
     server.calm()
-    assert server.uploads() == []
+    assert server.abort_uploads("") == []
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from itertools import count
 
 import pytest
 from kits.s3_server import S3Server, s3_server
+from moto.s3.models import FakeMultipart
 
 from raymerge.errors import IncompleteError, TargetError, TransientError
 from raymerge.storage import object_stream, object_writer, patience, unfinished_uploads
@@ -35,9 +36,9 @@ def server() -> Iterator[S3Server]:
 def s3(server: S3Server) -> Iterator[S3Server]:
     server.calm()
     yield server
-    # Other tests of this process may have used the server's memory, too.
-    assert [key for key in server.uploads() if key.startswith("written")] == []
     server.calm()
+    # Other tests of this process may have used the server's memory, too. What one leaves no other meets.
+    assert server.abort_uploads("written") == []
 
 
 @pytest.fixture
@@ -256,6 +257,32 @@ def test_what_a_guard_refuses_is_not_there(s3: S3Server, writer: ObjectWriter, d
     with pytest.raises(IncompleteError, match="as the test has it"):
         guarded()
     assert s3.objects("written/guarded") == {}
+
+
+@pytest.mark.parametrize("kind", ["error", "reset"])
+def test_an_abort_that_fails_for_a_moment_is_made_again(
+    s3: S3Server, writer: ObjectWriter, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that meets parts on their way may."""
+    dispose, stumbled = FakeMultipart.dispose, []
+
+    def stumble(upload: FakeMultipart) -> None:
+        stumbled.append(upload)
+        if len(stumbled) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        dispose(upload)
+
+    def written() -> None:
+        with writer.stream("aborted", len(LARGE), guard=_refuse) as stream:
+            stream.write(0, LARGE)
+            stream.finish()
+
+    monkeypatch.setattr(FakeMultipart, "dispose", stumble)
+    s3.fail(kind, method="DELETE", key="aborted")  # type: ignore[arg-type]
+    with pytest.raises(IncompleteError, match="as the test has it"):
+        written()
+    assert len(stumbled) == 2
+    assert s3.uploads() == []
 
 
 def test_objects_are_encrypted_with_the_key_that_is_named(s3: S3Server) -> None:
