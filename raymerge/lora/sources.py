@@ -9,7 +9,8 @@ from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.pickled import read_pickled
-from raymerge.planner.sources import open_adapter_reference, unread_problem
+from raymerge.planner.sources import open_adapter_reference
+from raymerge.planner.unread import refuse_unread, unread_problem
 from raymerge.recipes import ModelReference, parse_reference
 from raymerge.storage.resolve import USUAL, Lookup, resolve_source
 
@@ -26,6 +27,7 @@ def open_named_model(text: str) -> Checkpoint:
         raise CheckpointError(
             Problem(text, what, "Merge the adapter into its model first, and name the result.")
         )
+    refuse_unread(reference, pickled=True, lookup=USUAL)
     root = resolve_source(reference.path, reference.revision, pickled=True)
     found = open_checkpoint(root, str(reference), read_pickle=read_pickled)
     _check_read(found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
@@ -22,6 +21,7 @@ from raymerge.planner.collector import collector_paused
 from raymerge.planner.config_values import value_problems
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
+from raymerge.planner.unread import refuse_unread, unread_problem
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
 from raymerge.storage.addresses import is_remote
 from raymerge.storage.resolve import USUAL, Lookup, resolve_source
@@ -35,7 +35,6 @@ _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
 _NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
-_NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +133,24 @@ def reads_far(sources: Sequence[Source]) -> bool:
 Opener = Callable[[ModelReference], Checkpoint]
 
 
-def open_reference(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Checkpoint:
+def open_reference(
+    reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL, is_merged: bool = False
+) -> Checkpoint:
     """Open the model that a reference names, without its adapter.
 
     Args:
         reference: a local directory, a Hub repository, a local file of tensors, or an address.
         pickled: whether pickled weights are read where there are no safetensors.
         lookup: how it is found.
+        is_merged: whether all its weights are to be merged, so that one with others is not fetched.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
     """
     if names_file(reference) and not is_remote(reference.path):
         return open_raw(reference.path, str(reference), revision=reference.revision, pickled=pickled)
+    if is_merged:
+        refuse_unread(reference, pickled=pickled, lookup=lookup)
     root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
     if is_remote(root) and names_file(ModelReference(root)):
         return open_raw(root, str(reference), revision=None, pickled=pickled)
@@ -157,6 +161,7 @@ def open_adapter_reference(
     reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL
 ) -> Adapter:
     """Open the adapter that a reference names; arguments and errors as of ``open_reference``."""
+    refuse_unread(reference, pickled=pickled, lookup=lookup, is_adapter=True)
     root = resolve_source(reference.path, reference.revision, lookup=lookup)
     return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
 
@@ -168,7 +173,9 @@ def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
 
 def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
     """How a recipe has its models opened."""
-    return partial(open_reference, pickled=pickles_read([recipe]), lookup=lookup)
+    merged = {reference for _, reference in _merged(recipe)}
+    pickled = pickles_read([recipe])
+    return lambda each: open_reference(each, pickled=pickled, lookup=lookup, is_merged=each in merged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,31 +277,23 @@ def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
     return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
 
 
+def _merged(recipe: AnyRecipe) -> Iterator[tuple[Path_, ModelReference]]:
+    """Every model and adapter of which all is merged, with its path in the recipe."""
+    named = ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
+    return ((path, each) for path, each in named if path[:2] != ("trunk", "methods"))
+
+
 def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
     """Weights of the models and adapters that are merged which no rule leaves out, and which are not read."""
     found = {source.reference: source for source in sources}
-    for path, reference in references(recipe):
-        if path[0] in _NOT_MERGED or path[:2] == ("trunk", "methods") or reference not in found:
+    for path, reference in _merged(recipe):
+        source = found.pop(reference, None)
+        if source is None:
             continue
-        source = found.pop(reference)
         for each in (source.checkpoint, source.adapter):
             unknown = [] if each is None else [file.key for file in each.left_out if file.rule is None]
             if each is not None and unknown:
                 yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
-
-
-def unread_problem(where: str, keys: Sequence[str]) -> Problem:
-    """Weights that would not be in a result."""
-    others = len(keys) - _NUM_NAMED
-    named = ", ".join(keys[:_NUM_NAMED]) + (f" and {others} more" if others > 0 else "")
-    what = f"holds weights that are not merged, and that the result would lack: {named}."
-    remedy = (
-        "Only the weights that model.safetensors or its index holds are read, and links to directories are "
-        "not followed. If the result can do without the others, move them into a directory whose name begins "
-        "with a dot, which is left out, or merge a copy that has none of them; small files that are none "
-        "can be copied to the output afterwards."
-    )
-    return Problem(where, what, remedy)
 
 
 def _open(index: int, reference: ModelReference, opener: Opener) -> Source:

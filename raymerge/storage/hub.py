@@ -16,11 +16,12 @@ _SNAPSHOT = re.compile(r"(?:models--[^/]+/snapshots/|^hf://[^@]+@)([0-9a-f]{40})
 _CACHED = re.compile(r"(?P<cache>.*)/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NAME = 96
-_LOOKUP_TIMEOUT_SECONDS = 5.0
+LOOKUP_SECONDS = 5.0
+"""How long the Hub may take to tell of a repository that its cache may have."""
 _PICKLED = ("pytorch_model*",)
 """The names that transformers gives pickled weights and their index, fetched where there are no others."""
 NOT_WANTED = (*NOT_FETCHED, *_PICKLED)
-"""Files of a repository that are not fetched at first. Weights that no rule is about are, and are refused."""
+"""Files of a repository that are not fetched at first. Weights that no rule is about are refused before."""
 _REASONS = {
     "RepositoryNotFoundError": "it has no such repository, or it is private",
     "GatedRepoError": "access to it must be asked for on its page first",
@@ -55,7 +56,7 @@ def resolve_model(
             raise CheckpointError(_revision_of_directory(path, revision))
         return Path(directory)
     is_file = os.path.exists(directory)
-    if is_file or not _is_hub_name(path):
+    if is_file or not is_hub_name(path):
         raise CheckpointError(_no_directory(path or "''", is_file=is_file))
     try:
         found = _snapshot(path, revision, offline=offline, cache_dir=cache_dir)
@@ -116,7 +117,8 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
     return tuple(info for info in others if info.key not in present)
 
 
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
+    """Whether a text may be the name of a repository."""
     return len(path) <= _MAX_NAME and ".." not in path and _HUB_ID.fullmatch(path) is not None
 
 
@@ -136,7 +138,7 @@ def _snapshot(
         revision=revision,
         cache_dir=cache_dir,
         local_files_only=offline,
-        etag_timeout=_LOOKUP_TIMEOUT_SECONDS,
+        etag_timeout=LOOKUP_SECONDS,
         allow_patterns=None if only is None else list(only),
         ignore_patterns=None if only is not None else list(NOT_WANTED),
     )

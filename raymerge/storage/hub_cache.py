@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.hub import NOT_WANTED
+from raymerge.storage.hub import LOOKUP_SECONDS, NOT_WANTED
 from raymerge.storage.hub_files import repository_info
 from raymerge.storage.hub_places import HubPlace
 from raymerge.storage.hub_refusals import asked
@@ -103,6 +103,19 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
         if known is not None:
             return place.at(known)
     return place.at(Patience().have(ask, path=str(place), doing="looking", again=lambda _: None))
+
+
+def listed_store(place: HubPlace) -> HubStore | None:
+    """A repository as the Hub has it now, its files listed; None where the Hub does not tell."""
+    patience = Patience()
+    patience.end()
+    try:
+        told = repository_info(place, files=False, seconds=LOOKUP_SECONDS)
+        store = HubStore(place.at(str(told.sha)), patience=patience)
+        store.files()
+    except Exception:  # the client raises a dozen unrelated kinds; who fetches it meets the same again
+        return None
+    return store
 
 
 def cached_snapshot(place: HubPlace) -> Path | None:

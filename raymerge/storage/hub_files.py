@@ -144,7 +144,7 @@ class HubFiles:
         return FileInfo(key, int(told.size), str(version))
 
 
-def repository_info(place: HubPlace, *, files: bool) -> Any:
+def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECONDS) -> Any:
     """What the Hub tells of a repository at a revision, with sizes and contents of its files or without.
 
     Raises:
@@ -153,9 +153,7 @@ def repository_info(place: HubPlace, *, files: bool) -> Any:
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
-    return api.model_info(
-        place.repository, revision=place.revision, files_metadata=files, timeout=_LOOK_SECONDS
-    )
+    return api.model_info(place.repository, revision=place.revision, files_metadata=files, timeout=seconds)
 
 
 @contextmanager

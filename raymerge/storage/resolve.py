@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import is_remote, parse_place, shown, with_options
-from raymerge.storage.hub import resolve_model, snapshot_revision
-from raymerge.storage.hub_places import hub_place, is_hub_place
+from raymerge.storage.hub import is_hub_name, resolve_model, snapshot_revision
+from raymerge.storage.hub_places import USUAL_REVISION, HubPlace, hub_place, is_hub_place
 from raymerge.storage.options import NO_OPTIONS, StoreOptions
+from raymerge.storage.store import ReadStore
 
 Commits = Mapping[str, str]
 """What revisions on the Hub meant when they were last looked up: a commit for each ``hf://`` address."""
@@ -77,6 +79,21 @@ def resolve_source(
         remedy = "Take it out; where '@' belongs to the address, write {path: ADDRESS}."
         raise CheckpointError(Problem(shown(path), what, remedy))
     return str(address)
+
+
+def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadStore | None:
+    """The repository that ``resolve_source`` would fetch, as it is on the Hub, to look at its files before.
+
+    None for what is not fetched, and where the Hub does not tell.
+    """
+    if is_hub_place(path) or is_remote(path) or _is_offline(lookup):
+        return None
+    from raymerge.storage.hub_cache import is_barred, listed_store
+
+    name = _local(path)
+    if is_barred() or os.path.exists(os.path.expanduser(name)) or not is_hub_name(name):
+        return None
+    return listed_store(HubPlace(name, revision or USUAL_REVISION))
 
 
 def _is_offline(lookup: Lookup) -> bool:

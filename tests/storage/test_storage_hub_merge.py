@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants, snapshot_download
-from kits.adapter_maker import tiny_lora
+from kits.adapter_maker import pickled_adapter, tiny_lora
 from kits.checkpoint_maker import read_tensors
 from kits.hub_server import HubServer, hub_server
 from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipes
@@ -256,6 +256,73 @@ def test_names_without_a_scheme_are_fetched_into_the_cache(
     merge(recipe, tmp_path / "out")
     assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
     assert len(list((tmp_path / "cache").glob("models--org--*/snapshots/*/*.safetensors"))) == 5
+
+
+def _weights_asked(hub: HubServer, repo: str) -> set[str]:
+    """Files of weights of a repository of which anything was asked."""
+    paths = (each.path.partition(f"/{repo}/")[2] for each in hub.asked)
+    return {path for path in paths if path.endswith((".safetensors", ".bin", ".pt", ".gguf", ".onnx"))}
+
+
+@pytest.mark.parametrize("key", ["2_Dense/model.safetensors", "stray.bin", "more.safetensors", "vocoder.pt"])
+def test_weights_that_no_rule_knows_are_refused_before_any_is_fetched(
+    hub: HubServer, family: Family, tmp_path: Path, key: str
+) -> None:
+    model = Path(shutil.copytree(family.tunes[0], tmp_path / "model"))
+    (model / key).parent.mkdir(exist_ok=True)
+    (model / key).write_bytes(b"x")
+    hub.push("org/tune1", model)
+    with pytest.raises(PlanError, match=f"org/tune1: holds weights that are not merged.*: {key}"):
+        plan(json.loads(json.dumps(on_hub(family)).replace("hf://", ""))).require()
+    assert _weights_asked(hub, "org/tune1") == set()
+
+
+def test_what_rules_leave_out_is_not_fetched(
+    hub: HubServer, family: Family, local: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(family.tunes[0], tmp_path / "model"))
+    for key in ("original/model.safetensors", "onnx/model.onnx", "small.gguf", "pytorch_model.bin"):
+        (model / key).parent.mkdir(exist_ok=True)
+        (model / key).write_bytes(b"x")
+    hub.push("org/tune1", model)
+    merge(json.loads(json.dumps(on_hub(family)).replace("hf://", "")), tmp_path / "out")
+    assert checkpoint_of(tmp_path / "out") == checkpoint_of(local)
+    asked = {path.rpartition("/")[2] for path in _weights_asked(hub, "org/tune1")}
+    assert asked == {path.name for path in family.tunes[0].glob("*.safetensors")}
+
+
+def test_a_model_is_fetched_for_its_tokenizer_whatever_weights_lie_beside(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(family.tunes[0], tmp_path / "model"))
+    (model / "stray.bin").write_bytes(b"x")
+    hub.push("org/giver", model)
+    recipe = {**json.loads(json.dumps(on_hub(family)).replace("hf://", "")), "tokenizer_source": "org/giver"}
+    plan(recipe)
+    assert "model" in str(_weights_asked(hub, "org/giver"))
+
+
+@pytest.mark.parametrize("scheme", ["", "hf://"])
+def test_a_pickled_adapter_gives_the_bytes_of_a_local_one_in_safetensors(
+    hub: HubServer, family: Family, tmp_path: Path, scheme: str
+) -> None:
+    lora = tiny_lora(tmp_path / "lora", read_tensors(family.base), 3)
+    hub.push("org/lora", pickled_adapter(lora, tmp_path / "pickled"))
+    recipe: dict[str, Any] = {"merge_method": "passthrough"}
+    for name, adapter in (("expected", str(lora)), ("found", f"{scheme}org/lora")):
+        merge({**recipe, "models": [{"model": f"{family.base}+{adapter}"}]}, tmp_path / name)
+    assert checkpoint_of(tmp_path / "found") == checkpoint_of(tmp_path / "expected")
+
+
+def test_a_pickled_adapter_that_the_recipe_refuses_is_not_fetched(
+    hub: HubServer, family: Family, tmp_path: Path
+) -> None:
+    lora = tiny_lora(tmp_path / "lora", read_tensors(family.base), 3)
+    hub.push("org/lora", pickled_adapter(lora, tmp_path / "pickled"))
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{family.base}+org/lora"}]}
+    with pytest.raises(PlanError, match=r"org/lora: has its weights in adapter_model.bin, and pickled weigh"):
+        plan({**recipe, "pickled_weights": "refuse"}).require()
+    assert _weights_asked(hub, "org/lora") == set()
 
 
 def test_nothing_is_fetched_for_a_recipe_that_cannot_be_read(hub: HubServer, family: Family) -> None:
