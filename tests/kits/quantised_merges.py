@@ -293,7 +293,7 @@ def _int4(packed: torch.Tensor, scales: torch.Tensor) -> Numbers:
     words = packed.numpy().view(np.uint32)
     number = np.stack([(words >> np.uint32(4 * place)) & 15 for place in range(8)], axis=-1)
     codes = number.reshape(len(words), -1).astype(np.float64) - 8
-    spread = scales.double().numpy().repeat(32, 1)
+    spread = scales.double().numpy().repeat(codes.shape[1] // scales.shape[1], 1)
     # There is one code more below zero than above.
     return Numbers(codes * spread, spread, 7 * spread)
 

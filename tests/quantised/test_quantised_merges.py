@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from kits.checkpoint_maker import read_tensors
+import torch
+from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.merge_cases import Family, merge, recipes
+from kits.packed_headers import W4, compressed
 from kits.quantised_merges import (
     MAKERS,
     changed_bytes,
@@ -19,7 +23,9 @@ from kits.quantised_merges import (
     read_numbers,
 )
 from kits.quantised_models import QuantisedModel
+from kits.quantised_numbers import int4
 
+import raymerge
 from raymerge.api import plan
 from raymerge.methods import methods
 
@@ -130,3 +136,33 @@ def test_what_a_rule_takes_from_one_parent_is_its_bytes(
     mean, own = merged_values([base, one], linear(1, 1)), merged_values([one], linear(1))
     expected = {name: (own if _role(name) == role else mean)[name] for name in base.values}
     check_merged(tmp_path / "out", expected, parents)
+
+
+def _grouped(root: Path, seed: int, columns: int, group: int) -> QuantisedModel:
+    """A tiny Llama with one matrix of so many columns in INT4, whose groups have so many."""
+    module, plain = "model.layers.0.mlp.up_proj", tiny_llama(root / "plain", seed)
+    tensors, values = dict(read_tensors(plain)), {n: e.values for n, e in read_numbers(plain).items()}
+    rows = len(tensors.pop(f"{module}.weight"))
+    coded = int4(np.random.default_rng(seed).normal(size=(rows, columns)), group)
+    tensors |= {f"{module}.weight_packed": coded.codes, f"{module}.weight_scale": coded.scales}
+    tensors[f"{module}.weight_shape"] = torch.tensor([rows, columns])
+    size = {"strategy": "channel", "group_size": None} if group == columns else {"group_size": group}
+    table = compressed({**W4, **size}, ignore=[f"re:(?!{module})"])
+    config = json.loads((plain / "config.json").read_text())
+    write_checkpoint(root / "packed", tensors, {**config, "quantization_config": table})
+    values[f"{module}.weight"] = coded.values
+    return QuantisedModel(root / "packed", values, frozenset({f"{module}.weight"}))
+
+
+@pytest.mark.parametrize(("columns", "group"), [(304, 304), (288, 96), (608, 304), (1024, 512), (40, 40)])
+def test_groups_of_any_size_are_merged(columns: int, group: int, tmp_path: Path) -> None:
+    """Neither a divisor nor a multiple of what tiles are cut by."""
+    parents = [_grouped(tmp_path / name, seed, columns, group) for seed, name in enumerate("ab")]
+    models = [
+        {"model": str(each.root), "parameters": {"weight": w}}
+        for each, w in zip(parents, (1, 3), strict=True)
+    ]
+    merge({"merge_method": "linear", "models": models}, tmp_path / "out")
+    check_stored_alike(tmp_path / "out", parents[0].root)
+    check_merged(tmp_path / "out", merged_values(parents, linear(1, 3)), parents)
+    assert not raymerge.audit(tmp_path / "out", raymerge.AuditOptions(sample=1.0)).num_problems
