@@ -364,12 +364,15 @@ def left_out_lines(files: Iterable[LeftOut], source: int) -> Iterator[LeftOutLin
 
 
 def _read_bytes(plan: Plan) -> int:
-    """Bytes of the inputs of every row that is computed; copies of such rows read nothing."""
-    sizes = input_bytes(plan).tolist()
-    wanted = ("copy_of", "first_input", "num_inputs")
+    """Bytes of the inputs of every row that is computed, and of those that it shares a scale with.
+
+    Copies of such rows read nothing.
+    """
+    sizes, wanted = input_bytes(plan).tolist(), ("first_input", "num_inputs")
+    own = [sum(sizes[first : first + count]) for first, count in _columns(plan, "rows", wanted)]
     return sum(
-        sum(sizes[first : first + count])
-        for copy_of, first, count in _columns(plan, "rows", wanted)
+        own[row] + sum(own[other] for other in others)
+        for row, (copy_of, others) in enumerate(_columns(plan, "rows", ("copy_of", "joined_with")))
         if copy_of < 0
     )
 

@@ -79,9 +79,13 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
     once = _run_sums(ints(rows, "num_inputs"), input_bytes(plan)).astype(np.int64) * made
     passes, resident = _passes(plan, expressions), stays_resident(once, lane)
     copied = np.where(copies, once * speeds.copied_byte, 0.0)
-    seconds = copied + np.where(copies, 0.0, _computing(plan, expressions, speeds)) * made
+    computing = _computing(plan, expressions, speeds)
+    # Rows that share a scale are made once more by each of the others, to find the largest magnitude of all.
+    lengths, others = lists(rows, "joined_with")
+    computing += _run_sums(lengths, computing[others])
+    seconds = copied + np.where(copies, 0.0, computing) * made
     by_row = (
-        once * (1 + np.where(resident, 0, passes)),
+        once * (1 + np.where(resident, 0, passes)) + _run_sums(lengths, once[others]).astype(np.int64),
         ints(rows, "nbytes") * (1 + lists(rows, "also")[0]) * made,
         once * ~copies,
         seconds,

@@ -39,6 +39,11 @@ from raymerge.api import AuditOptions, audit, plan, submit, verify
 from raymerge.errors import NonFiniteError
 from raymerge.execute.jobs import Jobs
 from raymerge.planner import segments
+from raymerge.planner.assemblies import input_bytes
+from raymerge.planner.explain import explain
+from raymerge.planner.projection import project
+from raymerge.planner.sources import open_sources
+from raymerge.recipes import parse_recipe
 from raymerge.runtime.events import Event, SegmentDone, Started
 from raymerge.runtime.options import RunOptions
 
@@ -265,6 +270,18 @@ def test_a_matrix_that_outgrows_its_scale_takes_what_it_is_joined_with_along(
         assert len(scales) == 1
         assert (scales != {before}) == (word in group)
     assert not audit(tmp_path / "out", AuditOptions(1.0, seed=3), INLINE).problems
+
+
+def test_what_is_read_again_for_a_shared_scale_is_in_the_plan(tmp_path: Path) -> None:
+    """At most so much: rows of one group that lie in one segment are looked at together."""
+    models = [nvfp4_llama(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    recipe = {"merge_method": "linear", "models": entries(models, (1, 1))}
+    events: list[Event] = []
+    submit(recipe, tmp_path / "out", options=INLINE, on_event=events.append)
+    made = plan(recipe)
+    said = explain(made, open_sources(parse_recipe(json.dumps(recipe))), project(made, 1 << 30))
+    read = sum(each.read_bytes for each in events if isinstance(each, SegmentDone))
+    assert input_bytes(made).sum() < read <= said.read_bytes
 
 
 def test_copies_of_two_parents_are_encoded_under_one_scale(tmp_path: Path) -> None:
