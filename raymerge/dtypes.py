@@ -5,55 +5,56 @@ No torch here: headers are read and plans are made without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+_MERGEABLE = ("F16", "BF16", "F32", "F64")
+_NARROW_FLOATS = ("F4", "F6_", "F8_")
 
 
 class DType(StrEnum):
     """A dtype by its safetensors name."""
 
-    BOOL = "BOOL"
-    F4 = "F4"
-    F6_E2M3 = "F6_E2M3"
-    F6_E3M2 = "F6_E3M2"
-    U8 = "U8"
-    I8 = "I8"
-    F8_E5M2 = "F8_E5M2"
-    F8_E4M3 = "F8_E4M3"
-    F8_E8M0 = "F8_E8M0"
-    F8_E4M3FNUZ = "F8_E4M3FNUZ"
-    F8_E5M2FNUZ = "F8_E5M2FNUZ"
-    I16 = "I16"
-    U16 = "U16"
-    F16 = "F16"
-    BF16 = "BF16"
-    I32 = "I32"
-    U32 = "U32"
-    F32 = "F32"
-    C64 = "C64"
-    F64 = "F64"
-    I64 = "I64"
-    U64 = "U64"
+    bits: int
+    """Bits of one element."""
+    torch_name: str | None
+    """Attribute of the ``torch`` module, or None where torch has no such dtype."""
+    is_mergeable: bool
+    """Whether its elements are plain floating point numbers, on which arithmetic means something."""
+    is_narrow_float: bool
+    """Whether it is an 8-bit or smaller float: a code that means nothing without its scale."""
 
-    @property
-    def bits(self) -> int:
-        """Bits of one element."""
-        return _FACTS[self].bits
+    # Fields and not properties: plans of many tensors ask for them more often than for anything else.
+    # The defaults are for ``DType("BF16")`` alone, which finds a member and makes none.
+    def __new__(cls, value: str, bits: int = 0, torch_name: str | None = None) -> DType:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.bits, member.torch_name = bits, torch_name
+        member.is_mergeable = value in _MERGEABLE
+        member.is_narrow_float = value.startswith(_NARROW_FLOATS)
+        return member
 
-    @property
-    def torch_name(self) -> str | None:
-        """Attribute of the ``torch`` module, or None where torch has no such dtype."""
-        return _FACTS[self].torch_name
-
-    @property
-    def is_mergeable(self) -> bool:
-        """Whether its elements are plain floating point numbers, on which arithmetic means something."""
-        return self in MERGEABLE
-
-    @property
-    def is_narrow_float(self) -> bool:
-        """Whether it is an 8-bit or smaller float: a code that means nothing without its scale."""
-        return self in NARROW_FLOATS
+    BOOL = "BOOL", 8, "bool"
+    F4 = "F4", 4, None
+    F6_E2M3 = "F6_E2M3", 6, None
+    F6_E3M2 = "F6_E3M2", 6, None
+    U8 = "U8", 8, "uint8"
+    I8 = "I8", 8, "int8"
+    F8_E5M2 = "F8_E5M2", 8, "float8_e5m2"
+    F8_E4M3 = "F8_E4M3", 8, "float8_e4m3fn"
+    F8_E8M0 = "F8_E8M0", 8, "float8_e8m0fnu"
+    F8_E4M3FNUZ = "F8_E4M3FNUZ", 8, "float8_e4m3fnuz"
+    F8_E5M2FNUZ = "F8_E5M2FNUZ", 8, "float8_e5m2fnuz"
+    I16 = "I16", 16, "int16"
+    U16 = "U16", 16, "uint16"
+    F16 = "F16", 16, "float16"
+    BF16 = "BF16", 16, "bfloat16"
+    I32 = "I32", 32, "int32"
+    U32 = "U32", 32, "uint32"
+    F32 = "F32", 32, "float32"
+    C64 = "C64", 64, "complex64"
+    F64 = "F64", 64, "float64"
+    I64 = "I64", 64, "int64"
+    U64 = "U64", 64, "uint64"
 
     def nbytes(self, num_elements: int) -> int:
         """Bytes of ``num_elements`` elements.
@@ -61,56 +62,11 @@ class DType(StrEnum):
         Raises:
             ValueError: the elements do not fill whole bytes (sub-byte dtypes).
         """
-        bits = self.bits * num_elements
-        if bits % 8:
+        nbytes, rest = divmod(self.bits * num_elements, 8)
+        if rest:
             raise ValueError(f"{num_elements} elements of {self.value} do not fill whole bytes")
-        return bits // 8
+        return nbytes
 
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    bits: int
-    torch_name: str | None
-
-
-_FACTS = {
-    DType.BOOL: _Facts(8, "bool"),
-    DType.F4: _Facts(4, None),
-    DType.F6_E2M3: _Facts(6, None),
-    DType.F6_E3M2: _Facts(6, None),
-    DType.U8: _Facts(8, "uint8"),
-    DType.I8: _Facts(8, "int8"),
-    DType.F8_E5M2: _Facts(8, "float8_e5m2"),
-    DType.F8_E4M3: _Facts(8, "float8_e4m3fn"),
-    DType.F8_E8M0: _Facts(8, "float8_e8m0fnu"),
-    DType.F8_E4M3FNUZ: _Facts(8, "float8_e4m3fnuz"),
-    DType.F8_E5M2FNUZ: _Facts(8, "float8_e5m2fnuz"),
-    DType.I16: _Facts(16, "int16"),
-    DType.U16: _Facts(16, "uint16"),
-    DType.F16: _Facts(16, "float16"),
-    DType.BF16: _Facts(16, "bfloat16"),
-    DType.I32: _Facts(32, "int32"),
-    DType.U32: _Facts(32, "uint32"),
-    DType.F32: _Facts(32, "float32"),
-    DType.C64: _Facts(64, "complex64"),
-    DType.F64: _Facts(64, "float64"),
-    DType.I64: _Facts(64, "int64"),
-    DType.U64: _Facts(64, "uint64"),
-}
-
-MERGEABLE = frozenset({DType.F16, DType.BF16, DType.F32, DType.F64})
-NARROW_FLOATS = frozenset(
-    {
-        DType.F4,
-        DType.F6_E2M3,
-        DType.F6_E3M2,
-        DType.F8_E5M2,
-        DType.F8_E4M3,
-        DType.F8_E8M0,
-        DType.F8_E4M3FNUZ,
-        DType.F8_E5M2FNUZ,
-    }
-)
 
 _RECIPE_NAMES = {
     "float32": DType.F32,
