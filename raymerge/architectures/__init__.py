@@ -1,6 +1,7 @@
 """Names and roles: what the tensors of a checkpoint are, from their names and the config alone."""
 
 from raymerge.architectures.canonical import (
+    CanonicalNames,
     FusedLayout,
     canonical_block,
     fused_layout,
@@ -33,6 +34,7 @@ from raymerge.architectures.ties import TiedPair, declared_tie, tied_pair
 
 __all__ = [
     "AddedTensor",
+    "CanonicalNames",
     "DenseModel",
     "FusedExperts",
     "FusedLayout",

@@ -45,13 +45,27 @@ def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> 
 
     ``info`` is what ``describe`` said of the name, where that is at hand; it saves the time of asking again.
     """
-    info = info or describe(name, rules)
-    if info.block is None:
-        return _renamed(name, rules)
-    block = canonical_block(info.block, rules)
-    rest = name[len(info.block) + 1 :] if info.block else name
-    inner = _inside_block(info, rest.split("."), rules)
-    return f"{block}.{inner}" if block else inner
+    return CanonicalNames(rules).of(name, info or describe(name, rules))
+
+
+class CanonicalNames:
+    """Canonical names of one checkpoint's tensors; what those of one block share is found out once."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._blocks: dict[str, str] = {}
+
+    def of(self, name: str, info: TensorInfo) -> str:
+        """The canonical name of a tensor that is not fused, of which ``info`` is said."""
+        own = info.block
+        if own is None:
+            return _renamed(name, self._rules)
+        if own not in self._blocks:
+            self._blocks[own] = canonical_block(own, self._rules)
+        block = self._blocks[own]
+        rest = name[len(own) + 1 :] if own else name
+        inner = _inside_block(info, rest.split("."), self._rules)
+        return f"{block}.{inner}" if block else inner
 
 
 def canonical_block(block: str, rules: Rules) -> str:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raymerge.architectures.layers import layer_place
+from raymerge.architectures.layers import with_layers
 from raymerge.architectures.parents import Origin, Parent, Path, Said, read_config
 from raymerge.architectures.periods import restack_periods
 from raymerge.architectures.quantised_names import restack_names
@@ -74,18 +74,18 @@ def count_mtp_layers(
         num_layers: its layers; those at or beyond predict further tokens.
         rules: naming rules of the family.
     """
-    found: set[tuple[str, int]] = set()
+    places: set[tuple[str, int]] = set()
     unnumbered = False
-    for name in names:
-        path = name.split(".")
-        place = layer_place(path)
-        if place is None:
-            unnumbered = unnumbered or not rules.mtp.isdisjoint(path)
-            continue
-        head, number = ".".join(path[:place]), int(path[place])
-        if number >= num_layers if head in prefixes else not rules.mtp.isdisjoint(path[:place]):
-            found.add((head, number))
-    return None if unnumbered and not found else len(found)
+    for name, place in with_layers(names):
+        if place is not None:
+            places.add(place)
+        else:
+            unnumbered = unnumbered or not rules.mtp.isdisjoint(name.split("."))
+    found = sum(
+        number >= num_layers if head in prefixes else not rules.mtp.isdisjoint(head.split("."))
+        for head, number in places
+    )
+    return None if unnumbered and not found else found
 
 
 def _origins(donor: Said, layers: Sequence[int], parents: Sequence[Parent]) -> tuple[Origin, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.rules import Rules, load_rules
 from raymerge.architectures.sections import config_int
 
-_MOST_DIGITS = 9
-"""Longer numbers count no layers; Python refuses to read one of thousands of digits."""
+# Longer numbers count no layers; Python refuses to read one of thousands of digits.
+_NUMBER = re.compile(r"\.([0-9]{1,9})(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,25 @@ def stacks(names: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]
     )
 
 
-def layer_place(path: Sequence[str]) -> int | None:
-    """Index of the layer number in a name's path: its first number, unless that counts experts."""
-    for index, word in enumerate(path):
-        if word.isdecimal() and word.isascii() and len(word) <= _MOST_DIGITS:
-            return None if index and path[index - 1] == "experts" else index
-    return None
+def layer_of(name: str) -> tuple[str, int] | None:
+    """What stands before the layer number in a name, and that number: the first, unless it counts experts."""
+    dotted = f".{name}"
+    found = _NUMBER.search(dotted)
+    if found is None or dotted.endswith(".experts", 0, found.start()):
+        return None
+    return dotted[1 : found.start()], int(found[1])
+
+
+def with_layers(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    """Each name with its ``layer_of``; of names of one layer in a row only the first is looked at."""
+    place: tuple[str, int] | None = None
+    begin = ""
+    for name in names:
+        if not (begin and name.startswith(begin)):
+            place = layer_of(name)
+            end = name.find(".", 0 if place is None else len(place[0]) + 1)
+            begin = "" if place is None or end < 0 else name[: end + 1]
+        yield name, place
 
 
 def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
@@ -74,15 +88,15 @@ def rename_layer(name: str, stack_prefix: str, new_layer: int) -> str:
 
 def _numbers(names: Iterable[str], rules: Rules) -> dict[str, _Seen]:
     found: dict[str, _Seen] = {}
-    for name in names:
-        path = name.split(".")
-        place = layer_place(path)
+    for name, place in with_layers(names):
         if place is None:
             continue
-        seen = found.setdefault(".".join(path[:place]), _Seen(set(), set()))
-        number = int(path[place])
+        prefix, number = place
+        if prefix not in found:
+            found[prefix] = _Seen(set(), set())
+        seen = found[prefix]
         seen.numbers.add(number)
-        if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(path):
+        if number not in seen.mtp_numbers and not rules.mtp.isdisjoint(name.split(".")):
             seen.mtp_numbers.add(number)
     return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from raymerge.architectures.layers import Stack, layer_place
+from raymerge.architectures.layers import Stack, layer_of
 from raymerge.architectures.rules import Projection, Role, Rules
 
 _MOE = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})
@@ -17,8 +17,7 @@ EXPERT_NUMBER = re.compile(r"(?:^|\.)experts\.(?:expert_)?([0-9]{1,9})(?=\.)")
 _APPENDED = re.compile(r"_(bias|blocks|scales|scale|scale_inv|packed|qweight)$")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What a tensor's name says."""
 
     role: Role
@@ -55,12 +54,22 @@ class NameReader:
         self._prefixes = frozenset(each.prefix for each in stacks)
         self._main = None if main is None else main.prefix
         self._limit = num_layers if main is None else main.num_layers
+        self._experts: dict[tuple[str, str], TensorInfo] = {}
 
     def describe(self, name: str) -> TensorInfo:
-        """What a tensor's name says."""
-        rules, path = self._rules, name.split(".")
-        stack, layer = self._layer(path)
+        """What a tensor's name says; of experts that differ in their number alone it is found out once."""
         numbered = EXPERT_NUMBER.search(name)
+        if numbered is None:
+            return self._describe(name, None)
+        key = name[: numbered.start(1)], name[numbered.end(1) :]
+        first = self._experts.get(key)
+        if first is None:
+            first = self._experts[key] = self._describe(name, numbered)
+        return first._replace(expert=int(numbered[1]))
+
+    def _describe(self, name: str, numbered: re.Match[str] | None) -> TensorInfo:
+        rules, path = self._rules, name.split(".")
+        stack, layer = self._layer(name)
         part = Role.EXPERT if numbered else _part(name, rules)
         is_beyond = layer is not None and self._limit is not None and layer >= self._limit
         return TensorInfo(
@@ -74,17 +83,17 @@ class NameReader:
             block=_block(path, rules) if part in _MOE else None,
         )
 
-    def _layer(self, path: Sequence[str]) -> tuple[str, int | None]:
-        """The stack and the number of the layer that a path leads to."""
-        place = layer_place(path)
+    def _layer(self, name: str) -> tuple[str, int | None]:
+        """The stack and the number of the layer that a tensor is in."""
+        place = layer_of(name)
         if place is None:
             return "", None
-        prefix = ".".join(path[:place])
+        prefix = place[0]
         if self._prefixes:
             is_layer = prefix in self._prefixes
         else:
-            is_layer = place > 0 and path[place - 1] in self._rules.layer_words
-        return (prefix, int(path[place])) if is_layer else ("", None)
+            is_layer = prefix.rpartition(".")[2] in self._rules.layer_words
+        return place if is_layer else ("", None)
 
 
 def describe(

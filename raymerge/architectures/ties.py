@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from raymerge.architectures.roles import NameReader
 from raymerge.architectures.rules import Role, Rules, load_rules
 from raymerge.architectures.sections import text_section
 
+_NUMBER = re.compile(r"\.\d+(?![^.])")
 TIE_KEY = "tie_word_embeddings"
 """The config field that says whether head and embedding are one."""
 
@@ -34,7 +36,7 @@ def tied_pair(names: Iterable[str], config: Mapping[str, Any]) -> TiedPair | Non
     """
     rules = load_rules(str(config.get("model_type") or "") or None)
     # Head and embedding carry no number, and there are few names without one.
-    loose = [name for name in names if not any(word.isdecimal() for word in name.split("."))]
+    loose = [name for name in names if not _NUMBER.search(f".{name}")]
     known = [each for each in (_by_table(frozenset(loose), rules), _by_role(loose, rules)) if each]
     pair = next((each for each in known if each[0] in loose), known[0] if known else None)
     return TiedPair(*pair, declared=declared_tie(config)) if pair else None

@@ -87,8 +87,9 @@ def read_header(store: ReadStore, key: str, nbytes: int, version: str) -> FileHe
     entries = _entries(raw, where)
     metadata, problems = _metadata(entries.pop(METADATA_KEY, {}), where)
     tensors: list[StoredTensor] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for name, entry in entries.items():
-        tensor = _tensor(name, entry, key, data_start)
+        tensor = _tensor(name, entry, key, data_start, shapes)
         if isinstance(tensor, str):
             problems.append(Problem(where, f"tensor {name!r} {tensor}.", _DOWNLOAD))
         else:
@@ -140,8 +141,10 @@ def _metadata(found: Any, where: str) -> tuple[dict[str, str], list[Problem]]:
     return {}, [Problem(where, what, _DOWNLOAD)]
 
 
-def _tensor(name: str, entry: Any, key: str, data_start: int) -> StoredTensor | str:
-    """The tensor, or what is wrong with its entry as a clause."""
+def _tensor(
+    name: str, entry: Any, key: str, data_start: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> StoredTensor | str:
+    """The tensor, or what is wrong with its entry as a clause; tensors of equal ``shapes`` share one."""
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         return f"is described by {_brief(entry)}, not by dtype, shape and data_offsets"
     if not _is_text(name):
@@ -163,8 +166,11 @@ def _tensor(name: str, entry: Any, key: str, data_start: int) -> StoredTensor | 
     if (end - begin) * 8 != num_bits:
         needed = f"{num_bits // 8} bytes" if num_bits % 8 == 0 else "no whole number of bytes"
         return f"occupies {end - begin} bytes, but {dtype} {shape} needs {needed}"
+    own = tuple(shape)
     # Sources of one family share their names, in memory too.
-    return StoredTensor(sys.intern(name), known, tuple(shape), key, data_start + begin, end - begin)
+    return StoredTensor(
+        sys.intern(name), known, shapes.setdefault(own, own), key, data_start + begin, end - begin
+    )
 
 
 def _is_text(name: str) -> bool:

@@ -117,23 +117,22 @@ def find_weights(store: ReadStore, files: Sequence[FileInfo], *, pickled: bool =
 
 
 def check_index(
-    index: WeightIndex, headers: Iterable[FileHeader], where: str
+    index: WeightIndex, headers: Sequence[FileHeader], where: str
 ) -> tuple[list[Problem], list[str]]:
     """Compare what the index promises with what the headers of its files hold.
 
     Returns the problems (names in one and not in the other, names held twice, a total size that cannot be
     meant) and the notes (a total size that is a little wrong, as publishers often get it).
     """
-    holders: dict[str, list[str]] = defaultdict(list)
-    total = 0
-    for header in headers:
-        for tensor in header.tensors:
-            holders[tensor.name].append(header.key)
-            total += tensor.nbytes
-    problems = _held_twice(holders, where)
+    tensors = [(tensor.name, header.key) for header in headers for tensor in header.tensors]
+    total = sum([tensor.nbytes for header in headers for tensor in header.tensors])
+    is_once = len(holder := dict(tensors)) == len(tensors)
+    if is_once and index.weight_map in (None, holder):
+        problems: list[Problem] = []
+    else:
+        problems = _wrong_places(index, tensors, where)
     if index.weight_map is None:
         return problems, []
-    problems += _disagreements(index, index.weight_map, holders, where)
     if index.total_size is None or index.total_size == total:
         return problems, []
     sizes = (
@@ -308,6 +307,17 @@ def _incomplete(of: str, found: set[str], where: str, kind: WeightNames) -> Prob
 def _pickle_note(found: WeightIndex) -> tuple[str, ...]:
     is_pickled = found.names is PICKLES
     return (f"its tensors are read from pickled files: {_some(found.keys)}.",) if is_pickled else ()
+
+
+def _wrong_places(index: WeightIndex, tensors: Iterable[tuple[str, str]], where: str) -> list[Problem]:
+    """Tensors, each with the file that holds it, that are held twice or elsewhere than the index says."""
+    holders: dict[str, list[str]] = defaultdict(list)
+    for name, key in tensors:
+        holders[name].append(key)
+    problems = _held_twice(holders, where)
+    if index.weight_map is None:
+        return problems
+    return problems + _disagreements(index, index.weight_map, holders, where)
 
 
 def _held_twice(holders: Mapping[str, Sequence[str]], where: str) -> list[Problem]:

@@ -9,19 +9,19 @@ merge.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm, prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from raymerge.architectures import (
+    CanonicalNames,
     FusedLayout,
     LayoutKind,
     NameReader,
     Role,
     TensorInfo,
     fused_layout,
-    logical_name,
     logical_names,
     other_names,
 )
@@ -62,8 +62,7 @@ class Place(NamedTuple):
     """What makes numbers of the block where it is codes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """The smallest contiguous run of a stored tensor that holds complete logical tensors."""
 
     start: int
@@ -77,17 +76,27 @@ class Block:
 class LogicalTensors:
     """The logical tensors of one source."""
 
-    def __init__(self, source: Source, known: Mapping[str, TensorInfo] = _NOTHING) -> None:
+    def __init__(self, source: Source, like: LogicalTensors | None = None) -> None:
         """
         Args:
             source: whose tensors.
-            known: what names mean in another source of the same rules and stacks.
+            like: those of another source of the same rules and stacks, in which names mean the same.
         """
         self._source = source
         self._reader = NameReader(source.rules, stacks=source.stacks)
+        known = _NOTHING if like is None else like.infos
         self.infos: Mapping[str, TensorInfo] = {
             name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
         }
+        packs = source.checkpoint.packs
+        self._packed: Mapping[str, Packed] = {} if packs is None else packs.packed
+        self._canonical = CanonicalNames(source.rules)
+        self._names: dict[str, str] = {} if like is None else like._names
+        self._stacked = frozenset(
+            name
+            for name, tensor in source.checkpoint.tensors.items()
+            if _may_be_stacked(self.infos[name], tensor)
+        )
         self._places: Mapping[str, Place] | None = None
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
@@ -112,18 +121,27 @@ class LogicalTensors:
         layout = self._layout(name)
         return None if layout is None else layout.kind
 
+    def logical_name(self, name: str) -> str:
+        """Canonical name of a stored tensor that is not fused; found out once, for it is asked for often."""
+        found = self._names.get(name)
+        if found is None:
+            found = self._canonical.of(name, self.infos[name])
+            # Of equal texts one is kept.
+            found = self._names[name] = name if found == name else found
+        return found
+
     def member_names(self, name: str) -> tuple[str, ...]:
         """Canonical names of the logical tensors of a stored one, also where their order in it is unknown."""
         layout = self._layout(name)
         if layout is None or not layout.projections:
-            return (logical_name(name, self._source.rules, info=self.infos[name]),)
+            return (self.logical_name(name),)
         return logical_names(layout)
 
     def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
         """What each logical tensor of a stored one is called in other layouts, in the order of its blocks."""
         layout, info, rules = self._layout(name), self.infos[name], self._source.rules
         if layout is None or layout.kind == "unknown":
-            members: tuple[str, ...] = (logical_name(name, rules, info=info),)
+            members: tuple[str, ...] = (self.logical_name(name),)
         else:
             members = logical_names(layout)
         return tuple(other_names(name, logical, info, rules) for logical in members)
@@ -179,8 +197,7 @@ class LogicalTensors:
             tensor = tensor._replace(shape=shape)
         if layout is None:
             place = self.whole(tensor)
-            logical = logical_name(name, self._source.rules, info=self.infos[name])
-            return (Block(0, place.num_elements, ((logical, place),)),)
+            return (Block(0, place.num_elements, ((self.logical_name(name), place),)),)
         if self.is_turned(name, form):
             layout = replace(layout, kind=_TURNED[layout.kind])
         if layout.kind == "unknown":
@@ -199,7 +216,10 @@ class LogicalTensors:
 
     def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
         """The shape that a tensor's numbers have where it is stored in a format; None for plain numbers."""
-        shape, own = self._source.checkpoint.tensors[name].shape, self._format(name)
+        shape = self._source.checkpoint.tensors[name].shape
+        if name not in self._stacked:
+            return shape
+        own = self._format(name)
         differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
         return _swapped(shape) if differs else shape
 
@@ -210,21 +230,19 @@ class LogicalTensors:
 
     def whole(self, tensor: StoredTensor) -> Place:
         """One of the tensors as one logical tensor."""
-        scales = self._scales(tensor, 0, tensor.num_elements)
-        return Place(tensor, 0, tensor.num_elements, tensor.shape, None, scales)
+        count = tensor.num_elements
+        return Place(tensor, 0, count, tensor.shape, None, self._scales(tensor, 0, count))
 
     def packing(self, name: str) -> Packing | None:
         """How a tensor is stored where it is codes with scales."""
-        packs = self._source.checkpoint.packs
-        packed = None if packs is None else packs.packed.get(name)
+        packed = self._packed.get(name)
         return None if packed is None else packed.packing
 
     def packed_like(self, name: str, form: Format) -> Packed | None:
         """The first tensor in a format, a module's weight if this one is and else not; None for none."""
         key = form, name.endswith(_WEIGHT)
         if key not in self._likes:
-            packs = self._source.checkpoint.packs
-            packed = packs.packed.values() if packs is not None else ()
+            packed = self._packed.values()
             alike = (each for each in packed if (each.packing.format, each.name.endswith(_WEIGHT)) == key)
             self._likes[key] = next(alike, None)
         return self._likes[key]
@@ -254,8 +272,7 @@ class LogicalTensors:
 
     def _layout(self, name: str) -> FusedLayout | None:
         """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
-        info, shape = self.infos[name], self._source.checkpoint.tensors[name].shape
-        if (info.part is not Role.EXPERT and len(shape) != 3) or info.expert is not None:
+        if name not in self._stacked:
             return None
         if name not in self._layouts:
             self._layouts[name] = self._fused_layout(name)
@@ -288,8 +305,7 @@ class LogicalTensors:
 
     def _scales(self, tensor: StoredTensor, start: int, count: int) -> Scales | None:
         """What makes numbers of a run of codes; the run must begin at a band of a matrix and end at one."""
-        packs = self._source.checkpoint.packs
-        packed = None if packs is None else packs.packed.get(tensor.name)
+        packs, packed = self._source.checkpoint.packs, self._packed.get(tensor.name)
         if packs is None or packed is None:
             return None
         stored, one = packs.stored[packed.scales], packed.tensor_scale
@@ -315,11 +331,11 @@ def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[Logical
     opened: list[tuple[Source, LogicalTensors]] = []
     for source in sources:
         alike = (
-            tensors.infos
+            tensors
             for other, tensors in opened
             if (other.rules, other.stacks) == (source.rules, source.stacks)
         )
-        opened.append((source, LogicalTensors(source, next(alike, _NOTHING))))
+        opened.append((source, LogicalTensors(source, next(alike, None))))
     for source, tensors in opened:
         _report_twice(source, tensors, findings)
     return tuple(tensors for _, tensors in opened)
@@ -327,20 +343,26 @@ def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[Logical
 
 def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
     """Report experts' matrices that several tensors hold: by two names, alone and in a stack, or in two."""
+    experts = [name for name, info in tensors.infos.items() if info.part is Role.EXPERT]
+    members = [(member, name) for name in experts for member in tensors.member_names(name)]
+    if len(dict(members)) == len(members):
+        return
     holders: dict[str, str] = {}
-    for name, info in tensors.infos.items():
-        if info.part is not Role.EXPERT:
-            continue
-        for member in tensors.member_names(name):
-            other = holders.setdefault(member, name)
-            if other != name:
-                findings.tensor(
-                    ("stored twice", source.name),
-                    where=source.name,
-                    what="{count} matrices of experts are stored twice, and nothing says which counts",
-                    remedy="Use a checkpoint that stores each expert once: by itself, or in a stack.",
-                    example=f"{member} in {' and in '.join(sorted((other, name)))}",
-                )
+    for member, name in members:
+        other = holders.setdefault(member, name)
+        if other != name:
+            findings.tensor(
+                ("stored twice", source.name),
+                where=source.name,
+                what="{count} matrices of experts are stored twice, and nothing says which counts",
+                remedy="Use a checkpoint that stores each expert once: by itself, or in a stack.",
+                example=f"{member} in {' and in '.join(sorted((other, name)))}",
+            )
+
+
+def _may_be_stacked(info: TensorInfo, tensor: StoredTensor) -> bool:
+    """Whether a tensor may hold matrices of several experts."""
+    return info.expert is None and (info.part is Role.EXPERT or len(tensor.shape) == 3)
 
 
 def whole_place(tensor: StoredTensor) -> Place:
