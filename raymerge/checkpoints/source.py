@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,6 +240,14 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     # Texts and digits take turns in the pieces, so that like is compared with like.
     pieces[1::2] = map(int, pieces[1::2])
     return tuple(pieces), name
+
+
+def in_natural_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names sorted by ``natural_key``; where all are among ``known`` names in that order, by their places."""
+    found, places = list(names), {name: place for place, name in enumerate(known)}
+    if all(name in places for name in found):
+        return sorted(found, key=places.__getitem__)
+    return sorted(found, key=natural_key)
 
 
 def same_bytes(checkpoint: Checkpoint, a: StoredTensor, b: StoredTensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -88,7 +87,7 @@ def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
     lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
     if len(lost):
         return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
-    values = numbers(raw, replace(source, view=None)).view(torch.uint8)
+    values = numbers(raw, source._replace(view=None)).view(torch.uint8)
     found = first_non_finite(values.numpy(), DType.F32)
     if found is None:
         return None

@@ -4,7 +4,6 @@ some elements at a time and in logical order."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -31,7 +30,7 @@ def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: in
         out: float32 ``[n]``, for that element and those behind it; of codes they are whole rows.
     """
     if isinstance(raw, RawCodes):
-        numbers(rows_of_codes(raw, source, begin, out.numel()), replace(source, view=None), out=out)
+        numbers(rows_of_codes(raw, source, begin, out.numel()), source._replace(view=None), out=out)
         return
     if not isinstance(raw, torch.Tensor):
         raise TypeError("an input that is made of rows was read as one that is stored")

@@ -107,7 +107,7 @@ class ActivationScales:
                 continue
             for read in own:
                 self._settle(read.source, self._name(read), each.name)
-            yield replace(each, rows=(_largest(each.name, each, reads),), check_finite=True)
+            yield each._replace(rows=(_largest(each.name, each, reads),), check_finite=True)
 
     def _name(self, read: Read) -> str:
         """The stored tensor that is read."""
@@ -155,7 +155,7 @@ def _with_scales(output: Output, scales: Mapping[str, Output]) -> Output:
     if packed is None or not any(each.name in scales for each in packed.others):
         return output
     others = tuple(scales.get(each.name, each) for each in packed.others)
-    return replace(output, packed=replace(packed, others=others))
+    return output._replace(packed=replace(packed, others=others))
 
 
 def _reads(scale: Output) -> tuple[Read, ...]:

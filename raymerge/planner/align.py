@@ -7,7 +7,7 @@ layers are stacked. Nothing is looked up in a list of known architectures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from raymerge.architectures import module_finder, rename_layer
 from raymerge.planner.logical import LogicalTensors
@@ -16,8 +16,7 @@ from raymerge.planner.sources import Source
 from raymerge.planner.spans import Member, Section, Span
 
 
-@dataclass(frozen=True, slots=True)
-class Aligned:
+class Aligned(NamedTuple):
     """One output tensor before its expression is made."""
 
     output: str

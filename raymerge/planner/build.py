@@ -38,10 +38,11 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
     with collector_paused():
-        return _built(recipe, with_numbers(sources), version)
+        return finish_plan(_decided(recipe, with_numbers(sources)), version=version)
 
 
-def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
+def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
+    """What the plan consists of; nothing else that was found out on the way is kept."""
     shop = open_workshop(recipe, sources)
     builder, findings, sections, tokenizer = shop.builder, shop.findings, shop.sections, shop.tokenizer
     donor = sources[shop.donor]
@@ -57,22 +58,19 @@ def _built(recipe: Recipe, sources: Sequence[Source], version: str) -> Plan:
         findings.add(objection)
     resized = builder.embeddings.settle(outputs, donor)
     config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
-    return finish_plan(
-        Decided(
-            recipe=recipe,
-            sources=tuple(sources),
-            donor=shop.donor,
-            method=shop.method.name,
-            rules=tuple(each.name for each in shop.ruled),
-            outputs=outputs,
-            fates=builder.fates,
-            findings=findings,
-            config=config,
-            tie=tie,
-            tokenizer=tokenizer,
-            notes=shop.notes(outputs),
-        ),
-        version=version,
+    return Decided(
+        recipe=recipe,
+        sources=tuple(sources),
+        donor=shop.donor,
+        method=shop.method.name,
+        rules=tuple(each.name for each in shop.ruled),
+        outputs=outputs,
+        fates=builder.fates,
+        findings=findings,
+        config=config,
+        tie=tie,
+        tokenizer=tokenizer,
+        notes=shop.notes(outputs),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raymerge.methods import Method
 from raymerge.planner.align import Aligned
@@ -13,8 +13,7 @@ from raymerge.planner.treatments import Treatment
 from raymerge.recipes import Subject
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """An aligned tensor with the treatment that was chosen for it."""
 
     aligned: Aligned
@@ -36,8 +35,11 @@ class Chosen:
 
 def choose(aligned: Aligned, treatment: Treatment) -> Chosen:
     """The treatment's members with their names, of those that the span has."""
+    everyone = treatment.everyone()
+    if everyone == aligned.span.members:
+        return Chosen(aligned, treatment, aligned.names)
     names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
-    return Chosen(aligned, treatment, tuple(names[member.path] for member in treatment.everyone()))
+    return Chosen(aligned, treatment, tuple(names[member.path] for member in everyone))
 
 
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:
@@ -55,7 +57,7 @@ def output_subjects(aligned: Aligned, logical: Sequence[LogicalTensors]) -> tupl
     if aligned.alias:
         return (stored,)
     return tuple(
-        replace(stored, aliases=tuple(moved(aligned, name, aligned.output) for name in names))
+        stored._replace(aliases=tuple(moved(aligned, name, aligned.output) for name in names))
         for names in logical[aligned.span.lead.source].other_names(aligned.lead)
     )
 

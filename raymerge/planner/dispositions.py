@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from raymerge.planner.sources import Holding
 
@@ -77,8 +77,7 @@ _STRENGTH = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
+class Fate(NamedTuple):
     """Disposition and rule of one source tensor, with the output it goes to first."""
 
     disposition: Disposition
@@ -99,6 +98,10 @@ class Fates:
             old = self._fates[source].get(part)
             if old is None or _STRENGTH[fate.disposition] > _STRENGTH[old.disposition]:
                 self._fates[source][part] = fate
+
+    def of(self, source: int, name: str) -> Fate | None:
+        """What has been said of a stored tensor so far."""
+        return self._fates[source].get(name)
 
     def settle_part(self, source: int, part: str, fate: Fate) -> None:
         """Record the use of one stored tensor, in place of what was said of all that it belongs to."""

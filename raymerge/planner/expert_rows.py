@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from raymerge.architectures import logical_name
@@ -266,7 +266,7 @@ def _columns_read(
     whole = supply.read(part)
     width = whole.dtype.nbytes(columns)
     view = View(expert.slice * own, (count, own), (columns, 1)) if expert.slices > 1 else None
-    read = replace(whole, offset=whole.offset + first * width, nbytes=count * width, view=view)
+    read = whole._replace(offset=whole.offset + first * width, nbytes=count * width, view=view)
     return read, (count, own)
 
 

@@ -5,8 +5,6 @@ What is wanted and is not there, or has another shape, becomes a finding; what i
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raymerge.architectures import Role
 from raymerge.architectures.expert_fields import expert_fields
 from raymerge.checkpoints.header import StoredTensor
@@ -153,7 +151,7 @@ class ExpertSupplies:
     def settle(self, supply: Supply, source: int, fate: Fate) -> None:
         """Record what becomes of everything that a supply is made of."""
         if supply.factor is not None and fate.disposition is not Disposition.MERGED:
-            fate = replace(fate, disposition=Disposition.MERGED, rule=Rule.ADAPTED)
+            fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
         self._maker.settle(supply, source, fate)
 
     def unknown_layout(self, name: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.packing import Encoding, Packing
@@ -187,8 +187,7 @@ class Scales:
         return self.offset + begin, end - begin
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One source's bytes for one part of a row."""
 
     part: int
@@ -214,8 +213,9 @@ class Read:
     @property
     def is_row_major(self) -> bool:
         """Whether its elements lie in logical order, so that any run of them can be read by itself."""
-        terms = self.assembly.terms if self.assembly is not None else ()
-        return self.view is None and all(term.read.view is None for term in terms)
+        if self.assembly is None:
+            return self.view is None
+        return self.view is None and all(term.read.view is None for term in self.assembly.terms)
 
     def has_bytes_of(self, other: Read) -> bool:
         """Whether it is made of the same bytes, whatever is taken of them."""
@@ -307,15 +307,14 @@ class Assembly:
 
 def assembled(part: int, assembly: Assembly) -> Read:
     """The input of a part that is made of rows of stored matrices."""
-    return replace(assembly.terms[0].read, part=part, assembly=assembly)
+    return assembly.terms[0].read._replace(part=part, assembly=assembly)
 
 
 def _factors(term: Term) -> tuple[Read, ...]:
     return term.product.factors if term.product is not None else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One logical tensor within a row."""
 
     logical: str
@@ -331,8 +330,7 @@ class Part:
         return self.shape[-1] if self.view is None else self.view.columns
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A contiguous run of an output tensor that is made at once or in tiles."""
 
     num_elements: int
@@ -357,12 +355,16 @@ class Row:
     @property
     def read_bytes(self) -> int:
         """Bytes to read for it."""
-        repeated = repeated_reads(self.reads, len(self.parts))
-        return sum(
-            read.bytes_for(self.num_elements)
-            for read, again in zip(self.reads, repeated, strict=True)
-            if not again
-        )
+        count, reads = self.num_elements, self.reads
+        if len(self.parts) > 1:
+            repeated = repeated_reads(reads, len(self.parts))
+            reads = tuple(read for read, again in zip(reads, repeated, strict=True) if not again)
+        return sum([read.bytes_for(count) for read in reads])
+
+    @property
+    def cost(self) -> int:
+        """Bytes read and written to make it."""
+        return self.read_bytes + self.nbytes
 
     def content(self) -> tuple[object, ...]:
         """Equal contents give equal bytes; unequal ones may."""
@@ -406,8 +408,7 @@ class PackedAs:
     """The matrix that servers join this one to; those of one are made with the same scale. "" for none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """One tensor of the output checkpoint."""
 
     name: str

@@ -9,7 +9,7 @@ from typing import Any
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import FileLayout
-from raymerge.checkpoints.source import natural_key
+from raymerge.checkpoints.source import in_natural_order
 from raymerge.errors import Problem
 from raymerge.planner.check import check_plan
 from raymerge.planner.consistency import config_problems
@@ -59,10 +59,18 @@ class Decided:
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:
     """The plan of what was decided, with its problems; ``version`` is raymerge's."""
+    plan = _tabled(decided, version)
+    # It takes more memory than the tables, and checking them takes some too.
+    del decided
+    return _proved(plan)
+
+
+def _tabled(decided: Decided, version: str) -> Plan:
+    """The plan, not checked yet."""
     recipe, findings, tie = decided.recipe, decided.findings, decided.tie
     outputs = stored_outputs(decided.outputs)
-    shards = place_shards(outputs, recipe.shard_size)
     donor = decided.sources[decided.donor]
+    shards = place_shards(outputs, recipe.shard_size, donor.checkpoint.stored)
     for problem in _disagreements(shards, decided.config, donor) if findings.is_empty else ():
         findings.add(problem)
     rows = place_rows(outputs, shards)
@@ -92,7 +100,7 @@ def finish_plan(decided: Decided, *, version: str) -> Plan:
         "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
         "notes": [*recipe.notes, *decided.notes],
     }
-    return _proved(make_plan(manifest, tables, findings.problems()))
+    return make_plan(manifest, tables, findings.problems())
 
 
 def _disagreements(
@@ -104,7 +112,7 @@ def _disagreements(
         for key, layout in shards
         for tensor in layout.tensors
     }
-    ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+    ordered = {name: tensors[name] for name in in_natural_order(tensors, donor.checkpoint.stored)}
     written = replace(donor.checkpoint, config=config, tensors=ordered, shapes={})
     yield from config_problems(written)
 

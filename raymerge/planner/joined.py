@@ -55,4 +55,4 @@ def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
     if all(row.expression.is_copy for row in output.rows):
         output = builder.made_anew(output.name) or output
     packed = output.packed
-    return output if packed is None else replace(output, packed=replace(packed, joined=joined))
+    return output if packed is None else output._replace(packed=replace(packed, joined=joined))

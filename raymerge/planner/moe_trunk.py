@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from raymerge.architectures.moe_names import trunk_name
 from raymerge.planner.align import Aligned
@@ -33,7 +32,7 @@ def _outputs(shop: Workshop, shape: MoeShape, replaced: list[Subject]) -> Iterat
         _check_vocabulary(shop, shape, aligned)
         output = shop.builder.output(aligned)
         if output is not None:
-            yield replace(output, name=name)
+            yield output._replace(name=name)
 
 
 def _check_vocabulary(shop: Workshop, shape: MoeShape, aligned: Aligned) -> None:

@@ -55,6 +55,8 @@ def base_notes(
 
 def adapter_notes(supplies: Supplies, fates: Fates) -> Iterator[str]:
     """How many of each adapter's changes go into the output."""
+    if not supplies.adapters:
+        return
     dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
     for index, laid in supplies.adapters.items():
         yield from (f"{laid.adapter.name}: {note}" for note in laid.adapter.notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from raymerge.architectures import Role
 from raymerge.checkpoints.activation_scales import INPUT_SCALES
@@ -17,7 +18,15 @@ from raymerge.methods import Settings
 from raymerge.planner.activation_scales import ActivationScales
 from raymerge.planner.align import Aligned
 from raymerge.planner.bind import Binder, BindError
-from raymerge.planner.chosen import Chosen, choose, member_subject, moved, output_subject, output_subjects
+from raymerge.planner.chosen import (
+    Chosen,
+    choose,
+    member_subject,
+    moved,
+    output_logical,
+    output_subject,
+    output_subjects,
+)
 from raymerge.planner.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.planner.embeddings import Embeddings
 from raymerge.planner.expressions import Output, PackedAs, Part, Read, Row, copy_expression
@@ -35,7 +44,7 @@ from raymerge.planner.written import OutFormats, Written
 from raymerge.recipes import Recipe, Selector, Subject
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
     """Blocks of an output that are made alike: runs of experts' matrices in a fused tensor."""
 
@@ -49,6 +58,92 @@ class _Group:
     """Whether they stay as the lead has them, since others lack them."""
     blocks: list[int] = field(default_factory=list, compare=False)
     """Their numbers."""
+
+
+class _FirstExpert(NamedTuple):
+    """What was made of one expert's tensor, by which those of the other experts of its layer are made."""
+
+    output: Output
+    """The output, of one part."""
+    reads: tuple[int, ...]
+    """For each of its inputs the member of the span whose tensor that is."""
+    fates: tuple[Fate, ...]
+    """What becomes of the tensor of each member."""
+
+
+class _Experts:
+    """Makes experts' outputs after that of the first one of their layer, where nothing tells them apart.
+
+    A model has a million tensors only where it has that many experts: what is found out by role, layer, shape
+    and dtype is found out once for all of them.
+    """
+
+    def __init__(self, supplies: Supplies, fates: Fates, *, are_alike: bool) -> None:
+        """
+        Args:
+            supplies: the stored tensors.
+            fates: what becomes of them.
+            are_alike: whether neither the recipe nor a stage, an adapter or a quantised format makes a
+                difference between experts.
+        """
+        self._logical = supplies.logical
+        self._fates = fates
+        self._are_alike = are_alike
+        self._first: dict[tuple[object, ...], _FirstExpert] = {}
+
+    def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
+        """The tensor of each member of the span; None where it is not one expert's, or some lack it."""
+        info = self._logical[aligned.span.lead.source].infos[aligned.lead]
+        if not self._are_alike or info.expert is None or not aligned.lead.endswith((".weight", ".bias")):
+            return None
+        found = [
+            self._logical[member.source].stored(name)
+            for member, name in zip(aligned.span.members, aligned.names, strict=True)
+        ]
+        tensors = [tensor for tensor in found if tensor is not None]
+        return tensors if len(tensors) == len(found) else None
+
+    def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
+        """Keep an output for others, if it is made of its members' whole tensors."""
+        row = output.rows[0]
+        if output.packed is not None or len(output.rows) > 1 or len(row.parts) > 1 or not row.num_elements:
+            return
+        members = [member.source for member in aligned.span.members]
+        own = {
+            _whole(source, tensor): index
+            for index, (source, tensor) in enumerate(zip(members, tensors, strict=True))
+        }
+        reads = [own[read] for read in row.reads if read in own]
+        fates = [self._fates.of(source, name) for source, name in zip(members, aligned.names, strict=True)]
+        settled = [fate for fate in fates if fate is not None and fate.output == aligned.output]
+        if len(reads) == len(row.reads) and len(settled) == len(fates):
+            self._first[self._key(aligned, tensors)] = _FirstExpert(output, tuple(reads), tuple(settled))
+
+    def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
+        """The output of another expert; None where the first one of its layer is still to be made."""
+        first = self._first.get(self._key(aligned, tensors))
+        if first is None:
+            return None
+        span, ((count, expression, (part,), _), *_) = aligned.span, first.output.rows
+        logical = aligned.output
+        if not expression.is_copy:
+            own = self._logical[span.lead.source]
+            logical = output_logical(aligned, own.logical_name(aligned.lead))
+        reads = tuple([_whole(span.members[index].source, tensors[index]) for index in first.reads])
+        fates = {fate: Fate(fate.disposition, fate.rule, aligned.output) for fate in first.fates}
+        for member, name, fate in zip(span.members, aligned.names, first.fates, strict=True):
+            self._fates.settle(member.source, name, fates[fate])
+        row = Row(count, expression, (Part(logical, part.shape, part.view),), reads)
+        return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
+
+    def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
+        """All that what becomes of an expert's tensor hangs on, beside its number."""
+        source = aligned.span.lead.source
+        lead, info = self._logical[source].stored(aligned.lead), self._logical[source].infos[aligned.lead]
+        specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        like = None if lead is None else (lead.dtype, lead.shape)
+        where = aligned.t, aligned.layer, aligned.depth, aligned.copied
+        return aligned.span.path, where, info._replace(expert=None), like, *specs
 
 
 class OutputBuilder:
@@ -80,12 +175,22 @@ class OutputBuilder:
         self._coded: dict[str, Aligned] = {}
         self._selectors = Selectors(recipe)
         self._binders: dict[tuple[Path_, int], Binder] = {}
+        # The latest settings that their method has no objection to: mostly those of the next tensor too.
+        self._sound: Settings | None = None
         self.embeddings = Embeddings(recipe, supplies, self._rows, findings, vocabulary=vocabulary)
         """The rows of tensors with a row for each token."""
+        are_alike = recipe.out_format is None and not self._selectors.are_by_name
+        are_alike = are_alike and self._plain.are_all and not (supplies.adapters or supplies.aligned)
+        self._experts = _Experts(supplies, self.fates, are_alike=are_alike)
 
     def output(self, aligned: Aligned) -> Output | None:
         """The output for one aligned tensor, or None with a finding that says why not."""
+        tensors = self._experts.stored(aligned)
+        if tensors is not None and (alike := self._experts.make(aligned, tensors)) is not None:
+            return alike
         made = self._make(aligned)
+        if made is not None and tensors is not None:
+            self._experts.learn(aligned, tensors, made)
         if made is None:
             self._give_up(aligned)
         elif made.packed is not None:
@@ -142,6 +247,10 @@ class OutputBuilder:
             subjects = output_subjects(aligned, self._logical)
         self._selectors.see(subjects)
         outcomes: dict[frozenset[Selector], _Group | None] = {}
+        if len(subjects) == 1 and self._recipe.missing_tensors != "copy_base":
+            # Nothing tells its blocks apart.
+            alone = self._outcome(aligned, subjects[0], outcomes, bind=False)
+            return None if alone is None else [alone]
         groups: list[_Group] = []
         for number, (own, names) in enumerate(self._runs(aligned, written, subjects)):
             found = [self._outcome(aligned, each, outcomes, bind=len(subjects) > 1) for each in own]
@@ -164,11 +273,8 @@ class OutputBuilder:
     ) -> Iterator[tuple[Sequence[Subject], Sequence[str]]]:
         """For each block that may be made in another way than others its logical tensors, and their names.
 
-        One for a tensor whose blocks nothing tells apart, without names.
+        One for a tensor that is one block, without names.
         """
-        if len(subjects) == 1 and self._recipe.missing_tensors != "copy_base":
-            yield subjects, ()
-            return
         form = None if written.packing is None else written.packing.format
         blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form) or ()
         if len(blocks) < 2:
@@ -305,8 +411,9 @@ class OutputBuilder:
 
     def _settle_rest(self, aligned: Aligned) -> None:
         """Settle what the method that was chosen leaves out of those that take part."""
+        fate = Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output)
         for store, name in self._held(aligned):
-            self.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output))
+            self.fates.settle(store, name, fate)
 
     def _from_lead(
         self,
@@ -409,8 +516,11 @@ class OutputBuilder:
         except BindError as error:
             self._unbound(error)
             return None
+        if settings is self._sound:
+            return settings
         objection = chosen.method.check(settings)
         if objection is None:
+            self._sound = settings
             return settings
         self.findings.tensor(
             ("settings", objection),
@@ -487,10 +597,17 @@ class OutputBuilder:
         """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
         aligned = chosen.aligned
         names = ((member.source, name) for member, name in chosen.members())
-        stored = dict.fromkeys([(aligned.span.lead.source, aligned.lead), *names])
-        found = [(source, self._logical[source].stored(name)) for source, name in stored]
-        plain = [self._plain.check(source, tensor) for source, tensor in found if tensor is not None]
-        return all(plain)
+        plain = True
+        for source, name in dict.fromkeys([(aligned.span.lead.source, aligned.lead), *names]):
+            tensor = self._logical[source].stored(name)
+            # All of them are looked at, to say what each one is.
+            plain &= tensor is None or self._plain.check(source, tensor)
+        return plain
+
+
+def _whole(source: int, tensor: StoredTensor) -> Read:
+    """All of a stored tensor of numbers."""
+    return Read(0, source, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
 def _copied(name: str, stored: StoredTensor, store: int) -> Output:
@@ -498,6 +615,6 @@ def _copied(name: str, stored: StoredTensor, store: int) -> Output:
 
 
 def _copy_row(name: str, stored: StoredTensor, store: int) -> Row:
-    read = Read(0, store, stored.key, stored.offset, stored.nbytes, stored.dtype, None)
+    read = _whole(store, stored)
     part = Part(name, stored.shape, None)
     return Row(stored.num_elements, copy_expression(stored.dtype), (part,), (read,))

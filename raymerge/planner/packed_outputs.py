@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from raymerge.checkpoints.numbers import part_name
 from raymerge.planner.dispositions import Fate, Fates
@@ -32,7 +31,7 @@ def stored_fates(fates: Fates, outputs: Sequence[Output]) -> Iterator[tuple[int,
             yield source, name, fate
             continue
         alike = part_name(fates.whole(source, name), name, fate.output)
-        yield source, name, replace(fate, output=alike if alike in stored else stored[0])
+        yield source, name, fate._replace(output=alike if alike in stored else stored[0])
 
 
 def _stored(output: Output) -> Iterator[Output]:

@@ -20,6 +20,12 @@ class PlainNumbers:
         self._sources = sources
         self._findings = findings
         self._quantised = [_quantised(source.checkpoint) for source in sources]
+        self._is_plain = [not (own.numbers or own.stored or own.unknown) for own in self._quantised]
+
+    @property
+    def are_all(self) -> bool:
+        """Whether nothing in any source is quantised."""
+        return all(self._is_plain)
 
     def is_quantised(self, source: int, tensor: StoredTensor) -> bool:
         """Whether a tensor belongs to a quantised format, as code or as scale."""
@@ -33,7 +39,7 @@ class PlainNumbers:
     def check(self, source: int, tensor: StoredTensor) -> bool:
         """Whether arithmetic on a tensor of a source means something; if not, a finding says why."""
         own = self._quantised[source]
-        if tensor.name in own.numbers:
+        if (self._is_plain[source] and tensor.dtype.is_mergeable) or tensor.name in own.numbers:
             return True
         if (form := own.stored.get(tensor.name)) is not None:
             what = "and recipes that build mixtures or change experts only copy such tensors"

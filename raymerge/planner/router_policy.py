@@ -45,8 +45,7 @@ def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTens
         logical: tensors of the model whose names the output takes.
     """
     infos = logical.infos
-    routers = [o for o in outputs if o.name in infos and infos[o.name].part.value in ROUTER_ROLES]
-    if not routers:
+    if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return
     if recipe.router == "merge":
         by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"

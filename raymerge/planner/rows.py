@@ -103,8 +103,9 @@ class RowMaker:
         """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
         for store, name in supply.holders():
             self._fates.settle(store, name, fate)
-        for store, name in self._supplies.replaced(source, supply):
-            self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
+        replaced = self._supplies.replaced(source, supply)
+        if replaced is not None:
+            self._fates.settle(source, replaced, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
 
     def _unknown_layout(
         self, chosen: Chosen, lead: StoredTensor, settings: Settings | None
@@ -143,9 +144,11 @@ class RowMaker:
         """Whether a fused tensor is made as one logical tensor: from tensors that have their elements in its
         order, element by element, whatever matrix they are of."""
         aligned, method = chosen.aligned, chosen.method
+        source, packing = aligned.span.lead.source, written.packing
+        if self._logical[source].is_alone(aligned.lead):
+            return False
         if method.random or method.access_with(settings) is not Access.ELEMENT:
             return False
-        source, packing = aligned.span.lead.source, written.packing
         order = self._logical[source].element_order(aligned.lead, None if packing is None else packing.format)
         return (
             order is not None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
-from raymerge.checkpoints.source import natural_key
+from raymerge.checkpoints.source import in_natural_order
 from raymerge.methods import BLOCK, Access, find_method
 from raymerge.planner.assembly_memory import group_multiple
 from raymerge.planner.expressions import LARGEST, Output, Part, Read, Row, scales_expression, scales_part
@@ -22,8 +22,7 @@ _SMALLEST = 256 << 10
 _LARGEST = 512 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRow:
+class PlacedRow(NamedTuple):
     """A row with its place in a shard."""
 
     tensor: int
@@ -46,7 +45,7 @@ class PlacedRow:
     @property
     def cost(self) -> int:
         """Bytes read and written to make it."""
-        return 0 if self.copy_of >= 0 or self.made_with >= 0 else self.row.read_bytes + self.row.nbytes
+        return 0 if self.copy_of >= 0 or self.made_with >= 0 else self.row.cost
 
 
 class Segment(NamedTuple):
@@ -62,20 +61,29 @@ class Segment(NamedTuple):
     """Bytes read and written to make it."""
 
 
-def place_shards(outputs: Sequence[Output], shard_size: int) -> tuple[tuple[str, FileLayout], ...]:
-    """File names and layouts of the shards, tensors in natural order of their names."""
-    ordered = sorted(outputs, key=lambda output: natural_key(output.name))
-    shards = split_into_shards([TensorSpec(o.name, o.dtype, o.shape) for o in ordered], shard_size)
+def place_shards(
+    outputs: Sequence[Output], shard_size: int, known: Iterable[str] = ()
+) -> tuple[tuple[str, FileLayout], ...]:
+    """File names and layouts of the shards, tensors in natural order of their names.
+
+    Args:
+        outputs: every tensor.
+        shard_size: most bytes of data of one; 0 for one shard.
+        known: names that are in natural order, which saves time where all others are among them.
+    """
+    specs = {o.name: TensorSpec(o.name, o.dtype, o.shape) for o in outputs}
+    names = in_natural_order((o.name for o in outputs), known)
+    shards = split_into_shards([specs[name] for name in names], shard_size)
     return tuple(zip(shard_names(len(shards)), (lay_out(shard) for shard in shards), strict=True))
 
 
 def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout]]) -> tuple[PlacedRow, ...]:
     """Every row at its offset, in shard order, long ones cut, equal ones pointed at the first of them."""
     index = {output.name: position for position, output in enumerate(outputs)}
-    target = _segment_target(sum(row.nbytes + row.read_bytes for o in outputs for row in o.rows))
+    target = _segment_target(sum([row.cost for o in outputs for row in o.rows]))
     placed: list[PlacedRow] = []
     twins = _Twins(placed)
-    made: dict[str, list[int]] = {}
+    made: dict[str, range] = {}
     joined = _joined_contents(outputs)
     for shard, (_, layout) in enumerate(shards):
         for tensor in layout.tensors:
@@ -83,11 +91,12 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
             own = outputs[number]
             codes = outputs[index[own.scales_of]] if own.scales_of else None
             cut = _pieces(own, target) if codes is None else _scales_cut(own, codes, target)
+            begin = len(placed)
             for first, piece in cut:
                 twin = -1 if codes is not None else twins.of(first, piece, joined.get(own.joined, ()))
-                made.setdefault(tensor.name, []).append(len(placed))
                 placed.append(PlacedRow(number, shard, offset, first, piece, copy_of=twin))
                 offset += piece.nbytes
+            made[tensor.name] = range(begin, len(placed))
     _join(placed, [(each.joined, made[each.name]) for each in outputs if each.joined])
     for is_tensor_scale in (False, True):
         scales = [o for o in outputs if o.scales_of and o.is_tensor_scale is is_tensor_scale]
@@ -139,7 +148,7 @@ def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]])
             groups.setdefault(joined, []).append(row)
     for rows in groups.values():
         for row in rows:
-            placed[row] = replace(placed[row], joined_with=tuple(each for each in rows if each != row))
+            placed[row] = placed[row]._replace(joined_with=tuple(each for each in rows if each != row))
 
 
 def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -153,9 +162,9 @@ def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], 
     for code, scale in scales.items():
         twin = placed[code].copy_of
         if twin < 0:
-            placed[scale] = replace(placed[scale], made_with=code)
+            placed[scale] = placed[scale]._replace(made_with=code)
         else:
-            placed[scale] = replace(placed[scale], copy_of=scales[twin])
+            placed[scale] = placed[scale]._replace(copy_of=scales[twin])
 
 
 def cut_segments(rows: Sequence[PlacedRow]) -> tuple[Segment, ...]:
@@ -216,7 +225,7 @@ def _segment_target(total_cost: int) -> int:
 
 def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
     """A long row in pieces with the index of their first element, where its method allows any cut."""
-    bytes_per_element = max(1, (row.nbytes + row.read_bytes) // max(1, row.num_elements))
+    bytes_per_element = max(1, row.cost // max(1, row.num_elements))
     unit = _unit(row)
     step = max(unit, target // bytes_per_element // unit * unit)
     if not (row.num_elements > step and row.is_flat and _is_in_bytes(row, unit) and _divides(row)):
@@ -225,7 +234,7 @@ def _cut(row: Row, target: int) -> Iterator[tuple[int, Row]]:
     for first in range(0, row.num_elements, step):
         count = min(step, row.num_elements - first)
         reads = tuple(_sub_read(read, first, count) for read in row.reads)
-        yield first, replace(row, num_elements=count, reads=reads)
+        yield first, row._replace(num_elements=count, reads=reads)
 
 
 def _is_in_bytes(row: Row, unit: int) -> bool:
@@ -267,4 +276,4 @@ def _sub_read(read: Read, first: int, count: int) -> Read:
         offset, nbytes = scales.of(first, count)
         scales = replace(scales, offset=offset, nbytes=nbytes)
     offset = read.offset + read.dtype.nbytes(first)
-    return replace(read, offset=offset, nbytes=read.dtype.nbytes(count), scales=scales)
+    return read._replace(offset=offset, nbytes=read.dtype.nbytes(count), scales=scales)

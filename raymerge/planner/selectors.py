@@ -29,7 +29,7 @@ class Selectors:
 
     def matching(self, subject: Subject) -> frozenset[Selector]:
         """Those by name that match a tensor."""
-        return frozenset(each for each in self._by_name if each.matches(subject))
+        return frozenset([each for each in self._by_name if each.matches(subject)])
 
     def see(self, subjects: Iterable[Subject]) -> None:
         """Take note of the selectors of parameters that match some of these tensors."""

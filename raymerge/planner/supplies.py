@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raymerge.checkpoints.adapters import Factor
@@ -28,13 +28,14 @@ class Supply(NamedTuple):
     origin: tuple[int, str] | None = None
     """The stored tensor whose numbers a stage has put into the place: index of the source, and name."""
 
-    def holders(self) -> Iterator[tuple[int, str]]:
+    def holders(self) -> list[tuple[int, str]]:
         """Every stored tensor that it is made of: index of the source, adapter or result, and name."""
-        yield self.store, self.place.tensor.name
+        found = [(self.store, self.place.tensor.name)]
         if self.origin is not None:
-            yield self.origin
+            found.append(self.origin)
         if self.factor is not None:
-            yield from ((self.adapter, tensor.name) for tensor in tensors_of(self.factor))
+            found += [(self.adapter, tensor.name) for tensor in tensors_of(self.factor)]
+        return found
 
     def term(self) -> Term:
         """The whole of it as something that rows can be taken from; a vector has rows of one element."""
@@ -51,19 +52,9 @@ class Supply(NamedTuple):
         return assembled(part, Assembly(rows, columns, (term,), ((0, 0, rows, 0),), rows))
 
     def _plain(self, part: int) -> Read:
-        place = self.place
-        first = place.tensor.offset + place.tensor.dtype.nbytes(place.start)
-        nbytes = place.tensor.dtype.nbytes(place.num_elements)
-        return Read(
-            part,
-            self.store,
-            place.tensor.key,
-            first,
-            nbytes,
-            place.tensor.dtype,
-            place.view,
-            scales=place.scales,
-        )
+        place, (_, dtype, _, key, offset, _) = self.place, self.place.tensor
+        first, nbytes = offset + dtype.nbytes(place.start), dtype.nbytes(place.num_elements)
+        return Read(part, self.store, key, first, nbytes, dtype, place.view, scales=place.scales)
 
     def _product(self) -> Product | None:
         factor = self.factor
@@ -115,18 +106,18 @@ class Supplies:
             return True
         return source in self.adapters and self.adapters[source].touches(name)
 
-    def holders(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
+    def holders(self, source: int, supply: Supply) -> list[tuple[int, str]]:
         """Every stored tensor that a supply of a source is made of, and what an adapter replaces whole."""
-        yield from supply.holders()
-        yield from self.replaced(source, supply)
+        replaced = self.replaced(source, supply)
+        return supply.holders() if replaced is None else [*supply.holders(), (source, replaced)]
 
-    def replaced(self, source: int, supply: Supply) -> Iterator[tuple[int, str]]:
+    def replaced(self, source: int, supply: Supply) -> str | None:
         """The stored tensor that an adapter replaces whole by what a supply of a source is."""
         laid = self.adapters.get(source)
-        if laid is not None and supply.store == laid.store:
-            replaced = laid.changed_by(supply.place.tensor.name)
-            if replaced is not None and laid.is_all_replaced(replaced):
-                yield source, replaced
+        if laid is None or supply.store != laid.store:
+            return None
+        replaced = laid.changed_by(supply.place.tensor.name)
+        return replaced if replaced is not None and laid.is_all_replaced(replaced) else None
 
     def find(self, source: int, name: str, logical: str) -> Supply | None:
         """Where a source has a logical tensor.

@@ -43,25 +43,23 @@ def make_tables(
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
     """The tables, and expressions and encodings in the order in which rows and scales number them."""
-    expressions: dict[Expression, int] = {}
-    for placed in rows:
-        expressions.setdefault(placed.row.expression, len(expressions))
+    expressions, numbers = _numbered_expressions(rows)
     assemblies, scales = AssemblyNumbers(), ScaleNumbers()
     columns: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_columns(outputs, shards),
-        "rows": _row_columns(rows, expressions),
+        "rows": _row_columns(rows, numbers),
         "parts": _part_columns(rows),
         "inputs": _input_columns(rows, assemblies, scales),
         "segments": _turned(segments),
         "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
         "files": _turned(list(files.items())),
-        "dispositions": _fate_columns(list(fates)),
+        "dispositions": _fate_columns(fates),
     }
     tables = {name: _table(SCHEMAS[name], each) for name, each in columns.items()}
     # Behind the inputs, which number the assemblies and the scales.
     numbered = {**assemblies.rows(), "scales": scales.rows()}
     tables |= {name: _table(SCHEMAS[name], _turned(each)) for name, each in numbered.items()}
-    return {name: tables[name] for name in SCHEMAS}, list(expressions), scales.encodings()
+    return {name: tables[name] for name in SCHEMAS}, expressions, scales.encodings()
 
 
 def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
@@ -71,8 +69,9 @@ def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
     return pa.table(made, schema=schema) if made else schema.empty_table()
 
 
-def _turned(rows: Sequence[tuple[Any, ...]]) -> Iterable[Sequence[Any]]:
-    return zip(*rows, strict=True)
+def _turned(rows: Sequence[tuple[Any, ...]], width: int = 0) -> Iterable[Sequence[Any]]:
+    """The columns of rows; without rows as many empty ones as ``width`` says."""
+    return zip(*rows, strict=True) if rows else ((),) * width
 
 
 def _tensor_columns(
@@ -91,27 +90,39 @@ def _tensor_columns(
     yield [output.check_finite for output in outputs]
 
 
-def _row_columns(rows: Sequence[PlacedRow], expressions: Mapping[Expression, int]) -> Iterator[Sequence[Any]]:
-    also: list[list[int]] = [[] for _ in rows]
+def _numbered_expressions(rows: Sequence[PlacedRow]) -> tuple[list[Expression], list[int]]:
+    """The distinct expressions in order of first use, and for each row the number of its own."""
+    known: dict[Expression, int] = {}
+    numbers: list[int] = []
+    latest: Expression | None = None
+    number = -1
+    for placed in rows:
+        # Rows that follow one another mostly share the object, which is told sooner than hashed.
+        if placed.row.expression is not latest:
+            latest = placed.row.expression
+            number = known.setdefault(latest, len(known))
+        numbers.append(number)
+    return list(known), numbers
+
+
+def _row_columns(rows: Sequence[PlacedRow], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
+    also: dict[int, list[int]] = {}
     for position, placed in enumerate(rows):
         if placed.copy_of >= 0:
-            also[placed.copy_of].append(position)
-    made = [placed.row for placed in rows]
+            also.setdefault(placed.copy_of, []).append(position)
+    tensors, shards, offsets, first, made, copy_of, made_with, joined_with = _turned(rows, 8)
     num_parts, num_inputs = [len(row.parts) for row in made], [len(row.reads) for row in made]
-    yield [placed.tensor for placed in rows]
-    yield [placed.shard for placed in rows]
-    yield [placed.offset for placed in rows]
+    yield from (tensors, shards, offsets)
     yield [row.nbytes for row in made]
-    yield [placed.first_element for placed in rows]
+    yield first
     yield [row.num_elements for row in made]
-    yield [expressions[row.expression] for row in made]
+    yield expressions
     yield [row.is_flat for row in made]
-    yield [placed.copy_of for placed in rows]
-    yield [placed.made_with for placed in rows]
+    yield from (copy_of, made_with)
     yield _made_with(rows, is_tensor_scale=False)
     yield _made_with(rows, is_tensor_scale=True)
-    yield [placed.joined_with for placed in rows]
-    yield also
+    yield joined_with
+    yield [also.get(position, ()) for position in range(len(rows))]
     yield _starts(num_parts)
     yield num_parts
     yield _starts(num_inputs)
@@ -133,36 +144,29 @@ def _starts(counts: Sequence[int]) -> Sequence[int]:
 
 
 def _part_columns(rows: Sequence[PlacedRow]) -> Iterator[Sequence[Any]]:
-    parts = [part for placed in rows for part in placed.row.parts]
-    yield [part.logical for part in parts]
-    yield [part.shape for part in parts]
-    yield [part.view.offset if part.view else 0 for part in parts]
-    yield [part.view.strides if part.view else () for part in parts]
+    logical, shapes, views = _turned([part for placed in rows for part in placed.row.parts], 3)
+    yield from (logical, shapes)
+    yield [view.offset if view else 0 for view in views]
+    yield [view.strides if view else () for view in views]
 
 
 def _input_columns(
     rows: Sequence[PlacedRow], assemblies: AssemblyNumbers, scales: ScaleNumbers
 ) -> Iterator[Sequence[Any]]:
     reads = [read for placed in rows for read in placed.row.reads]
-    yield [read.part for read in reads]
-    yield [read.source for read in reads]
-    yield [read.key for read in reads]
-    yield [read.offset for read in reads]
-    yield [read.nbytes for read in reads]
-    yield [read.dtype for read in reads]
-    yield [read.view.offset if read.view else 0 for read in reads]
-    yield [read.view.shape if read.view else () for read in reads]
-    yield [read.view.strides if read.view else () for read in reads]
-    yield [assemblies.number(read.assembly) for read in reads]
-    yield [scales.number(read.scales) for read in reads]
+    *plain, views, assembled, scaled = _turned(reads, 9)
+    yield from plain
+    yield [view.offset if view else 0 for view in views]
+    yield [view.shape if view else () for view in views]
+    yield [view.strides if view else () for view in views]
+    yield [assemblies.number(each) for each in assembled]
+    yield [scales.number(each) for each in scaled]
 
 
-def _fate_columns(fates: Sequence[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:
-    yield [source for source, _, _ in fates]
-    yield [name for _, name, _ in fates]
-    yield [fate.disposition for _, _, fate in fates]
-    yield [fate.rule for _, _, fate in fates]
-    yield [fate.output for _, _, fate in fates]
+def _fate_columns(fates: Iterable[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:
+    sources, names, found = _turned(list(fates), 3)
+    yield from (sources, names)
+    yield from _turned(found, 3)
 
 
 def save_plan(plan: Plan, directory: Path) -> None:

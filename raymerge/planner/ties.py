@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raymerge.architectures import TiedPair, declared_tie
 from raymerge.planner.align import Aligned
@@ -74,10 +74,10 @@ def with_heads(
         if each.copied or each.lead != pair.head:
             yield each
         elif _own_heads(each.span, sources):
-            yield replace(each, names=_head_names(each.span, sources))
+            yield each._replace(names=_head_names(each.span, sources))
         else:
             names = tuple(embedding_name(sources[member.source]) for member in each.span.members)
-            yield replace(each, lead=pair.embedding, names=names, alias=named.embedding)
+            yield each._replace(lead=pair.embedding, names=names, alias=named.embedding)
     wanted = _own_heads(span, sources) or stores_own_head(donor)
     wanted = wanted or _parts_the_tie(section, sources, base=donor if has_base else None)
     stored = pair.head in sources[span.lead.source].checkpoint.tensors

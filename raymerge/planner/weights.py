@@ -88,7 +88,7 @@ class Weights:
         width = read.dtype.nbytes(columns)
         found = torch.empty(len(indices), columns)
         for place, index in enumerate(indices):
-            one = replace(read, offset=read.offset + index * width, nbytes=width)
+            one = read._replace(offset=read.offset + index * width, nbytes=width)
             found[place] = self._elements(one, (columns,)).float()
         return found
 

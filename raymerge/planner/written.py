@@ -7,7 +7,7 @@ A ``dtype`` alone asks for plain numbers of that dtype, also of what the lead ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from raymerge.architectures import Role, TensorInfo
 from raymerge.checkpoints.header import StoredTensor
@@ -35,8 +35,7 @@ _SAME, _PLAIN = "same", "bf16"
 _WEIGHT = ".weight"
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """How one output tensor is stored."""
 
     dtype: DType

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
 from raymerge.documents.readers import choice_of, read_integer, read_text
@@ -46,8 +46,7 @@ _LAYER_FORMS = "Write a layer like 10, a range like 10..20 with both ends in it,
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """A tensor, as far as a selector is interested in it."""
 
     name: str

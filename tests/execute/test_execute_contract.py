@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +242,7 @@ def _fused(stock: Stock, name: str, made_of: Expression, rows: int) -> Iterator[
     parts = tuple(Part(f"p{each.offset}", each.shape, each) for each in views)
     for expert in range(experts):
         reads = tuple(
-            replace(read, part=part, offset=read.offset + 2 * expert * size, nbytes=2 * size)
+            read._replace(part=part, offset=read.offset + 2 * expert * size, nbytes=2 * size)
             for part, view in enumerate(views)
             for read in (stock.read(name, source, view=view) for source in (0, 1))
         )

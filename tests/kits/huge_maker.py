@@ -56,14 +56,15 @@ class HugeSize:
 
 def huge_checkpoint(root: Path, size: HugeSize) -> Path:
     """A checkpoint of true headers in files of 20 GiB; returns ``root``."""
-    files = split_into_shards(list(_tensors(size)), _FILE_NBYTES)
+    files = split_into_shards(list(huge_tensors(size)), _FILE_NBYTES)
     sparse_checkpoint(root, files, size.config, names=shard_names(len(files)))
     for name, text in TOKENIZER_FILES.items():
         (root / name).write_text(text)
     return root
 
 
-def _tensors(size: HugeSize) -> Iterator[TensorSpec]:
+def huge_tensors(size: HugeSize) -> Iterator[TensorSpec]:
+    """All tensors of such a model."""
     yield _weight("model.embed_tokens", _VOCAB, _HIDDEN)
     for layer in range(size.layers + 1):
         yield from _layer(f"model.layers.{layer}", size, is_dense=layer < 1)

@@ -301,14 +301,13 @@ def test_a_piece_of_a_method_that_needs_the_whole_tensor_is_refused(stock: Stock
     (row,) = output.rows
     half = ROWS * COLUMNS // 2
     halves = [
-        replace(
-            row,
+        row._replace(
             num_elements=half,
-            reads=tuple(replace(r, nbytes=4 * half, offset=r.offset + 4 * part * half) for r in row.reads),
+            reads=tuple(r._replace(nbytes=4 * half, offset=r.offset + 4 * part * half) for r in row.reads),
         )
         for part in range(2)
     ]
-    made = plan_of(stock, [replace(output, rows=tuple(halves))])
+    made = plan_of(stock, [output._replace(rows=tuple(halves))])
     told = tampered(made, "rows", "first_element", {1: half})
     assert "its method needs the whole tensor" in _said(told)
 
