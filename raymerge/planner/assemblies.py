@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.planner.columns import Flags, Ints, codes, ints, sums
+from raymerge.planner.columns import Flags, Ints, codes, ints, lists, sums
 from raymerge.planner.expressions import Assembly, Product, Read, Term
 from raymerge.planner.plan import Plan
 
@@ -99,6 +100,16 @@ def input_bytes(plan: Plan) -> Ints:
     found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
     found[repeated_inputs(plan)] = 0
     return found
+
+
+def joined_sums(plan: Plan, of_rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """What the rows have together that each row shares the scale of a matrix with ``[rows]``."""
+    lengths, others = lists(plan["rows"], "joined_with")
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    # Tables that are damaged may name rows that are not there, which another check tells of.
+    real = (others >= 0) & (others < len(lengths))
+    sums = np.bincount(owners[real], weights=of_rows[others[real]], minlength=len(lengths))
+    return sums.astype(np.float64)
 
 
 def repeated_inputs(plan: Plan) -> Flags:

@@ -21,7 +21,7 @@ from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, find_method
-from raymerge.planner.assemblies import input_bytes
+from raymerge.planner.assemblies import input_bytes, joined_sums
 from raymerge.planner.check_assemblies import check_assemblies
 from raymerge.planner.check_rows import check_rows
 from raymerge.planner.check_scales import check_scales, smallest_packing
@@ -323,7 +323,8 @@ def _row_costs(plan: Plan) -> Ints:
     rows = plan["rows"]
     read = np.append(0, np.cumsum(input_bytes(plan)))
     first, count = ints(rows, "first_input"), ints(rows, "num_inputs")
-    cost = ints(rows, "nbytes") + read[first + count] - read[first]
+    own = read[first + count] - read[first]
+    cost = ints(rows, "nbytes") + own + joined_sums(plan, own).astype(np.int64)
     is_made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
     return np.where(is_made, cost, 0)
 

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
 from raymerge.methods import find_method
-from raymerge.planner.assemblies import input_bytes
+from raymerge.planner.assemblies import input_bytes, joined_sums
+from raymerge.planner.columns import ints
 from raymerge.planner.dispositions import Disposition
 from raymerge.planner.duplicates import Duplicates, planned_duplicates
 from raymerge.planner.expressions import Expression
@@ -369,12 +372,10 @@ def _read_bytes(plan: Plan) -> int:
     Copies of such rows read nothing.
     """
     sizes, wanted = input_bytes(plan).tolist(), ("first_input", "num_inputs")
-    own = [sum(sizes[first : first + count]) for first, count in _columns(plan, "rows", wanted)]
-    return sum(
-        own[row] + sum(own[other] for other in others)
-        for row, (copy_of, others) in enumerate(_columns(plan, "rows", ("copy_of", "joined_with")))
-        if copy_of < 0
-    )
+    runs = _columns(plan, "rows", wanted)
+    own = np.array([sum(sizes[first : first + count]) for first, count in runs], dtype=np.int64)
+    is_made = ints(plan["rows"], "copy_of") < 0
+    return int(((own + joined_sums(plan, own).astype(np.int64)) * is_made).sum())
 
 
 def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ConfigChange]:

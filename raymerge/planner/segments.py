@@ -41,11 +41,14 @@ class PlacedRow(NamedTuple):
     """Index of the placed row of codes whose scales these are, and which writes them; -1 for none."""
     joined_with: tuple[int, ...] = ()
     """Indices of the other placed rows of codes with which it shares the one scale of a matrix."""
+    joined_read_bytes: int = 0
+    """Bytes that are read of those."""
 
     @property
     def cost(self) -> int:
         """Bytes read and written to make it."""
-        return 0 if self.copy_of >= 0 or self.made_with >= 0 else self.row.cost
+        is_made = self.copy_of < 0 and self.made_with < 0
+        return self.row.cost + self.joined_read_bytes if is_made else 0
 
 
 class Segment(NamedTuple):
@@ -147,8 +150,10 @@ def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]])
         if placed[row].copy_of < 0:
             groups.setdefault(joined, []).append(row)
     for rows in groups.values():
+        total = sum(placed[row].row.read_bytes for row in rows)
         for row in rows:
-            placed[row] = placed[row]._replace(joined_with=tuple(each for each in rows if each != row))
+            others, own = tuple(each for each in rows if each != row), placed[row].row.read_bytes
+            placed[row] = placed[row]._replace(joined_with=others, joined_read_bytes=total - own)
 
 
 def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:

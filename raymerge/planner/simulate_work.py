@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from raymerge.dtypes import DType
 from raymerge.methods import methods
-from raymerge.planner.assemblies import input_bytes
+from raymerge.planner.assemblies import input_bytes, joined_sums
 from raymerge.planner.columns import Ints, codes, gather, ints, lists, starts
 from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import Lane, expression_passes
@@ -81,11 +81,10 @@ def segment_loads(plan: Plan, lane: Lane, speeds: MethodSpeeds) -> SegmentLoads:
     copied = np.where(copies, once * speeds.copied_byte, 0.0)
     computing = _computing(plan, expressions, speeds)
     # Rows that share a scale are made once more by each of the others, to find the largest magnitude of all.
-    lengths, others = lists(rows, "joined_with")
-    computing += _run_sums(lengths, computing[others])
+    computing += joined_sums(plan, computing)
     seconds = copied + np.where(copies, 0.0, computing) * made
     by_row = (
-        once * (1 + np.where(resident, 0, passes)) + _run_sums(lengths, once[others]).astype(np.int64),
+        once * (1 + np.where(resident, 0, passes)) + joined_sums(plan, once).astype(np.int64),
         ints(rows, "nbytes") * (1 + lists(rows, "also")[0]) * made,
         once * ~copies,
         seconds,

@@ -110,7 +110,7 @@ def _row_columns(rows: Sequence[PlacedRow], expressions: Sequence[int]) -> Itera
     for position, placed in enumerate(rows):
         if placed.copy_of >= 0:
             also.setdefault(placed.copy_of, []).append(position)
-    tensors, shards, offsets, first, made, copy_of, made_with, joined_with = _turned(rows, 8)
+    tensors, shards, offsets, first, made, copy_of, made_with, joined_with, _ = _turned(rows, 9)
     num_parts, num_inputs = [len(row.parts) for row in made], [len(row.reads) for row in made]
     yield from (tensors, shards, offsets)
     yield [row.nbytes for row in made]
