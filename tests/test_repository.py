@@ -51,8 +51,12 @@ MODULES = _names(sorted(PACKAGE.rglob("*.py")))
 PAGES = _names(_files(".md"))
 
 
+def _tree(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
+
+
 def _functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(module)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -91,23 +95,30 @@ def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
     raymerge.plan(recipe)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_stay_small(module: str) -> None:
+def test_functions_stay_small() -> None:
     long = [
-        f"{function.name} ({function.end_lineno - function.lineno + 1} lines)"
+        f"{module}: {function.name} ({function.end_lineno - function.lineno + 1} lines)"
+        for module in MODULES
         for function in _functions(module)
         if function.end_lineno is not None and function.end_lineno - function.lineno >= MAX_FUNCTION_LINES
     ]
     assert long == []
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("raymerge/cli/")])
-def test_library_code_does_not_print(module: str) -> None:
-    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert [
-        call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"
-    ] == []
+def test_library_code_does_not_print() -> None:
+    calls = [
+        (module, node)
+        for module in MODULES
+        if not module.startswith("raymerge/cli/")
+        for node in ast.walk(_tree(module))
+        if isinstance(node, ast.Call)
+    ]
+    prints = [
+        f"{module}:{call.lineno}"
+        for module, call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "print"
+    ]
+    assert prints == []
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
