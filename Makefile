@@ -23,11 +23,12 @@ define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test services check format conformance gates bench chaos fuzz
+.PHONY: help quickstart test test-all services check format conformance gates bench chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
-	@echo "make test         install the development tools, then run every check and every test"
+	@echo "make test         install the development tools, then run every check and the tests, but for slow ones and services"
+	@echo "make test-all     the same with every test: slow ones and those of make services too"
 	@echo "make services     run the tests of the Jobs API, of Kubernetes, of Slurm and of growing clusters: real head nodes"
 	@echo "make check        lint, formatting, types and the import contracts only"
 	@echo "make format       rewrite the files as make check wants them"
@@ -43,6 +44,9 @@ quickstart: $(VENV)/.installed
 
 test: check
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test-all: check
+	@$(BIN)/python -m pytest -m "" -n auto --maxprocesses 4 --dist loadfile
 
 services: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -m service

@@ -13,6 +13,8 @@ from kits.huge_maker import HugeSize, huge_checkpoint
 
 from raymerge.checkpoints.source import open_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SIZE = HugeSize(layers=4, experts=3)
 
 

@@ -81,6 +81,7 @@ def test_runs_use_all_cores_and_one() -> None:
     assert [name for name, _ in runs(1, with_ray=False)] == ["inline, 1 thread"]
 
 
+@pytest.mark.slow
 def test_merges_are_carried_out_and_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.speeds._LEAST_ELEMENTS", 1)
     bench = SpeedBench(tmp_path / "speeds", shape=(256, 256), brief=(16, 256), matrix=(16, 16))

@@ -15,6 +15,8 @@ from kits.checkpoint_maker import sparse_checkpoint
 from raymerge.checkpoints.layout import TensorSpec, shard_names
 from raymerge.dtypes import DType
 
+pytestmark = pytest.mark.slow
+
 NUM_TENSORS = 36_945
 """Tensors of Qwen3-235B-A22B."""
 NBYTES = 470_187_269_120

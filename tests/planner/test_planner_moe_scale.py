@@ -27,6 +27,8 @@ from raymerge.planner.planned import plan_merges
 from raymerge.planner.projection import project
 from raymerge.recipes import recipe_from_mapping
 
+pytestmark = pytest.mark.slow
+
 TENSORS, BILLIONS = 1_739, 140.621
 """Tensors and parameters of the published Mixtral-8x22B."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kits.checkpoint_maker import (
     V3_CONFIG,
     V3_NBYTES,
@@ -21,6 +22,8 @@ from kits.checkpoint_maker import (
 from kits.quantised_headers import KIMI_CONFIG, KIMI_NUM_TENSORS, kimi_k2_thinking_specs
 
 from raymerge.checkpoints.layout import TensorSpec
+
+pytestmark = pytest.mark.slow
 
 MOST_BYTES = 2_000_000_000
 """Peak memory of a planning process."""

@@ -27,6 +27,8 @@ from raymerge.planner.build import build_plan
 from raymerge.planner.sources import open_sources
 from raymerge.recipes import recipe_from_mapping
 
+pytestmark = pytest.mark.slow
+
 MOST_BYTES = 1_500_000_000
 """Peak memory of a planning process."""
 
