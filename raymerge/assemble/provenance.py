@@ -17,9 +17,9 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.dispositions import Disposition
+from raymerge.planner.dispositions import Disposition, Holding
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.sources import Source, holdings
 from raymerge.planner.tables import Plan
 from raymerge.storage.hub import blob_digest, snapshot_revision
 from raymerge.storage.store import is_key

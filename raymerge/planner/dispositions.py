@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from raymerge.planner.sources import Holding
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import WeightFile
+
+
+class Holding(Protocol):
+    """Files that a plan reads from: those of a model, of an adapter, or of a stage's result."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def root(self) -> str:
+        """Its directory."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor by name."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+
+    @property
+    def files(self) -> Sequence[WeightFile]:
+        """The files that hold the tensors."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the tensor of a name consists of."""
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one is, or belongs to."""
 
 
 class Disposition(StrEnum):

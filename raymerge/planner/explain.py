@@ -17,13 +17,13 @@ from raymerge.errors import Problem
 from raymerge.methods import find_method
 from raymerge.planner.assemblies import input_bytes, joined_sums
 from raymerge.planner.columns import ints
-from raymerge.planner.dispositions import Disposition
+from raymerge.planner.dispositions import Disposition, Holding
 from raymerge.planner.duplicates import Duplicates, planned_duplicates
 from raymerge.planner.expressions import Expression
 from raymerge.planner.memory import expression_passes
 from raymerge.planner.plan import Plan
 from raymerge.planner.projection import Projection
-from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.sources import Source, holdings
 
 _EXAMPLES = 5
 

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from raymerge.planner.tables import Plan
+from raymerge.storage.addresses import shown
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that workers read."""
+
+    source: int
+    """Index of what it belongs to, in the plan."""
+    root: str
+    """Directory of that."""
+    key: str
+    """Its path within the directory."""
+    nbytes: int
+    """Its size in bytes."""
+    version: str
+    """What the driver's store says of when it was written; "" where any will do."""
+
+    @property
+    def path(self) -> str:
+        """Its full name, for messages."""
+        return f"{shown(self.root)}/{self.key}"
+
 
 Files = frozenset[tuple[int, str]]
 """Files by the source's index and the key."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.adapters import Adapter, open_adapter
-from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, WeightFile, open_checkpoint, same_bytes
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, same_bytes
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.config_values import value_problems
+from raymerge.planner.dispositions import Holding
 from raymerge.planner.pickled import read_pickled
 from raymerge.planner.raw import names_file, open_raw, raw_problems
 from raymerge.planner.unread import refuse_unread, unread_problem
@@ -83,36 +83,6 @@ class Source:
         find = module_finder(self.checkpoint.config, self.stacks)
         own = [stack for stack in self.stacks if find(f"{stack.prefix}.0.weight") == module]
         return own[0] if len(own) == 1 else None
-
-
-class Holding(Protocol):
-    """Files that a plan reads from: those of a model, of an adapter, or of a stage's result."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    @property
-    def root(self) -> str:
-        """Its directory."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name."""
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor as it lies in its file, by name."""
-
-    @property
-    def files(self) -> Sequence[WeightFile]:
-        """The files that hold the tensors."""
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the tensor of a name consists of."""
-
-    def whole(self, stored: str) -> str:
-        """Name of the tensor that a stored one is, or belongs to."""
 
 
 def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:

@@ -20,7 +20,8 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
 from raymerge.checkpoints.source import WeightFile
 from raymerge.dtypes import DType
-from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.dispositions import Holding
+from raymerge.planner.sources import Source, holdings
 from raymerge.storage.open import open_store
 
 RESULT_FILE = "model.safetensors"

@@ -11,17 +11,12 @@ from raymerge.profiles.kubernetes import Kubernetes
 from raymerge.profiles.pods import Volume, WorkerGroup
 from raymerge.profiles.run import RunSettings
 from raymerge.profiles.values import Labels, amount
+from raymerge.runtime.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 
 CONFIG_PATH = "/etc/raymerge"
 """Where a run's recipe and profile are mounted."""
 
-STEPS_WANTED = (
-    "this recipe has results between, and they need a directory: an object store cannot hold them.",
-    "Give --steps DIR, or write run: {steps: DIR} in the profile: on one machine any directory, on several "
-    "one that all of them see under the same path.",
-)
-"""What is wrong with an output in an object store, and what to do."""
 
 _RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
 _RESERVED_VOLUMES = ("raymerge-config", "shared-mem", "ray-logs")

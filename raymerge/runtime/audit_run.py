@@ -16,6 +16,7 @@ from raymerge.planner.plan import Plan
 from raymerge.planner.tables import load_plan
 from raymerge.runtime.audit_sources import Located, locate_sources
 from raymerge.runtime.audit_work import AuditWork
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.budget import check_free, free_memory, usual_budget
 from raymerge.runtime.events import OnEvent, Planned, SegmentDone, Started
 from raymerge.runtime.interruptions import check_overdue, stopping
@@ -23,7 +24,6 @@ from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.options import RunOptions
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.record import record_at
-from raymerge.runtime.staging import RECORD
 from raymerge.runtime.steps_place import steps_directory
 from raymerge.storage.addresses import is_remote, shown
 from raymerge.units import format_size

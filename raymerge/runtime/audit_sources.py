@@ -12,14 +12,14 @@ from typing import Any
 from raymerge.checkpoints.header import read_header
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.files_read import SourceFile
 from raymerge.planner.plan import Plan
 from raymerge.planner.raw import names_file
 from raymerge.recipes import ModelReference, parse_reference
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.record import STORY
 from raymerge.runtime.stage_results import stage_record
-from raymerge.runtime.staging import RECORD
 from raymerge.storage.addresses import is_remote, parent_and_name
 from raymerge.storage.open import open_store
 from raymerge.storage.resolve import Lookup, resolve_source

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.files_read import files_read
-from raymerge.runtime.placement import SourceFile
+from raymerge.planner.files_read import SourceFile, files_read
 from raymerge.runtime.pool import Runner
 from raymerge.storage.addresses import is_remote
 from raymerge.storage.open import open_store

@@ -13,8 +13,13 @@ import shutil
 import uuid
 from pathlib import Path
 
+from raymerge.checkpoints.files import RECORD_DIRECTORY
 from raymerge.errors import IncompleteError
 from raymerge.storage.local import LocalStore
+
+RECORD = RECORD_DIRECTORY
+"""Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
+
 
 MARK = "begun"
 """File of the run record that tells one beginning from another; it is not published."""

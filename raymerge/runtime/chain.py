@@ -21,6 +21,7 @@ from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import Stage
 from raymerge.recipes import Recipe
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.commits import forget_commits, keep_commits
 from raymerge.runtime.device_decision import settle_device
 from raymerge.runtime.events import OnEvent, StepKept, StepStarted
@@ -36,7 +37,7 @@ from raymerge.runtime.run import Run, RunResult
 from raymerge.runtime.stage_results import stage_record
 from raymerge.runtime.stage_run import StageRun
 from raymerge.runtime.stage_work import StageWork, work_of
-from raymerge.runtime.staging import RECORD, Staging
+from raymerge.runtime.staging import Staging
 from raymerge.runtime.steps_check import check_steps, has_steps
 from raymerge.runtime.steps_place import steps_directory
 

@@ -15,12 +15,13 @@ from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.sources import Source
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.pool import Pool
 from raymerge.runtime.prepared import over_results, with_stage_results
 from raymerge.runtime.record import PROVENANCE, read_record
 from raymerge.runtime.stage_run import is_stage_made
-from raymerge.runtime.staging import RECORD, is_untouched
+from raymerge.runtime.staging import is_untouched
 from raymerge.runtime.steps_place import steps_directory
 from raymerge.runtime.versions import file_versions
 from raymerge.storage.fetched import fetched

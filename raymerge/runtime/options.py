@@ -9,6 +9,14 @@ from raymerge.errors import OptionError, Problem
 from raymerge.storage.addresses import is_path, shown
 from raymerge.storage.options import NO_OPTIONS, StoreOptions
 
+STEPS_WANTED = (
+    "this recipe has results between, and they need a directory: an object store cannot hold them.",
+    "Give --steps DIR, or write run: {steps: DIR} in the profile: on one machine any directory, on several "
+    "one that all of them see under the same path.",
+)
+"""What is wrong with an output in an object store, and what to do."""
+
+
 Device = Literal["auto", "cpu", "cuda"]
 
 USUAL_PATIENCE = 600.0

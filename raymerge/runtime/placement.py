@@ -8,31 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from raymerge.errors import Problem
+from raymerge.planner.files_read import SourceFile
 from raymerge.storage.addresses import is_remote, shown
 
 _MOST_NAMED = 3
 """Files that a message names before it counts the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file that workers read."""
-
-    source: int
-    """Index of what it belongs to, in the plan."""
-    root: str
-    """Directory of that."""
-    key: str
-    """Its path within the directory."""
-    nbytes: int
-    """Its size in bytes."""
-    version: str
-    """What the driver's store says of when it was written; "" where any will do."""
-
-    @property
-    def path(self) -> str:
-        """Its full name, for messages."""
-        return f"{shown(self.root)}/{self.key}"
 
 
 class Seen(StrEnum):

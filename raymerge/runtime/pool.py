@@ -12,9 +12,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from raymerge.execute.receipts import Receipt
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime.device_choice import Choice, Probe
 from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.sizing import Crew
 
 TICK_SECONDS = 1.0

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from raymerge.errors import RaymergeError
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime.memory_errors import oom_kills
-from raymerge.runtime.placement import Seen, Sight, SourceFile
+from raymerge.runtime.placement import Seen, Sight
 from raymerge.runtime.sizing import Machine
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo

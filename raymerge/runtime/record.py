@@ -15,10 +15,11 @@ from typing import Any
 from raymerge.assemble.provenance import Made, provenance
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.dispositions import Holding
+from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared
 from raymerge.planner.tables import Plan
-from raymerge.runtime.staging import RECORD
+from raymerge.runtime.beginning import RECORD
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store

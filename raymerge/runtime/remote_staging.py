@@ -21,7 +21,7 @@ from raymerge.checkpoints.index import INDEX_FILE, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, Problem, TargetError
 from raymerge.planner.tables import Plan
-from raymerge.runtime.beginning import MARK, mark_of
+from raymerge.runtime.beginning import MARK, RECORD, mark_of
 from raymerge.runtime.conditions import difference
 from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.ledger import NAME, Ledger
@@ -44,7 +44,7 @@ from raymerge.runtime.run_records import entries_of
 from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_orders
 from raymerge.runtime.shard_work import ShardWork, check_mark
-from raymerge.runtime.staging import RECIPE, RECORD, Staging
+from raymerge.runtime.staging import RECIPE, Staging
 from raymerge.storage.addresses import shown
 from raymerge.storage.local import LocalStore
 from raymerge.storage.object_stream import LARGEST_OBJECT, stream_bytes

@@ -22,9 +22,10 @@ from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import Problem, UserError
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.tables import Plan
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.ledger import NAME, Ledger
 from raymerge.runtime.record import PROVENANCE
-from raymerge.runtime.staging import NUMERICS, RECIPE, RECORD, numerics_bytes
+from raymerge.runtime.staging import NUMERICS, RECIPE, numerics_bytes
 from raymerge.storage.addresses import shown
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from raymerge.planner.planned import PlannedMerge
 from raymerge.planner.stages import Stage
-from raymerge.runtime.staging import Staging, check_room, nearest
+from raymerge.runtime.staging import Staging
 from raymerge.storage.addresses import is_remote
+from raymerge.storage.disk_space import check_room, nearest
 
 
 @dataclass(frozen=True, slots=True)

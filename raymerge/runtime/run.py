@@ -26,6 +26,7 @@ from raymerge.planner.duplicates import FoundDuplicates, found_duplicates
 from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
 from raymerge.planner.sources import Source, holdings, reads_far
 from raymerge.planner.tables import Plan
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.budget import check_free, fit_budget
 from raymerge.runtime.commits import condition_of
 from raymerge.runtime.events import (
@@ -54,7 +55,6 @@ from raymerge.runtime.segment_work import SegmentWork
 from raymerge.runtime.shard_work import ShardWork
 from raymerge.runtime.shards import Shards
 from raymerge.runtime.stage_results import check_results
-from raymerge.runtime.staging import RECORD
 from raymerge.runtime.stop_request import Asked, StopRequest
 from raymerge.runtime.versions import (
     blaming,

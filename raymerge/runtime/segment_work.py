@@ -15,12 +15,10 @@ from raymerge.execute.jobs import Jobs
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.planner.copies import copied_segments
-from raymerge.planner.files_read import files_read
+from raymerge.planner.files_read import SourceFile, files_read
 from raymerge.planner.projection import SMALLEST_LANE, Projection
 from raymerge.planner.tables import Plan
-from raymerge.runtime.beginning import check_begun
-from raymerge.runtime.placement import SourceFile
-from raymerge.runtime.staging import RECORD
+from raymerge.runtime.beginning import RECORD, check_begun
 from raymerge.storage.local import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.storage.patience import Patience

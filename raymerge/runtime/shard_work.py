@@ -15,12 +15,12 @@ from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.planner.copies import computed_rows
-from raymerge.runtime.beginning import MARK
-from raymerge.runtime.placement import SourceFile
+from raymerge.planner.files_read import SourceFile
+from raymerge.runtime.beginning import MARK, RECORD
 from raymerge.runtime.segment_work import SegmentsRunner, SegmentWork
 from raymerge.runtime.shard_order import ShardOrder, shard_reads
 from raymerge.runtime.shard_sinks import Checks, ScratchSink, ShardSink, StreamSink
-from raymerge.runtime.staging import RECORD, check_room
+from raymerge.storage.disk_space import check_room
 from raymerge.storage.object_writer import ObjectWriter
 from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.patience import Patience

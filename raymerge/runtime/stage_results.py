@@ -11,8 +11,9 @@ from typing import Any
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import RESULT_FILE, Prepared
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.staging import RECORD, file_marks, is_untouched
+from raymerge.runtime.staging import file_marks, is_untouched
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.versions import check_unchanged
 from raymerge.storage.local import LocalStore

@@ -22,7 +22,7 @@ from raymerge.errors import IncompleteError, NonFiniteError, Problem, Verificati
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.planner.stages import RESULT_FILE, Stage
-from raymerge.runtime.beginning import remove_thrown_away, sync_directory, throw_away
+from raymerge.runtime.beginning import RECORD, remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.budget import fit_units, num_workers
 from raymerge.runtime.conditions import agree, check_agreement
 from raymerge.runtime.events import (
@@ -47,11 +47,12 @@ from raymerge.runtime.stage_results import (
     write_stage_record,
 )
 from raymerge.runtime.stage_work import StageWork, UnitWork, sources_of_stage
-from raymerge.runtime.staging import RECORD, check_room, is_untouched
+from raymerge.runtime.staging import is_untouched
 from raymerge.runtime.stop_request import Asked, StopRequest
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.unit_progress import told
 from raymerge.runtime.versions import check_unchanged, file_versions, source_files
+from raymerge.storage.disk_space import check_room
 from raymerge.storage.local import LocalStore
 
 _READERS = 8

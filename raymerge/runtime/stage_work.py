@@ -15,9 +15,9 @@ import torch
 from raymerge.device_numerics import Fallback
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
+from raymerge.planner.files_read import SourceFile
 from raymerge.planner.sources import Source
 from raymerge.planner.stages import GateSpec, Stage
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import UNIT, Runner
 from raymerge.runtime.unit_files import digests_of
 from raymerge.runtime.unit_progress import telling

@@ -17,11 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raymerge.checkpoints.files import RECORD_DIRECTORY
-from raymerge.errors import OptionError, PlanError, Problem, TargetError
+from raymerge.errors import PlanError, Problem, TargetError
 from raymerge.execute.output import UNFINISHED
 from raymerge.planner.tables import Plan, load_plan, save_plan
-from raymerge.runtime.beginning import begin, mark_of, remove_thrown_away, sync_directory, throw_away
+from raymerge.runtime.beginning import RECORD, begin, mark_of, remove_thrown_away, sync_directory, throw_away
 from raymerge.runtime.conditions import agree, check_agreement, difference
 from raymerge.runtime.journal import JOURNAL
 from raymerge.runtime.lease import Lease, check_unheld, leased
@@ -39,8 +38,8 @@ from raymerge.runtime.output_contents import (
 from raymerge.runtime.shards import Shards
 from raymerge.runtime.steps_place import steps_beside
 from raymerge.runtime.stop_request import StopRequest
+from raymerge.storage.disk_space import check_room, nearest
 from raymerge.storage.local import LocalStore
-from raymerge.units import format_size
 from raymerge.verifier.companions import PROVENANCE_FILE
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from raymerge.runtime.segment_work import SegmentWork
     from raymerge.runtime.shard_work import ShardWork
 
-RECORD = RECORD_DIRECTORY
-"""Directory of the run record within a checkpoint: plan, ledger, recipe, numerics and choice of device."""
 _PLAN = "plan"
 RECIPE = "recipe.yml"
 NUMERICS = "numerics.json"
@@ -353,29 +350,6 @@ class Staging:
             self.discard()
 
 
-def check_room(place: Path, wanted: int, *, what: str = "the output", option: str = "-o") -> None:
-    """See that the file system below ``place`` takes so many bytes.
-
-    Args:
-        place: need not exist.
-        wanted: bytes.
-        what: what takes them.
-        option: which says where that is.
-
-    Raises:
-        OptionError: it has less room.
-    """
-    free = shutil.disk_usage(nearest(place)).free
-    if free < wanted:
-        raise OptionError(
-            Problem(
-                str(place),
-                f"{what} takes {format_size(wanted)}, and {format_size(free)} are free there.",
-                f"Free some space or choose another {option}.",
-            )
-        )
-
-
 def is_untouched(output: Path) -> bool:
     """Whether the files of a checkpoint are still those that were published; reads none of them."""
     published = Ledger.files(output / RECORD / NAME)
@@ -411,10 +385,3 @@ def _manifest(root: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def nearest(path: Path) -> Path:
-    """The path, or the closest place above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path

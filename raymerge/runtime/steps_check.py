@@ -8,12 +8,11 @@ from pathlib import Path
 
 from raymerge.errors import OptionError, Problem
 from raymerge.planner.planned import PlannedMerge
-from raymerge.profiles.feasible import STEPS_WANTED
-from raymerge.runtime.options import RunOptions
+from raymerge.runtime.options import STEPS_WANTED, RunOptions
 from raymerge.runtime.output_place import INSIDE, relation
-from raymerge.runtime.staging import nearest
 from raymerge.runtime.steps_place import steps_directory
 from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.disk_space import nearest
 
 _ELSEWHERE = "Choose another --steps."
 

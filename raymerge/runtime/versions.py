@@ -9,9 +9,10 @@ from typing import Any
 
 from raymerge.checkpoints.source import Checkpoint, WeightFile
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
-from raymerge.planner.sources import Holding, Source, holdings
+from raymerge.planner.dispositions import Holding
+from raymerge.planner.files_read import SourceFile
+from raymerge.planner.sources import Source, holdings
 from raymerge.planner.stages import Prepared
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.staging import is_untouched
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo

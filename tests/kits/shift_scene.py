@@ -12,10 +12,11 @@ import pytest
 import torch
 from kits.fake_ray import FakeRay, Handle, Ref, receipt
 
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime import shift as shift_module
 from raymerge.runtime.events import Event
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Placement, Sight, SourceFile
+from raymerge.runtime.placement import Placement, Sight
 from raymerge.runtime.pool import Runner, Stop
 from raymerge.runtime.ray_nodes import Nodes
 from raymerge.runtime.shift import USUAL_TERMS, Shift, Terms

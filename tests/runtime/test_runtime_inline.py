@@ -13,9 +13,9 @@ import torch
 
 from raymerge.errors import IncompleteError
 from raymerge.execute.receipts import Receipt
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime.events import Event, MemoryShort
 from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import Runner, Stop
 
 SLOTS = 2

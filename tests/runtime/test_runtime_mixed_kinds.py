@@ -16,8 +16,8 @@ from kits.merge_cases import digests, make_family, recipes
 
 import raymerge
 from raymerge.planner.copies import copied_segments
+from raymerge.runtime.beginning import RECORD
 from raymerge.runtime.ledger import NAME, Ledger
-from raymerge.runtime.staging import RECORD
 
 pytestmark = pytest.mark.ray
 

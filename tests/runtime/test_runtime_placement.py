@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raymerge.runtime.placement import (
-    Placement,
-    Seen,
-    Sight,
-    SourceFile,
-    placement_of,
-    stations,
-    survey_problems,
-)
+from raymerge.planner.files_read import SourceFile
+from raymerge.runtime.placement import Placement, Seen, Sight, placement_of, stations, survey_problems
 
 FILES = (
     SourceFile(0, "/models/base", "one.safetensors", 10, "1"),

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from raymerge.errors import OptionError, Problem
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime import ray_pool
 from raymerge.runtime.device_choice import Choice, GpuError, Probe
 from raymerge.runtime.device_probe import Sample
 from raymerge.runtime.events import CarriersChosen, Event
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Placement, Seen, Sight, SourceFile
+from raymerge.runtime.placement import Placement, Seen, Sight
 from raymerge.runtime.pool import Measure, Measured, Stop
 from raymerge.runtime.ray_pool import RayPool
 from raymerge.runtime.shift import Terms

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raymerge.runtime.placement import Seen, Sight, SourceFile
+from raymerge.planner.files_read import SourceFile
+from raymerge.runtime.placement import Seen, Sight
 from raymerge.runtime.ray_nodes import Nodes
 
 

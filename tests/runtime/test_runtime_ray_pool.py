@@ -11,10 +11,10 @@ import pytest
 import torch
 from kits.fake_ray import ActorDiedError, FakeRay, receipt
 
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime import ray_pool, sizing
 from raymerge.runtime.events import Event, RoomAwaited
 from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import SourceFile
 from raymerge.runtime.pool import Runner, Stop
 from raymerge.runtime.ray_pool import RayPool
 

@@ -10,8 +10,9 @@ from kits.fake_ray import ActorDiedError, ActorUnavailableError, Handle, receipt
 from kits.shift_scene import PlainWork, Scene, make_all
 
 from raymerge.errors import IncompleteError, OptionError
+from raymerge.planner.files_read import SourceFile
 from raymerge.runtime.events import NodeOfNoUse, WorkerLeft, WorkerLost
-from raymerge.runtime.placement import Seen, Sight, SourceFile
+from raymerge.runtime.placement import Seen, Sight
 from raymerge.runtime.shift import Terms
 from raymerge.runtime.team import Actor
 
