@@ -11,8 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from raymerge.checkpoints.adapters import is_adapter
-from raymerge.documents.locate import in_order
+from raymerge.documents.yaml_text import in_order
 from raymerge.errors import PlanError, Problem, RecipeError
+from raymerge.events import Event, OnEvent
 from raymerge.lora import (
     Combination,
     Extraction,
@@ -25,10 +26,14 @@ from raymerge.lora import (
     combine_recipe,
     extract_lora,
 )
+from raymerge.merge_plan.tables import Plan
+from raymerge.options import RunOptions
+from raymerge.planner.chained_merges import PlannedMerge, draft_problems, plan_merges
 from raymerge.planner.inspection import Inspection
-from raymerge.planner.planned import PlannedMerge, draft_problems, plan_merges
-from raymerge.planner.tables import Plan
 from raymerge.proving import diff, inspect, replay, verify_load
+from raymerge.publish.journal import Journal
+from raymerge.publish.output_place import place_of
+from raymerge.publish.steps_place import steps_directory
 from raymerge.recipes import (
     AnyRecipe,
     Draft,
@@ -43,17 +48,12 @@ from raymerge.recipes import (
     merge_order,
     with_order_problems,
 )
-from raymerge.runtime.audit_run import Audit, AuditOptions
-from raymerge.runtime.chain import Chain
-from raymerge.runtime.commits import commits_begun
-from raymerge.runtime.events import Event, OnEvent
-from raymerge.runtime.journal import Journal
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.output_place import place_of
-from raymerge.runtime.pool import Pool
-from raymerge.runtime.replay import ReplayVerdict
-from raymerge.runtime.run import RunResult
-from raymerge.runtime.steps_place import steps_directory
+from raymerge.runtime.driver.audit_run import Audit, AuditOptions
+from raymerge.runtime.driver.chained_merges import Chain
+from raymerge.runtime.driver.commits import commits_begun
+from raymerge.runtime.driver.replay import ReplayVerdict
+from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.resolve import NO_COMMITS, Lookup
 from raymerge.verifier.compare import Comparison
 from raymerge.verifier.findings import AuditVerdict
@@ -378,10 +378,10 @@ def _prepared(
 def _pool(options: RunOptions, emit: OnEvent, *, parts: int | None) -> Pool:
     """Workers that are not started yet; no more than there are parts, where that is known."""
     if options.inline:
-        from raymerge.runtime.inline import InlinePool
+        from raymerge.runtime.driver.inline import InlinePool
 
         return InlinePool(options.device, options.threads, on_event=emit)
-    from raymerge.runtime.ray_pool import RayPool
+    from raymerge.runtime.workers.ray_pool import RayPool
 
     return RayPool(options, emit, parts=parts)
 

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, OptionError, Problem
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import open_reference
 from raymerge.planner.inspection import Inspection, inspect_checkpoint
-from raymerge.planner.sources import open_reference
+from raymerge.publish.output_place import place_of
 from raymerge.recipes import parse_reference
-from raymerge.runtime.budget import free_memory
-from raymerge.runtime.load_copy import copy_to_load
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.output_place import place_of
-from raymerge.runtime.replay import ReplayVerdict, replay_checkpoint
+from raymerge.runtime.driver.load_copy import copy_to_load
+from raymerge.runtime.driver.replay import ReplayVerdict, replay_checkpoint
+from raymerge.runtime.workers.budget import free_memory
 from raymerge.storage.addresses import shown
 from raymerge.verifier.compare import Comparison, compare_checkpoints
 from raymerge.verifier.load import LoadVerdict, load_checkpoint

@@ -24,7 +24,7 @@ from raymerge.api import (
     read_recipes,
 )
 from raymerge.errors import PlanError, RecipeError
-from raymerge.runtime.events import Event, Published
+from raymerge.events import Event, Published
 
 
 @pytest.fixture

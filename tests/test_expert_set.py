@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from raymerge.api import submit
 from raymerge.errors import PlanError
-from raymerge.runtime.options import RunOptions
+from raymerge.options import RunOptions
 
 
 @pytest.fixture(scope="module", autouse=True)

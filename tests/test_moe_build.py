@@ -14,8 +14,8 @@ from kits.dense_maker import load_whole, make_dense
 
 import raymerge
 from raymerge.errors import PlanError
-from raymerge.planner import expert_rows
-from raymerge.runtime.options import RunOptions
+from raymerge.options import RunOptions
+from raymerge.planner.moe import expert_rows
 
 BLOCK = "model.layers.1.block_sparse_moe"
 MLP = "model.layers.1.mlp"

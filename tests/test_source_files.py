@@ -16,8 +16,8 @@ from kits.s3_server import s3_server
 
 from raymerge.api import inspect, plan, plan_for, submit
 from raymerge.errors import PlanError
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.output_place import place_of
+from raymerge.options import RunOptions
+from raymerge.publish.output_place import place_of
 
 LEFT_OUT = {
     "original/consolidated.00.pth": "original release",

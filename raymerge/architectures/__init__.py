@@ -13,7 +13,6 @@ from raymerge.architectures.dense_models import DenseModel, dense_mlp, dense_mod
 from raymerge.architectures.depth import restack_config
 from raymerge.architectures.layers import Stack, rename_layer, stacks
 from raymerge.architectures.modules import module_finder, module_of
-from raymerge.architectures.moe_config import moe_config
 from raymerge.architectures.moe_names import (
     AddedTensor,
     FusedExperts,
@@ -26,6 +25,7 @@ from raymerge.architectures.moe_names import (
     shared_names,
     trunk_name,
 )
+from raymerge.architectures.moe_output import moe_config
 from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
 from raymerge.architectures.moe_targets import Layout, MoeTarget, named_targets, targets
 from raymerge.architectures.roles import NameReader, TensorInfo, describe, joined_matrix

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from raymerge.architectures.dense_models import DenseModel, whole
-from raymerge.architectures.moe_config import rotary
 from raymerge.architectures.moe_names import trunk_name
+from raymerge.architectures.moe_output import rotary
 from raymerge.architectures.moe_targets import MoeTarget, TrunkTensors
 from raymerge.architectures.rules import Role
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raymerge.checkpoints.bounded_json import read_bounded
 from raymerge.checkpoints.header import FileHeader
+from raymerge.checkpoints.json_files import read_bounded
 from raymerge.checkpoints.no_weights import describe_no_weights
 from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.errors import CheckpointError, Problem

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.packed import Packed, PackedTensors
-from raymerge.checkpoints.packing import Format, Packing
+from raymerge.checkpoints.quantisation.detect import Packed, PackedTensors
+from raymerge.checkpoints.quantisation.encoding import Format, Packing
 from raymerge.checkpoints.source import Checkpoint, natural_key
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError

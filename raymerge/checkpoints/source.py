@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raymerge.checkpoints.bounded_json import load_json, read_bounded
 from raymerge.checkpoints.files import LeftOut, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
+from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.links import linked_directories, stray_links
-from raymerge.checkpoints.stored_shapes import read_shapes
+from raymerge.checkpoints.quantisation.stored_shapes import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, parent_and_name, shown
-from raymerge.storage.hub import unfetched_files
+from raymerge.storage.hub.download import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from raymerge.checkpoints.bounded_json import load_json, read_bounded
+from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.tokenizer_json import (
     AddedToken,
     TokenizerKind,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.screen import counted, heading, make_table, printable
+from raymerge.cli.render.screen import counted, heading, make_table, printable
 
 if TYPE_CHECKING:
     from raymerge.api import Combination, Extraction, ModuleReport

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from raymerge.cli.messages import guarded
+from raymerge.cli.render.screen import own_stdout
 from raymerge.cli.runs import sent_place
-from raymerge.cli.screen import own_stdout
 from raymerge.errors import OptionError, Problem
 
 if TYPE_CHECKING:
-    from raymerge.profiles import Profile
+    from raymerge.deploy.profiles import Profile
 
 Kind = Literal["rayjob", "raycluster"]
 
@@ -45,12 +45,12 @@ def render(
     """Print the objects that a submission would make, for kubectl apply; ask no server."""
 
     def verb() -> int:
-        from raymerge.profiles import load_profile
+        from raymerge.deploy.profiles import load_profile
 
         wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
         manifests = _manifests(load_profile(profile), wanted, recipe)
         if directory is None:
-            from raymerge.manifests import as_yaml
+            from raymerge.deploy.manifests import as_yaml
 
             with own_stdout() as stdout:
                 stdout.write(as_yaml(manifests))
@@ -66,8 +66,8 @@ def _cluster() -> None:
 
 
 def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dict[str, Any]]:
+    from raymerge.deploy.manifests import check, raycluster, rayjob, render_name
     from raymerge.documents.text import read_file
-    from raymerge.manifests import check, raycluster, rayjob, render_name
     from raymerge.recipes.genre import RECIPE
     from raymerge.storage.addresses import check_output_address
 
@@ -86,7 +86,7 @@ def _manifests(profile: Profile, kind: Kind, recipe: str | None) -> Sequence[dic
 
 
 def _write(manifests: Sequence[dict[str, Any]], directory: Path) -> None:
-    from raymerge.manifests import as_yaml
+    from raymerge.deploy.manifests import as_yaml
 
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import typer
 
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
+from raymerge.cli.render.screen import MODEL_HELP, make_console, own_stdout
 from raymerge.cli.running import (
     Address,
     AsJson,
@@ -25,9 +26,8 @@ from raymerge.cli.running import (
     run,
     terminable,
 )
-from raymerge.cli.screen import MODEL_HELP, make_console, own_stdout
-from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
 
 _TO_HELP = (
     "How numbers are stored: same, bf16, fp8_block, fp8_channel, fp8_tensor, mxfp4, nvfp4 or int4; for a "

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from raymerge.cli.messages import guarded
-from raymerge.cli.profile_options import ProfileFile, reached
-from raymerge.cli.screen import (
+from raymerge.cli.options import ProfileFile, reached
+from raymerge.cli.render.screen import (
     MODEL_HELP,
     counted,
     heading,
@@ -21,7 +21,7 @@ from raymerge.cli.screen import (
     printable,
     put_json,
 )
-from raymerge.runtime.importing import heavy_imports
+from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
     from raymerge.verifier.compare import ComparedTensor, Comparison

@@ -18,8 +18,8 @@ from raymerge.cli.adapters import (
     told_modules,
 )
 from raymerge.cli.messages import guarded
-from raymerge.cli.screen import counted, make_console, own_stdout, put_json
-from raymerge.runtime.importing import heavy_imports
+from raymerge.cli.render.screen import counted, make_console, own_stdout, put_json
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from raymerge.cli.messages import STOPPED, Failure, show_failure
-from raymerge.cli.progress import make_progress
-from raymerge.cli.screen import make_console, printable, put_json
+from raymerge.cli.render.progress import make_progress
+from raymerge.cli.render.screen import make_console, printable, put_json
 from raymerge.errors import OptionError, Problem
 
 if TYPE_CHECKING:
-    from raymerge.runtime.targets.target import RunReport, Runs
+    from raymerge.deploy.targets.target import RunReport, Runs
 
 _ENDS = ("error", "ended")
 """Events that say why a run made no output: of the command line, and of a journal."""
@@ -77,7 +77,7 @@ class Relay:
             self._show(found)
 
     def _show(self, found: Mapping[str, Any]) -> None:
-        from raymerge.runtime.event_json import event_from_json
+        from raymerge.cli.event_json import event_from_json
 
         with suppress(ValueError):
             self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
@@ -125,7 +125,7 @@ def known(report: RunReport, named: str) -> RunReport:
     Raises:
         OptionError: nobody does.
     """
-    from raymerge.runtime.targets.target import RunState
+    from raymerge.deploy.targets.target import RunState
 
     if report.state is RunState.UNKNOWN:
         remedy = "Check the name; --profile or --address say where it was sent to."
@@ -143,7 +143,7 @@ def detached(run: str) -> str:
 
 def exit_code_of(report: RunReport) -> int:
     """The exit code of a run that is over: that of its driver, where it is known."""
-    from raymerge.runtime.targets.target import RunState
+    from raymerge.deploy.targets.target import RunState
 
     if report.state is RunState.SUCCEEDED:
         return 0
@@ -153,7 +153,7 @@ def exit_code_of(report: RunReport) -> int:
 
 
 def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
-    from raymerge.runtime.targets.target import RunState
+    from raymerge.deploy.targets.target import RunState
 
     code = exit_code_of(report)
     if report.state is RunState.SUCCEEDED:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from raymerge.cli.screen import make_console, printable, put_json
+from raymerge.cli.render.screen import make_console, printable, put_json
 from raymerge.errors import (
     AskedError,
     PlanError,
@@ -26,7 +26,7 @@ from raymerge.errors import (
     UserError,
     shown_problems,
 )
-from raymerge.runtime.memory_errors import PROCESS_LIMIT, is_process_limit
+from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
 from raymerge.storage.refusals import OUT_OF_ROOM
 
 STOPPED = 3

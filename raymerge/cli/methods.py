@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from raymerge.cli.messages import guarded
-from raymerge.cli.screen import heading, make_console, make_table
-from raymerge.runtime.importing import heavy_imports
+from raymerge.cli.render.screen import heading, make_console, make_table
+from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
     from raymerge.methods import Method, Parameter

@@ -14,11 +14,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.duplicates import group_lines, sized
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.profile_options import ProfileFile, planned_options
-from raymerge.cli.screen import counted, heading, make_console, make_table, named, own_stdout, printable
+from raymerge.cli.options import ProfileFile, planned_options
+from raymerge.cli.render.duplicates import group_lines, sized
+from raymerge.cli.render.screen import (
+    counted,
+    heading,
+    make_console,
+    make_table,
+    named,
+    own_stdout,
+    printable,
+)
 from raymerge.cli.simulate import (
     check_memory,
     in_hand,
@@ -28,19 +36,19 @@ from raymerge.cli.simulate import (
     show_total,
     taken_for_recipe,
 )
-from raymerge.runtime.importing import heavy_imports
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.api import RecipesLike
     from raymerge.errors import Problem
+    from raymerge.merge_plan.plan import Plan
+    from raymerge.merge_plan.projection import Projection
+    from raymerge.options import RunOptions
+    from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
-    from raymerge.planner.plan import Plan
-    from raymerge.planner.planned import PlannedMerge
-    from raymerge.planner.projection import Projection
     from raymerge.planner.simulate import Cluster, Simulation
-    from raymerge.runtime.options import RunOptions
 
 _VALUE_SHOWN = 40
 _GROUPS = 5
@@ -195,9 +203,9 @@ def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title:
     """The merges of recipes that are called ``title``, in the order in which they are carried out."""
     with heavy_imports():
         from raymerge.api import plan_for
-        from raymerge.runtime.kept import kept_steps
-        from raymerge.runtime.output_place import place_of
-        from raymerge.runtime.steps_check import chosen_steps, steps_problems
+        from raymerge.publish.output_place import place_of
+        from raymerge.runtime.driver.result_cache import kept_steps
+        from raymerge.runtime.driver.steps import chosen_steps, steps_problems
 
     merges, place = plan_for(recipe, output, options), place_of(output, options)
     lacks = tuple(steps_problems(place, options, merges))
@@ -223,8 +231,8 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
     """The account of a plan; a budget that is too small, what its stages lack, and what is said beside it
     are problems of it too."""
     from raymerge.planner.explain import explain
-    from raymerge.planner.sources import reads_far
-    from raymerge.runtime.chain import stage_lines
+    from raymerge.planner.inputs.sources import reads_far
+    from raymerge.runtime.driver.chained_merges import stage_lines
 
     memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))
     stages, lacks = stage_lines(merge, options)
@@ -235,8 +243,8 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
 def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
-    from raymerge.planner.projection import SMALLEST_BUDGET, project
-    from raymerge.runtime.budget import fit_budget
+    from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+    from raymerge.runtime.workers.budget import fit_budget
 
     try:
         return fit_budget(plan, options, is_far=is_far), ()

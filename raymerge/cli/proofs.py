@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from raymerge.cli.messages import show_problems
+from raymerge.cli.render.screen import counted, make_console, own_stdout, printable, put_json
 from raymerge.cli.running import terminable
-from raymerge.cli.screen import counted, make_console, own_stdout, printable, put_json
-from raymerge.runtime.importing import heavy_imports
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.errors import Problem
-    from raymerge.runtime.replay import ReplayVerdict
+    from raymerge.runtime.driver.replay import ReplayVerdict
     from raymerge.verifier.load import LoadVerdict
 
 _NAMES_SHOWN = 3

@@ -16,19 +16,19 @@ import typer
 
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all, show_accounts
-from raymerge.cli.progress import make_progress
-from raymerge.cli.routing import show_routing
-from raymerge.cli.screen import make_console, put_json
+from raymerge.cli.render.progress import make_progress
+from raymerge.cli.render.routing import show_routing
+from raymerge.cli.render.screen import make_console, put_json
 from raymerge.errors import AskedError, IncompleteError
-from raymerge.runtime.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.options import USUAL_PATIENCE, Device, RunOptions
 from raymerge.storage.addresses import check_alone, is_remote, shown
-from raymerge.storage.patience import KEPT
+from raymerge.storage.retry import KEPT
 
 if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import RecipeLike
-    from raymerge.runtime.events import Event
+    from raymerge.events import Event
 
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some who send it kill after three."""
@@ -136,7 +136,7 @@ class Ending:
 
     def heed(self, event: Event) -> None:
         """Do what an event asks for: the end soon, or at once."""
-        from raymerge.runtime.events import RayEnded, Stopping
+        from raymerge.events import RayEnded, Stopping
 
         if isinstance(event, Stopping) and event.seconds is not None:
             self.is_asked = self.is_asked or event.is_asked
@@ -233,7 +233,7 @@ def run(request: Request, stdout: IO[str], ending: Ending) -> int:
 
 def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
     from raymerge.api import submit
-    from raymerge.runtime.events import Published, StageReport
+    from raymerge.events import Published, StageReport
 
     remote, reports = is_remote(request.output), list[StageReport]()
     place = shown(request.output) if remote else os.path.realpath(request.output)
@@ -263,7 +263,7 @@ def give_up(run: str | None) -> None:
         run: ``--run``.
     """
     if run:
-        from raymerge.runtime.targets.own_job import end_for_good
+        from raymerge.deploy.targets.own_job import end_for_good
 
         end_for_good(os.environ)
 
@@ -273,8 +273,8 @@ def _seconds_taken(request: Request) -> float | None:
 
     None where there is none: the merge is to be made.
     """
-    from raymerge.runtime.output_place import place_of
-    from raymerge.runtime.run_records import records_of, seconds_taken
+    from raymerge.publish.output_place import place_of
+    from raymerge.publish.run_records import records_of, seconds_taken
 
     if not request.options.run:
         return None
@@ -283,8 +283,8 @@ def _seconds_taken(request: Request) -> float | None:
 
 def rehearse(request: Request, stdout: IO[str]) -> int:
     """Show everything that a submission finds out before it writes; returns the exit code."""
-    from raymerge.runtime.chain import Chain
-    from raymerge.runtime.output_place import place_of
+    from raymerge.publish.output_place import place_of
+    from raymerge.runtime.driver.chained_merges import Chain
 
     accounts = explain_all(request.recipe, request.output, request.options, title=request.title)
     if not request.as_json:

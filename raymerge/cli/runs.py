@@ -12,16 +12,16 @@ import typer
 
 from raymerge.cli.following import Relay, follow, known
 from raymerge.cli.messages import STOPPED, guarded
-from raymerge.cli.profile_options import ProfileFile
-from raymerge.cli.screen import make_console, make_table, own_stdout, printable, put_json
+from raymerge.cli.options import ProfileFile
+from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
 from raymerge.errors import OptionError, Problem, RaymergeError
 
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.runtime.run_notes import RunNotes
-    from raymerge.runtime.targets.choose import Where
-    from raymerge.runtime.targets.target import RunReport, Runs, Target
+    from raymerge.deploy.targets.choose import Where
+    from raymerge.deploy.targets.sending import RunNotes
+    from raymerge.deploy.targets.target import RunReport, Runs, Target
     from raymerge.storage.options import StoreOptions
 
 Run: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
@@ -130,7 +130,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
         OptionError: nothing tells where it is, or nobody there answers.
         ProfileError: the profile is not valid.
     """
-    from raymerge.runtime.targets.target import is_run_name
+    from raymerge.deploy.targets.target import is_run_name
     from raymerge.storage.addresses import check_alone
     from raymerge.storage.options import NO_OPTIONS
 
@@ -145,7 +145,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
     if where is None and note is not None:
         where = _noted(note.profile, note.target, note.address)
         place = note.output
-    from raymerge.runtime.targets.choose import target_of
+    from raymerge.deploy.targets.choose import target_of
 
     storage = NO_OPTIONS if where is None else where.profile.storage
     there = None if where is None else target_of(where, os.environ)
@@ -170,7 +170,7 @@ def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
 
 def _by_traces(place: str, storage: StoreOptions) -> Sought:
     """By what runs left at their place, as far as it is seen from here."""
-    from raymerge.runtime.targets.local import PlaceRuns
+    from raymerge.deploy.targets.local_part import PlaceRuns
     from raymerge.storage.addresses import with_options
 
     return Sought(PlaceRuns(), with_options(place, storage), place, storage)
@@ -178,8 +178,8 @@ def _by_traces(place: str, storage: StoreOptions) -> Sought:
 
 def reported(sought: Sought) -> RunReport:
     """What is known of a run: by who runs it, and by its traces at its place where that is seen here."""
-    from raymerge.runtime.targets.local import PlaceRuns
-    from raymerge.runtime.targets.target import RunState
+    from raymerge.deploy.targets.local_part import PlaceRuns
+    from raymerge.deploy.targets.target import RunState
 
     if isinstance(sought.runs, PlaceRuns):
         return sought.runs.report(sought.run)
@@ -201,8 +201,8 @@ def reported(sought: Sought) -> RunReport:
 
 def _traces(place: str, storage: StoreOptions) -> RunReport | None:
     """What a run left at its place; None where nothing of it is seen from here."""
-    from raymerge.runtime.targets.local import PlaceRuns
-    from raymerge.runtime.targets.target import RunState
+    from raymerge.deploy.targets.local_part import PlaceRuns
+    from raymerge.deploy.targets.target import RunState
     from raymerge.storage.addresses import with_options
 
     if not place:
@@ -221,8 +221,8 @@ def where_of(profile: str | None, target: str | None, address: str | None) -> Wh
         OptionError: there is no such target, or the flags contradict each other.
         ProfileError: the profile is not valid.
     """
-    from raymerge.profiles import load_profile
-    from raymerge.runtime.targets.choose import choose
+    from raymerge.deploy.profiles import load_profile
+    from raymerge.deploy.targets.choose import choose
 
     if target is not None and target not in _TARGETS:
         what = f"there is no target '{target}'."
@@ -233,7 +233,7 @@ def where_of(profile: str | None, target: str | None, address: str | None) -> Wh
 
 def run_notes(environment: Mapping[str, str]) -> RunNotes:
     """This machine's notes on runs, where the user's programs keep their state."""
-    from raymerge.runtime.run_notes import RunNotes
+    from raymerge.deploy.targets.sending import RunNotes
 
     home = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return RunNotes(Path(home) / "raymerge" / "runs")
@@ -253,8 +253,8 @@ def sent_place(place: str) -> str:
 
 
 def _noted(profile: str, target: str, address: str) -> Where:
-    from raymerge.profiles import parse_profile
-    from raymerge.runtime.targets.choose import choose
+    from raymerge.deploy.profiles import parse_profile
+    from raymerge.deploy.targets.choose import choose
 
     said = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
     return choose(said, target, address or None)  # type: ignore[arg-type]

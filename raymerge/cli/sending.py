@@ -8,16 +8,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from raymerge.cli.following import detached, follow
-from raymerge.cli.profile_options import Flags, with_flags
+from raymerge.cli.options import Flags, with_flags
+from raymerge.cli.render.screen import make_console, put_json
 from raymerge.cli.runs import run_notes, sent_place
-from raymerge.cli.screen import make_console, put_json
 from raymerge.errors import OptionError, Problem
 
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.runtime.targets.choose import Where
-    from raymerge.runtime.targets.target import Submission, Target
+    from raymerge.deploy.targets.choose import Where
+    from raymerge.deploy.targets.target import Submission, Target
 
 
 def send(
@@ -46,7 +46,7 @@ def send(
     Raises:
         RaymergeError: it is refused; nothing was sent then.
     """
-    from raymerge.runtime.targets.choose import target_of
+    from raymerge.deploy.targets.choose import target_of
 
     target = target_of(where, os.environ)
     assert target is not None
@@ -70,9 +70,9 @@ def _follow(target: Target, run: str, submission: Submission, stdout: IO[str], *
 
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> Submission:
+    from raymerge.deploy.targets.target import Submission, new_run_name
     from raymerge.documents.text import read_file
     from raymerge.recipes.genre import RECIPE
-    from raymerge.runtime.targets.target import Submission, new_run_name
     from raymerge.storage.addresses import check_output_address
 
     if output is None:
@@ -88,7 +88,7 @@ def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> 
 
 
 def _remember(run: str, submission: Submission, where: Where) -> None:
-    from raymerge.runtime.run_notes import RunNote
+    from raymerge.deploy.targets.sending import RunNote
 
     now = datetime.now(UTC).isoformat(timespec="seconds")
     profile = submission.profile.as_yaml()

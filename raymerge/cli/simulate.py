@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from raymerge.cli.screen import counted, heading, make_table
+from raymerge.cli.render.screen import counted, heading, make_table
 from raymerge.errors import OptionError, Problem
 from raymerge.units import format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
-    from raymerge.planner.projection import Projection
+    from raymerge.merge_plan.projection import Projection
     from raymerge.planner.simulate import Cluster, Simulation, Spread
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"

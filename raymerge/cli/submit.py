@@ -20,8 +20,9 @@ from raymerge.cli.adapters import (
 )
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
+from raymerge.cli.options import Flags, ProfileFile, options_from
 from raymerge.cli.plan import default_output
-from raymerge.cli.profile_options import Flags, ProfileFile, options_from
+from raymerge.cli.render.screen import make_console, own_stdout, put_json
 from raymerge.cli.running import (
     AsJson,
     CpuWorkers,
@@ -43,18 +44,17 @@ from raymerge.cli.running import (
     terminable,
 )
 from raymerge.cli.runs import TargetChoice, where_of
-from raymerge.cli.screen import make_console, own_stdout, put_json
 from raymerge.cli.sending import send
 from raymerge.errors import OptionError, Problem
-from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import USUAL_PATIENCE, RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import Combination
-    from raymerge.runtime.targets.choose import Where
+    from raymerge.deploy.targets.choose import Where
 
 _OUT_HELP = "Place of the new checkpoint; RECIPE-merged where neither this nor a profile names one."
 _ADDRESS_HELP = "A running Ray cluster: HOST:PORT from within, or its dashboard, http://HEAD:8265."

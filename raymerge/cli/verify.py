@@ -15,19 +15,19 @@ from rich.text import Text
 from raymerge.cli import proofs
 from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.profile_options import ProfileFile, reached
+from raymerge.cli.options import ProfileFile, reached
+from raymerge.cli.render.screen import counted, make_console, own_stdout, printable, put_json
+from raymerge.cli.render.tally import Tally
 from raymerge.cli.running import Address, Ending, Inline, Memory, Threads, Workers, terminable
-from raymerge.cli.screen import counted, make_console, own_stdout, printable, put_json
-from raymerge.cli.tally import Tally
 from raymerge.errors import OptionError, Problem
-from raymerge.runtime.importing import heavy_imports
-from raymerge.runtime.options import RunOptions
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.runtime.events import Event, OnEvent
+    from raymerge.events import Event, OnEvent
     from raymerge.verifier.findings import AuditVerdict
     from raymerge.verifier.structure import Verdict
 

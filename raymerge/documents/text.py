@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raymerge.documents.genre import Genre
-from raymerge.documents.locate import spot
+from raymerge.documents.yaml_text import spot
 from raymerge.errors import Problem, UserError
 
 MAX_TEXT_BYTES = 4 * 2**20

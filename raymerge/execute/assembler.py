@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from raymerge.device_numerics import divisor
-from raymerge.execute.assembled import AssembledInput, RawRows, Taken
 from raymerge.execute.decoding import decode
+from raymerge.execute.gathers import AssembledInput, RawRows, Taken
 from raymerge.execute.threads import one_thread
+from raymerge.merge_plan.expressions import Product, Term
 from raymerge.methods import ROW_GROUP
-from raymerge.planner.expressions import Product, Term
 
 
 class Assembler:

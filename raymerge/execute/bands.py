@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from raymerge.execute.assembled import Input, Raw, RawCodes, RawInput
+from raymerge.execute.gathers import Input, Raw, RawCodes, RawInput
 from raymerge.execute.tiles import TileJob
-from raymerge.planner.expressions import Read
+from raymerge.merge_plan.expressions import Read
 
 
 def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:

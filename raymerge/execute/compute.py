@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows
 from raymerge.execute.assembler import Assembler
 from raymerge.execute.decoding import is_aligned, numbers, typed
-from raymerge.execute.jobs import JobPart
+from raymerge.execute.gathers import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows
+from raymerge.execute.ops import JobPart
 from raymerge.execute.views import take_elements
+from raymerge.merge_plan.expressions import Expression, Read
 from raymerge.methods import (
     Access,
     AnchoredKernel,
@@ -29,8 +30,7 @@ from raymerge.methods import (
     random_key,
     sampled,
 )
-from raymerge.planner.expressions import Expression, Read
-from raymerge.storage.buffers import aligned_buffer
+from raymerge.storage.local.buffers import aligned_buffer
 
 _HELD_MOST = 1 << 22
 """Elements of the largest scratch that is kept; what is larger is worth the time of getting it."""

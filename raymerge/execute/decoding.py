@@ -9,10 +9,10 @@ import torch
 from raymerge.checkpoints.codecs import codec_of, load_scales
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import RawCodes
-from raymerge.execute.jobs import RowJob
-from raymerge.planner.elements import strided, torch_dtype
-from raymerge.planner.expressions import Read, Scales
+from raymerge.execute.gathers import RawCodes
+from raymerge.execute.ops import RowJob
+from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.expressions import Read, Scales
 
 
 def typed(raw: torch.Tensor, source: Read, device: torch.device) -> torch.Tensor:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from raymerge.checkpoints.codecs import Encoded, ErrorSums, NotFiniteError, codec_of, store_scales
-from raymerge.checkpoints.packing import Encoding, Packing
-from raymerge.execute.assembled import Raw, RawCodes
+from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.execute.decoding import tensor_scale
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.gathers import Raw, RawCodes
+from raymerge.execute.ops import RowJob
 from raymerge.execute.output import NotFinite
-from raymerge.planner.expressions import Read, Scales
+from raymerge.merge_plan.expressions import Read, Scales
 
 
 class TensorScale(NamedTuple):

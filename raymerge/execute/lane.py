@@ -16,10 +16,9 @@ import torch
 
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
-from raymerge.execute.assembled import Raw, RawCodes
 from raymerge.execute.bands import pieces
-from raymerge.execute.coded import coded_sum
 from raymerge.execute.compute import PartComputation, Scratch
+from raymerge.execute.compute_permit import Turn
 from raymerge.execute.decoding import scatter
 from raymerge.execute.encoding import (
     Observed,
@@ -29,16 +28,17 @@ from raymerge.execute.encoding import (
     encoding_of,
     shared_scale,
 )
-from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.execute.fp8_sums import coded_sum
+from raymerge.execute.gathers import Raw, RawCodes
 from raymerge.execute.loading import NOTHING, LoadBuffer
+from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, Stretch, TileJob
 from raymerge.execute.transfers import Arrival, Transfers
-from raymerge.execute.turn import Turn
 from raymerge.execute.views import PlacedResults, rows_of_codes
+from raymerge.merge_plan.expressions import Read
 from raymerge.methods import StoredTile, Tile
-from raymerge.planner.expressions import Read
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ import torch
 import xxhash
 
 from raymerge.checkpoints.codecs import ErrorSums
+from raymerge.execute.compute_permit import Turn
 from raymerge.execute.finite import first_non_finite
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.ops import RowJob
 from raymerge.execute.transfers import Arrival
-from raymerge.execute.turn import Turn
-from raymerge.planner.expressions import Read
-from raymerge.storage.buffers import ALIGNMENT, lies_like
+from raymerge.merge_plan.expressions import Read
+from raymerge.storage.local.buffers import ALIGNMENT, lies_like
 from raymerge.storage.store import ReadStore, Sink
 
 UNFINISHED = ".part"

@@ -9,13 +9,13 @@ from itertools import groupby
 
 import torch
 
-from raymerge.execute.assembled import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
+from raymerge.execute.gathers import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
 from raymerge.execute.tiles import Load, TileJob
+from raymerge.merge_plan.assembly_memory import HOLE_MOST, REQUEST_MOST
+from raymerge.merge_plan.expressions import Read, Scales, Term
+from raymerge.merge_plan.memory import LOAD_MOST, READ_ROOM
 from raymerge.methods import sample_runs
-from raymerge.planner.assembly_memory import HOLE_MOST, REQUEST_MOST
-from raymerge.planner.expressions import Read, Scales, Term
-from raymerge.planner.memory import LOAD_MOST, READ_ROOM
-from raymerge.storage.buffers import room_for
+from raymerge.storage.local.buffers import room_for
 from raymerge.storage.ranges import Extent, Range, coalesce
 from raymerge.storage.store import ReadStore
 

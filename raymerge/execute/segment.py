@@ -12,23 +12,23 @@ import torch
 
 from raymerge.device_numerics import Fallback, failure_of
 from raymerge.errors import NonFiniteError
-from raymerge.execute.blame import find_cause
 from raymerge.execute.compute import Scratch
+from raymerge.execute.compute_permit import Turn
 from raymerge.execute.heap import HeapWatch
-from raymerge.execute.jobs import Jobs, Making, RowJob
 from raymerge.execute.lane import Equipment, Lane, Shop
 from raymerge.execute.loading import LoadBuffer
+from raymerge.execute.non_finite import find_cause
+from raymerge.execute.ops import Jobs, Making, RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.tiles import stretches
 from raymerge.execute.transfers import transfers_for
-from raymerge.execute.turn import Turn
 from raymerge.execute.warmup import warm_up
-from raymerge.planner.expressions import Expression
-from raymerge.planner.memory import Lane as Share
-from raymerge.planner.projection import Projection
-from raymerge.planner.tables import Plan
+from raymerge.merge_plan.expressions import Expression
+from raymerge.merge_plan.memory import Lane as Share
+from raymerge.merge_plan.projection import Projection
+from raymerge.merge_plan.tables import Plan
 from raymerge.storage.store import ReadStore, Sink
 
 Make: TypeAlias = Callable[[torch.device, str], Receipt]

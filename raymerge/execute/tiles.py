@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raymerge.execute.assembled import AssembledInput
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.gathers import AssembledInput
+from raymerge.execute.ops import RowJob
+from raymerge.merge_plan.expressions import Read, Scales
+from raymerge.merge_plan.memory import Lane, Need, expression_passes, tiling
 from raymerge.methods import ROW_GROUP
-from raymerge.planner.expressions import Read, Scales
-from raymerge.planner.memory import Lane, Need, expression_passes, tiling
 
 _GPU_PIECE = 1 << 22
 """Elements that keep a GPU busy for much longer than it takes to tell it what to do."""

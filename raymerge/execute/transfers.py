@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import Raw, RawCodes, RawInput
 from raymerge.execute.decoding import encode, rounded
+from raymerge.execute.gathers import Raw, RawCodes, RawInput
 from raymerge.execute.tiles import Load
-from raymerge.storage.buffers import aligned_buffer
+from raymerge.storage.local.buffers import aligned_buffer
 
 
 class Arrival(Protocol):

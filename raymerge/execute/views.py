@@ -11,12 +11,12 @@ import torch
 from raymerge.checkpoints.codecs import Encoded
 from raymerge.checkpoints.views import View, whole_view
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import Raw, RawCodes, RawInput
 from raymerge.execute.decoding import is_aligned, numbers, rounded
 from raymerge.execute.encoding import encoding_of
-from raymerge.execute.jobs import JobPart, RowJob
-from raymerge.planner.elements import strided, torch_dtype
-from raymerge.planner.expressions import Read
+from raymerge.execute.gathers import Raw, RawCodes, RawInput
+from raymerge.execute.ops import JobPart, RowJob
+from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.expressions import Read
 
 
 def take_elements(raw: RawInput, source: Read, shape: tuple[int, ...], begin: int, out: torch.Tensor) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from raymerge.checkpoints.codecs import codec_of
-from raymerge.checkpoints.packing import Encoding
+from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
-from raymerge.execute.coded import is_summed_at_once, warm_up_sums
 from raymerge.execute.finite import first_non_finite
+from raymerge.execute.fp8_sums import is_summed_at_once, warm_up_sums
+from raymerge.merge_plan.expressions import Expression
 from raymerge.methods import (
     BLOCK,
     ROW_GROUP,
@@ -31,7 +32,6 @@ from raymerge.methods import (
     gather,
     sample_of,
 )
-from raymerge.planner.expressions import Expression
 
 _CODED_COLUMNS = 256
 """Some blocks of every format, or one where they are longer."""

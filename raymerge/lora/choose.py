@@ -21,7 +21,7 @@ from raymerge.architectures import (
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, same_bytes
 from raymerge.errors import Problem
-from raymerge.planner.quantised import CONVERT_FIRST, quantised_tensors, stored_formats
+from raymerge.planner.inputs.quantised import CONVERT_FIRST, quantised_tensors, stored_formats
 
 Form = Literal["linear", "embedding", "bias", "whole", "out"]
 """``linear`` and ``embedding``: as factors; ``bias``: saved beside a module that has factors; ``whole``: the

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raymerge.architectures import describe, load_rules
 from raymerge.checkpoints.adapters import Adapter
-from raymerge.documents.locate import in_order
+from raymerge.documents.yaml_text import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem
 from raymerge.lora.combine import CombineOptions, combine_adapters
@@ -18,11 +18,11 @@ from raymerge.lora.report import Combination, OnModule
 from raymerge.lora.sources import open_named_adapter
 from raymerge.lora.writer import output_directory
 from raymerge.methods import Method, Settings, methods
-from raymerge.planner.bind import Binder, BindError, ineffective_parameters
+from raymerge.planner.inputs.sources import pickles_read
+from raymerge.planner.matching.bind import Binder, BindError, ineffective_parameters
+from raymerge.planner.matching.layer_map import Member
+from raymerge.planner.matching.method_assignment import OWN, Treatment
 from raymerge.planner.recipe_check import check_recipe
-from raymerge.planner.sources import pickles_read
-from raymerge.planner.spans import Member
-from raymerge.planner.treatments import OWN, Treatment
 from raymerge.recipes import AdapterOutput, Recipe, Subject, Unnamed, did_you_mean
 from raymerge.storage.resolve import UNFETCHED, USUAL, Lookup
 

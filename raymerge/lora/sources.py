@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from raymerge.checkpoints.adapters import Adapter
+from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.faults import FaultError
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.pickled import read_pickled
-from raymerge.planner.sources import open_adapter_reference
-from raymerge.planner.unread import refuse_unread, unread_problem
+from raymerge.planner.inputs.sources import open_adapter_reference
+from raymerge.planner.inputs.unread import refuse_unread, unread_problem
 from raymerge.recipes import ModelReference, parse_reference
 from raymerge.storage.resolve import USUAL, Lookup, resolve_source
 

@@ -27,7 +27,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.lora.matrices import PIECE_NBYTES, Factors
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 _SPOOL = "spool"
 

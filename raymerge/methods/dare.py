@@ -40,7 +40,7 @@ class DareKernel(SinglePass):
 
 def _for_loops(settings: Settings, *, elect: bool) -> PickedMerge:
     """The merge of what is kept, on the CPU."""
-    from raymerge.compiled.elect import BY_CHANCE, NO_CUTS, Chances, Picks
+    from raymerge.kernels.elect import BY_CHANCE, NO_CUTS, Chances, Picks
 
     chances = Chances(
         words=np.array([key_words(key) for key in settings.keys]),

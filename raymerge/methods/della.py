@@ -22,7 +22,7 @@ from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, mer
 from raymerge.methods.trim import inputs_of
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect_stored import Ranked
+    from raymerge.kernels.elect_stored_part import Ranked
 
 # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each, and what
 # the first of these is made of.
@@ -50,8 +50,8 @@ class DellaKernel(SinglePass):
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The same in one loop, of whole rows."""
-        from raymerge.compiled.elect_stored import merge_ranked_stored
-        from raymerge.compiled.ranked_few import merge_ranked_few
+        from raymerge.kernels.elect_stored_part import merge_ranked_stored
+        from raymerge.kernels.ranked_few import merge_ranked_few
 
         if not stored.count:
             return True
@@ -66,7 +66,7 @@ class DellaKernel(SinglePass):
 
 def _ranked(settings: Settings) -> Ranked:
     """What becomes of the elements of all deltas, as the compiled loop takes it."""
-    from raymerge.compiled.elect_stored import Ranked
+    from raymerge.kernels.elect_stored_part import Ranked
 
     spreads = _spreads(settings)
     needed = _tabled(spreads)
@@ -143,7 +143,7 @@ def _ranks(density: float, epsilon: float, settings: Settings, device: torch.dev
 def _thin(delta: torch.Tensor, ranks: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrite the elements' numbers, which ``out`` has as int32, by their factors, float32 ``[n]``."""
     if out.device.type == "cpu":
-        from raymerge.compiled.ranks import thin_rows
+        from raymerge.kernels.ranks import thin_rows
 
         thin_rows(delta.numpy(), ranks.numpy(), out.numpy())
     else:

@@ -25,7 +25,7 @@ def uniform(key: int, start: int, count: int, device: torch.device) -> torch.Ten
     """
     numbers = torch.empty(count, dtype=torch.float32, device=device)
     if device.type == "cpu":
-        from raymerge.compiled.draws import fill_uniform
+        from raymerge.kernels.draws import fill_uniform
 
         fill_uniform(*key_words(key), start, numbers.numpy())
         return numbers
@@ -66,7 +66,7 @@ def normal(key: int, start: int, count: int, device: torch.device) -> torch.Tens
 def _normal_run(key: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
     """float64 ``[end - begin]``."""
     if device.type == "cpu":
-        from raymerge.compiled.draws import fill_points
+        from raymerge.kernels.draws import fill_points
 
         points = torch.empty(end - begin, dtype=torch.float64)
         fill_points(*key_words(key), begin, points.numpy())

@@ -9,22 +9,22 @@ import numpy as np
 from raymerge.methods.stored import Stored
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Sum
-    from raymerge.compiled.elect_few import FewInputs, Numbers
+    from raymerge.kernels.elect import Sum
+    from raymerge.kernels.elect_stored import FewInputs, Numbers
 
 
 def few_inputs_of(stored: Stored) -> FewInputs | None:
     """The stored elements of base and sources; None where they are more than a few."""
-    from raymerge.compiled import elect_few
+    from raymerge.kernels import elect_stored
 
-    if len(stored.places) > 1 + elect_few.MOST:
+    if len(stored.places) > 1 + elect_stored.MOST:
         return None
-    return elect_few.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
+    return elect_stored.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
 
 
 def few_numbers_of(how: Sum) -> Numbers:
     """The numbers that go with the terms of a few sources, of which nothing is picked by size or chance."""
-    from raymerge.compiled.elect_few import Numbers
+    from raymerge.kernels.elect_stored import Numbers
 
     none = (np.float32(np.nan),) * how.weights.size
     return Numbers(

@@ -49,7 +49,7 @@ class Gram:
         if not vectors.is_cpu:
             self.add_in_torch(vectors, origin)
             return
-        from raymerge.compiled import sums
+        from raymerge.kernels import sums
 
         sums.add_grams(self.products.T, flat(vectors), vectors.stride(0), self.size, elements(origin))
 
@@ -57,7 +57,7 @@ class Gram:
         """The same of stored vectors; of their differences to the first input where that is one more."""
         if not self.size:
             return
-        from raymerge.compiled import sums_stored
+        from raymerge.kernels import sums_stored
 
         num_origins = len(stored.places) - self.size
         totals = self.products[:, 0]
@@ -192,7 +192,7 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
     """
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
-    from raymerge.compiled import combine as loops
+    from raymerge.kernels import combine_part as loops
 
     out = torch.empty(sources.shape[1], dtype=torch.float32)
     anchor, excess = _anchor(coefficients)
@@ -205,7 +205,7 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
 
 def combine_stored(stored: Stored, coefficients: Coefficients, out: Words) -> None:
     """The result of ``combine``, rounded into ``out``; with one input more than coefficients, that is O."""
-    from raymerge.compiled import combine_stored as loops
+    from raymerge.kernels import combine as loops
 
     anchor, excess = _anchor(coefficients)
     loops.stored_combination(out, stored.words, stored.places, np.array(coefficients), anchor, excess)

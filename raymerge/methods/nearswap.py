@@ -23,7 +23,7 @@ class NearswapKernel(SinglePass):
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The same."""
-        from raymerge.compiled import combine_stored
+        from raymerge.kernels import combine as combine_stored
 
         combine_stored.stored_swap(out, stored.words, stored.places, settings.number("t"), _LEAST)
         return True
@@ -33,10 +33,10 @@ def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tenso
     """The kernel's result for one tile, float32 ``[n]`` all."""
     if not base.is_cpu:
         return swap_near_in_torch(base, source, t)
-    from raymerge.compiled import combine
+    from raymerge.kernels import combine_part
 
     out = torch.empty(base.numel(), dtype=torch.float32)
-    combine.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
+    combine_part.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
     return out
 
 

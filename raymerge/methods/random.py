@@ -39,7 +39,7 @@ def random_key(seed: int, tensor: str, source: int) -> int:
 
 
 def key_words(key: int) -> tuple[np.uint64, np.uint64]:
-    """The key and its second half, as the loops of ``raymerge.compiled.hashes`` take them."""
+    """The key and its second half, as the loops of ``raymerge.kernels.hashes`` take them."""
     return np.uint64(key % _WORD), np.uint64(_second_word(key))
 
 
@@ -100,7 +100,7 @@ def keep_factors(key: int, start: int, density: float, factor: float, *, out: to
         out: float32 ``[n]``, overwritten and returned.
     """
     if out.device.type == "cpu":
-        from raymerge.compiled.hashes import fill_factors
+        from raymerge.kernels.hashes import fill_factors
 
         fill_factors(*key_words(key), start, limit_of(density), np.float32(factor), out.numpy())
         return out
@@ -116,7 +116,7 @@ def write_numbers(key: int, start: int, *, out: torch.Tensor) -> torch.Tensor:
         out: int32 ``[n]``, overwritten and returned; uniform over all values.
     """
     if out.device.type == "cpu":
-        from raymerge.compiled.hashes import fill_numbers
+        from raymerge.kernels.hashes import fill_numbers
 
         fill_numbers(*key_words(key), start, out.numpy())
         return out

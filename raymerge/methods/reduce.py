@@ -5,7 +5,7 @@ the order is part of the definition, in plain float64 additions. A piece of 16,3
 of 256, each of them 16 rows of 16; a run's rows are folded in halves to 16 lanes, then the runs of the piece,
 then the lanes. Pieces are added one after the other. What lacks to a whole piece counts as zeros.
 
-``raymerge.compiled.sums`` has the loops that do so on the CPU; the forms in torch serve all devices.
+``raymerge.kernels.sums`` has the loops that do so on the CPU; the forms in torch serve all devices.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add_squares(total: float, values: torch.Tensor) -> float:
     """``total`` plus the sum of the squares of float32 ``[n]``, in float64 and in piece order."""
     if not values.is_cpu:
         return add_products_in_torch(total, values, values)
-    from raymerge.compiled import sums
+    from raymerge.kernels import sums
 
     return sums.add_squares(total, values.numpy())
 
@@ -89,7 +89,7 @@ def add_pair(totals: npt.NDArray[np.float64], left: torch.Tensor, right: torch.T
     if not left.is_cpu:
         add_pair_in_torch(totals, left, right)
         return
-    from raymerge.compiled import sums
+    from raymerge.kernels import sums
 
     sums.add_pair(totals, left.numpy(), right.numpy())
 
@@ -104,7 +104,7 @@ def add_values(total: float, values: torch.Tensor) -> float:
     """``total`` plus the sum of ``values`` (float32 ``[n]``), in float64 and in piece order."""
     if not values.is_cpu:
         return add_values_in_torch(total, values)
-    from raymerge.compiled import sums
+    from raymerge.kernels import sums
 
     return sums.add_values(total, values.numpy())
 

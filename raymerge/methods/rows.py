@@ -28,7 +28,7 @@ def row_grams(vectors: torch.Tensor, origin: torch.Tensor | None, row_length: in
     """
     if not vectors.is_cpu:
         return row_grams_in_torch(vectors, origin, row_length)
-    from raymerge.compiled import sums
+    from raymerge.kernels import sums
 
     count, length = vectors.shape
     totals = torch.zeros(length // row_length, count * (count + 1) // 2, dtype=torch.float64)
@@ -77,7 +77,7 @@ def add_column_pairs(totals: torch.Tensor, matrices: torch.Tensor, origin: torch
     if not matrices.is_cpu:
         add_column_pairs_in_torch(totals, matrices, origin)
         return
-    from raymerge.compiled import sums
+    from raymerge.kernels import sums
 
     sums.add_columns(totals.numpy(), matrices[0].numpy(), matrices[1].numpy(), elements(origin))
 

@@ -32,8 +32,8 @@ from raymerge.methods.trim import (
 )
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Cuts, Picks, Sum
-    from raymerge.compiled.elect_few import FewInputs
+    from raymerge.kernels.elect import Cuts, Picks, Sum
+    from raymerge.kernels.elect_stored import FewInputs
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class SceKernel:
         if few is None:
             merge_of(picks, state.coefficients()).apply_stored(stored, out)
         else:
-            from raymerge.compiled.spread_few import merge_spread_few
+            from raymerge.kernels.spread import merge_spread_few
 
             how = sum_of(state.coefficients())
             merge_spread_few(few, picks, how, few_numbers_of(how), out)
@@ -150,7 +150,7 @@ def deviations_of(tile: Tile) -> tuple[torch.Tensor, int]:
     many elements they do."""
     if tile.sources.device.type != "cpu":
         return deviations_in_torch(tile)
-    from raymerge.compiled.selection import spread
+    from raymerge.kernels.selection import spread
 
     deviations = torch.empty_like(tile.sources[0])
     deltas = rows_of(tile.sources)
@@ -185,8 +185,8 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
     """Add up the squares of what is selected of each delta."""
-    from raymerge.compiled.elect_stored import add_squares_stored
-    from raymerge.compiled.spread_few import add_squares_few
+    from raymerge.kernels.elect_stored_part import add_squares_stored
+    from raymerge.kernels.spread import add_squares_few
 
     squares, cuts, few = np.array(state.squares), state.for_loops().cuts, _few(stored)
     selects = state.cut is not EVERYTHING
@@ -204,7 +204,7 @@ def _few(stored: Stored) -> FewInputs | None:
 
 def selected_deltas(tile: Tile, cuts: Cuts) -> torch.Tensor:
     """``selected_deltas_in_torch`` in one loop, for tensors on the CPU."""
-    from raymerge.compiled.elect import write_selected
+    from raymerge.kernels.elect import write_selected
 
     out = torch.empty_like(tile.sources)
     write_selected(rows_of(tile.sources), cuts, tile.start, out.numpy())
@@ -218,7 +218,7 @@ def selected_deltas_in_torch(tile: Tile, cut: Cut) -> torch.Tensor:
 
 def picks_by_spread(cut: Cut) -> Picks:
     """Of all deltas the elements in which they lie furthest apart, as the compiled loops take it."""
-    from raymerge.compiled.elect import BY_SPREAD, NO_CHANCES, Picks
+    from raymerge.kernels.elect import BY_SPREAD, NO_CHANCES, Picks
 
     return Picks(BY_SPREAD, compiled_cuts([(cut, NOTHING)]), NO_CHANCES)
 
@@ -230,7 +230,7 @@ def merge_of(picks: Picks, coefficients: tuple[float, ...]) -> PickedMerge:
 
 def sum_of(coefficients: tuple[float, ...]) -> Sum:
     """That mean, as the compiled loops take it."""
-    from raymerge.compiled.elect import Sum
+    from raymerge.kernels.elect import Sum
 
     shares, ones = np.array(coefficients, np.float32), np.ones(len(coefficients), np.float32)
     return Sum(ones, shares, shares, np.float32(1.0), elects=True, divides=True)

@@ -17,7 +17,7 @@ from raymerge.methods.reduce import PIECE, add_values
 from raymerge.methods.stored import Stored
 
 if TYPE_CHECKING:
-    from raymerge.compiled.selection import Bins
+    from raymerge.kernels.selection import Bins
 
 _Patterns: TypeAlias = NDArray[np.uint32]
 
@@ -65,7 +65,7 @@ class Sample:
 
     def __init__(self, values: torch.Tensor) -> None:
         """Take in float32 ``[n]``, SAMPLE_RUNS runs."""
-        from raymerge.compiled.selection import count_all
+        from raymerge.kernels.selection import count_all
 
         self._patterns = _patterns(values)
         self._counts = np.zeros(_END >> _COARSE_SHIFT, np.int64)
@@ -89,13 +89,13 @@ class Sample:
 
     def _bin_of(self, rank: float) -> int:
         """The bin of the rank; -1 beyond the last rank, the last bin before the first one."""
-        from raymerge.compiled.selection import bin_of_rank
+        from raymerge.kernels.selection import bin_of_rank
 
         return bin_of_rank(self._counts, math.ceil(rank))[0] if rank >= 1 else self._counts.size - 1
 
     def _standard_error(self, share: float, middle: int) -> float:
         """Of the share of elements that reach a bin, where that share is as given."""
-        from raymerge.compiled.selection import count_runs
+        from raymerge.kernels.selection import count_runs
 
         reaching = np.zeros(SAMPLE_RUNS, np.int64)
         count_runs(self._patterns, np.uint32(max(0, middle) << _COARSE_SHIFT), reaching)
@@ -172,7 +172,7 @@ class MagnitudeSelection:
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
         """``observe`` one source's delta, for one selection or two at once."""
-        from raymerge.compiled.selection_stored import count_delta, count_every
+        from raymerge.kernels.selection_stored import count_delta, count_every
 
         places = stored.places[[0, 1 + source]]
         # As many as there are selections, also of those that have ended: the loop is compiled for a number.
@@ -195,7 +195,7 @@ class MagnitudeSelection:
         bracket = self._bracket
         if bracket is None:
             return 0
-        from raymerge.compiled.selection_stored import count_spread
+        from raymerge.kernels.selection_stored import count_spread
 
         room = self._room(bracket).numpy()
         above, num_differing = count_spread(stored.words, stored.places, stored.count, _bins(bracket), room)
@@ -219,7 +219,7 @@ class MagnitudeSelection:
         cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
     ) -> None:
         """The same for one delta; ``places`` are those of base and source."""
-        from raymerge.compiled.selection_stored import add_delta
+        from raymerge.kernels.selection_stored import add_delta
 
         counting = [(each, each._bracket) for each in selections if each._bracket is not None]
         if not counting:
@@ -248,7 +248,7 @@ class MagnitudeSelection:
 
     def _left(self, bracket: Bracket, counts: NDArray[np.int64], rank: int) -> Bracket | None:
         """Where the threshold must still be looked for; None when it is found."""
-        from raymerge.compiled.selection import MIXED, bin_of_rank
+        from raymerge.kernels.selection import MIXED, bin_of_rank
 
         if rank <= self._above:
             return _finest(bracket.high, _END)
@@ -293,14 +293,14 @@ def _finest(low: int, high: int) -> Bracket:
 
 def _count_compiled(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor) -> int:
     """``count_in_torch`` in one loop, for tensors on the CPU."""
-    from raymerge.compiled.selection import count
+    from raymerge.kernels.selection import count
 
     return count(_patterns(values), _bins(bracket), counts.numpy())
 
 
 def _bins(bracket: Bracket) -> Bins:
     """The bracket as the loops over stored elements take it."""
-    from raymerge.compiled.selection import Bins
+    from raymerge.kernels.selection import Bins
 
     return Bins(np.uint32(bracket.low), np.uint32(bracket.high), np.uint32(bracket.shift))
 
@@ -316,12 +316,12 @@ def count_in_torch(values: torch.Tensor, bracket: Bracket, counts: torch.Tensor)
     Args:
         values: float32 ``[n]``.
         bracket: where to count.
-        counts: int64, one for each bin of the bracket, added to; as ``raymerge.compiled.selection`` has them.
+        counts: int64, one for each bin of the bracket, added to; as ``raymerge.kernels.selection`` has them.
 
     Returns:
         how many lie above the bracket.
     """
-    from raymerge.compiled.selection import MIXED
+    from raymerge.kernels.selection import MIXED
 
     above = 0
     last = bracket.high - bracket.low - 1

@@ -59,7 +59,7 @@ class SlerpKernel:
 
     def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> bool:
         """The same."""
-        from raymerge.compiled import sums_stored
+        from raymerge.kernels import sums_stored
 
         sums_stored.add_stored_pair(state.sums, stored.words, stored.places, stored.count)
         return True
@@ -83,12 +83,12 @@ class SlerpKernel:
 
     def apply_stored(self, stored: Stored, settings: Settings, state: _Arc, out: Words) -> bool:
         """The same."""
-        from raymerge.compiled import combine_stored
+        from raymerge.kernels import combine
 
         assert state.factors is not None
         places = stored.places if state.from_base else stored.places[::-1].copy()
         excess, of_other = state.factors.flatten().tolist()
-        combine_stored.stored_arc(out, stored.words, places, excess, of_other)
+        combine.stored_arc(out, stored.words, places, excess, of_other)
         return True
 
 

@@ -30,11 +30,11 @@ def sum_of_products(vectors: torch.Tensor, coefficients: Sequence[float]) -> tor
     _check_count(vectors, coefficients)
     if not vectors.is_cpu:
         return sum_of_products_in_torch(vectors, coefficients)
-    from raymerge.compiled import combine
+    from raymerge.kernels import combine_part
 
     out = torch.empty(vectors.shape[1], dtype=torch.float32)
     of_vectors = np.array(coefficients, dtype=np.float64)
-    combine.weighted_sum(out.numpy(), flat(vectors), vectors.stride(0), of_vectors)
+    combine_part.weighted_sum(out.numpy(), flat(vectors), vectors.stride(0), of_vectors)
     return out
 
 
@@ -45,7 +45,7 @@ def stored_sum_of_products(stored: Stored, coefficients: Sequence[float], out: N
         ValueError: not as many coefficients as inputs.
     """
     _check_count(stored.places, coefficients)
-    from raymerge.compiled import combine_stored
+    from raymerge.kernels import combine as combine_stored
 
     of_vectors = np.array(coefficients, dtype=np.float64)
     combine_stored.stored_sum(out, stored.words, stored.places, of_vectors)
@@ -79,14 +79,14 @@ def sum_on_base(
     _check_count(tile.sources, coefficients)
     if not tile.sources.is_cpu:
         return sum_on_base_in_torch(tile, coefficients, factor)
-    from raymerge.compiled import combine
+    from raymerge.kernels import combine_part
 
     base = tile.require_base()
     out = torch.empty(base.numel(), dtype=torch.float32)
     factors = np.array([factor]) if isinstance(factor, float) else factor.double().numpy()
     of_deltas = np.array(coefficients, dtype=np.float64)
     deltas, stride = flat(tile.sources), tile.sources.stride(0)
-    combine.weighted_sum_on_base(out.numpy(), deltas, stride, of_deltas, base.numpy(), factors)
+    combine_part.weighted_sum_on_base(out.numpy(), deltas, stride, of_deltas, base.numpy(), factors)
     return out
 
 
@@ -99,7 +99,7 @@ def stored_sum_on_base(
         ValueError: not as many coefficients as inputs beside the base.
     """
     _check_count(stored.places[1:], coefficients)
-    from raymerge.compiled import combine_stored
+    from raymerge.kernels import combine as combine_stored
 
     of_deltas = np.array(coefficients, dtype=np.float64)
     combine_stored.stored_sum_on_base(out, stored.words, stored.places, of_deltas, factor)

@@ -19,7 +19,7 @@ from raymerge.methods.stored import Stored
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Rows, Sum
+    from raymerge.kernels.elect import Rows, Sum
 
 _ZERO_WEIGHT = 1e-8
 
@@ -56,7 +56,7 @@ def merge_factors(tile: Tile, settings: Settings, factors: torch.Tensor, *, elec
     """
     if tile.sources.device.type != "cpu":
         return merge_factors_in_torch(tile, settings, factors, elect=elect)
-    from raymerge.compiled import elect as loops
+    from raymerge.kernels import elect as loops
 
     base = tile.require_base()
     out = torch.empty_like(base)
@@ -80,7 +80,7 @@ def merge_factors_in_torch(
 
 def rows_of(rows: torch.Tensor) -> Rows:
     """The rows of a matrix ``[N, n]`` on the CPU, as the compiled loops take them: memory is shared."""
-    from raymerge.compiled.elect import Rows
+    from raymerge.kernels.elect import Rows
 
     return Rows(flat(rows), rows.stride(0))
 
@@ -88,7 +88,7 @@ def rows_of(rows: torch.Tensor) -> Rows:
 def compiled_sum(settings: Settings, gains: Sequence[float], *, elect: bool) -> Sum:
     """What ``merge_deltas`` does with terms that are deltas times weights times gains, as the compiled loops
     take it."""
-    from raymerge.compiled.elect import Sum
+    from raymerge.kernels.elect import Sum
 
     weights = settings.per_source("weight")
     factor = settings.number("lambda")

@@ -22,9 +22,9 @@ from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
-    from raymerge.compiled.elect import Cuts, Picks, Sum
-    from raymerge.compiled.elect_few import Numbers
-    from raymerge.compiled.elect_stored import Inputs
+    from raymerge.kernels.elect import Cuts, Picks, Sum
+    from raymerge.kernels.elect_stored import Numbers
+    from raymerge.kernels.elect_stored_part import Inputs
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -165,7 +165,7 @@ def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int)
 
 def inputs_of(stored: Stored) -> Inputs:
     """Stored elements as the compiled loops take them."""
-    from raymerge.compiled.elect_stored import Inputs
+    from raymerge.kernels.elect_stored_part import Inputs
 
     return Inputs(stored.words, stored.places, stored.start)
 
@@ -185,7 +185,7 @@ class PickedMerge:
 
     def apply(self, tile: Tile) -> torch.Tensor:
         """The result of one tile, float32 ``[n]``."""
-        from raymerge.compiled.elect import merge_picked
+        from raymerge.kernels.elect import merge_picked
 
         base = tile.require_base()
         out = torch.empty_like(base)
@@ -195,10 +195,11 @@ class PickedMerge:
 
     def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
         """Write the result of a tile, rounded."""
-        from raymerge.compiled import elect, elect_few, elect_stored
+        from raymerge.kernels import elect, elect_stored_part
+        from raymerge.kernels import elect_stored as elect_few
 
         if self._picks.by == elect.BY_SPREAD or len(stored.places) > 1 + elect_few.MOST:
-            elect_stored.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
+            elect_stored_part.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
             return
         if self._numbers is None:
             self._numbers = elect_few.numbers_of(self._picks, self._how)
@@ -208,14 +209,14 @@ class PickedMerge:
 
 def picks_by_size(pairs: Sequence[tuple[Cut, Cut]]) -> Picks:
     """From each delta its own largest elements, as the compiled loops take it; see ``compiled_cuts``."""
-    from raymerge.compiled.elect import BY_SIZE, NO_CHANCES, Picks
+    from raymerge.kernels.elect import BY_SIZE, NO_CHANCES, Picks
 
     return Picks(BY_SIZE, compiled_cuts(pairs), NO_CHANCES)
 
 
 def compiled_cuts(pairs: Sequence[tuple[Cut, Cut]]) -> Cuts:
     """Pairs of what is kept and the outliers that are not, as the compiled loops take them."""
-    from raymerge.compiled.elect import Cuts
+    from raymerge.kernels.elect import Cuts
 
     above = np.array([(kept.above, outliers.above) for kept, outliers in pairs], np.float32)
     tied = np.array([(kept.tied, outliers.tied) for kept, outliers in pairs], np.float32)

@@ -14,16 +14,16 @@ from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
+from raymerge.merge_plan.columns import ints
+from raymerge.merge_plan.dispositions import Disposition, Holding
+from raymerge.merge_plan.duplicates import Duplicates, planned_duplicates
+from raymerge.merge_plan.expressions import Expression
+from raymerge.merge_plan.gathers import input_bytes, joined_sums
+from raymerge.merge_plan.memory import expression_passes
+from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.projection import Projection
 from raymerge.methods import find_method
-from raymerge.planner.assemblies import input_bytes, joined_sums
-from raymerge.planner.columns import ints
-from raymerge.planner.dispositions import Disposition, Holding
-from raymerge.planner.duplicates import Duplicates, planned_duplicates
-from raymerge.planner.expressions import Expression
-from raymerge.planner.memory import expression_passes
-from raymerge.planner.plan import Plan
-from raymerge.planner.projection import Projection
-from raymerge.planner.sources import Source, holdings
+from raymerge.planner.inputs.sources import Source, holdings
 
 _EXAMPLES = 5
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from raymerge.checkpoints.packing import Encoding, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Encoding, encoding_of
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.planner.quantised import quantised_tensors
+from raymerge.planner.inputs.quantised import quantised_tensors
 
 _BITS = 8
 

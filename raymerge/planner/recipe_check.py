@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, Parameter, is_parameter, methods
-from raymerge.planner.bind import check_parameter_names, methods_at, written_blocks
-from raymerge.planner.router_policy import with_router_rule
-from raymerge.planner.sources import Path_, model_references
-from raymerge.planner.spans import Parameters
-from raymerge.planner.treatments import check_rule_sources
+from raymerge.planner.inputs.sources import Path_, model_references
+from raymerge.planner.matching.bind import check_parameter_names, methods_at, written_blocks
+from raymerge.planner.matching.layer_map import Parameters
+from raymerge.planner.matching.method_assignment import check_rule_sources
+from raymerge.planner.matching.router_policy import with_router_rule
 from raymerge.recipes import (
     Conditional,
     Gradient,

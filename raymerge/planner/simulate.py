@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from raymerge.errors import OptionError
-from raymerge.planner.plan import Plan
-from raymerge.planner.projection import project
+from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.projection import project
 from raymerge.planner.simulate_cluster import Cluster
-from raymerge.planner.simulate_run import Course, Limiter, run_segments
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
 from raymerge.planner.simulate_work import Floats, SegmentLoads, segment_loads
+from raymerge.planner.simulation import Course, Limiter, run_segments
 
 __all__ = ["Cluster", "Limiter", "OtherNumber", "Simulation", "Spread", "simulate", "simulate_plan"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymerge.errors import OptionError, Problem
-from raymerge.planner.lanes import lanes_of
+from raymerge.merge_plan.lanes import lanes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

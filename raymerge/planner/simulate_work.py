@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raymerge.dtypes import DType
+from raymerge.merge_plan.columns import Ints, codes, gather, ints, lists, starts
+from raymerge.merge_plan.expressions import Expression
+from raymerge.merge_plan.gathers import input_bytes, joined_sums
+from raymerge.merge_plan.memory import Lane, expression_passes
+from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
-from raymerge.planner.assemblies import input_bytes, joined_sums
-from raymerge.planner.columns import Ints, codes, gather, ints, lists, starts
-from raymerge.planner.expressions import Expression
-from raymerge.planner.memory import Lane, expression_passes
-from raymerge.planner.plan import Plan
 from raymerge.planner.simulate_speeds import MethodSpeeds
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError
-from raymerge.documents.readers import between, choice_of, read_number
+from raymerge.documents.fields import between, choice_of, read_number
 from raymerge.recipes.entry import Entry
 
 

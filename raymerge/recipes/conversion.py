@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymerge.documents.faults import Fault, FaultError, Path
-from raymerge.documents.locate import Places
-from raymerge.documents.readers import choice_of
+from raymerge.documents.fields import choice_of
 from raymerge.documents.suggest import did_you_mean
+from raymerge.documents.yaml_text import Places
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.load import recipe_from_mapping
 from raymerge.recipes.order import AnyRecipe

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from raymerge.documents.faults import Fault, FaultError, Path, faults_of, kind
-from raymerge.documents.locate import Located, in_order
 from raymerge.documents.secrets import secrets_in
+from raymerge.documents.yaml_text import Located, in_order
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.entry import Reading
 from raymerge.recipes.expert_set import ExpertSetRecipe

@@ -16,9 +16,9 @@ from pydantic import (
 
 from raymerge.documents.entry import MapEntry, by
 from raymerge.documents.faults import Fault, FaultError, Path, show
-from raymerge.documents.locate import Places
-from raymerge.documents.readers import read_integer, read_text
+from raymerge.documents.fields import read_integer, read_text
 from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.yaml_text import Places
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.recipes.reference import (
     Exists,

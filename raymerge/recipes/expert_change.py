@@ -10,7 +10,7 @@ from pydantic import PlainSerializer
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, kind, show
-from raymerge.documents.readers import between
+from raymerge.documents.fields import between
 from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.entry import Entry, Reference, Text
 from raymerge.recipes.expert_ids import (

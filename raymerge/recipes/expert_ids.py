@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.readers import read_integer
+from raymerge.documents.fields import read_integer
 
 ExpertIds: TypeAlias = tuple[int, ...]
 """Numbers of experts, from 0."""

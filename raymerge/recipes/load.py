@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymerge.documents.locate import Located, Part, Places, read_document, split_documents, spot
 from raymerge.documents.secrets import check_text
 from raymerge.documents.text import check_length, read_file
+from raymerge.documents.yaml_text import Located, Part, Places, read_document, split_documents, spot
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.draft import Draft, draft_document, join_drafts, with_order_problems
 from raymerge.recipes.genre import RECIPE

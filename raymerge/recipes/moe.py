@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError
-from raymerge.documents.readers import between, choice_of, read_integer, read_positive, read_switch
+from raymerge.documents.fields import between, choice_of, read_integer, read_positive, read_switch
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.readers import between, read_fraction, read_integer, read_number
+from raymerge.documents.fields import between, read_fraction, read_integer, read_number
 from raymerge.recipes.entry import Entry, Reference, Text
 
 GateMode = Literal[

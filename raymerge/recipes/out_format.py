@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import PlainSerializer, PlainValidator
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.readers import choice_of
+from raymerge.documents.fields import choice_of
 from raymerge.documents.suggest import closest, did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 

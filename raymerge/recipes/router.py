@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.readers import read_switch
+from raymerge.documents.fields import read_switch
 from raymerge.documents.suggest import did_you_mean
 from raymerge.recipes.entry import Entry, plain_word_or_reference, word_or_reference
 from raymerge.recipes.reference import ModelReference

@@ -9,7 +9,7 @@ from pydantic import PlainSerializer, ValidationInfo, field_validator
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.readers import between, choice_of, read_positive
+from raymerge.documents.fields import between, choice_of, read_positive
 from raymerge.documents.suggest import closest
 from raymerge.recipes.adapter import AdapterOutput
 from raymerge.recipes.entry import (

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.readers import choice_of, read_integer, read_text
+from raymerge.documents.fields import choice_of, read_integer, read_text
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
 """The keys that make a selector, wherever one is written."""

@@ -9,7 +9,7 @@ from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
 from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.readers import between, read_switch
+from raymerge.documents.fields import between, read_switch
 from raymerge.recipes.entry import (
     Entry,
     Reference,

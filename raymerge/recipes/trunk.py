@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from raymerge.documents.faults import Path
-from raymerge.documents.locate import Places
+from raymerge.documents.yaml_text import Places
 from raymerge.recipes.entry import Parameters, Reading
 from raymerge.recipes.moe import MoeRecipe, Trunk
 from raymerge.recipes.schema import ModelEntry, Recipe

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
-from raymerge.storage.far import FarStore
-from raymerge.storage.patience import Patience
+from raymerge.storage.local.transfers import as_bytes
 from raymerge.storage.refusals import changed, ends_before, reading
+from raymerge.storage.remote import FarStore
+from raymerge.storage.retry import Patience
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
-from raymerge.storage.transfers import as_bytes
 
 _PIECE_NBYTES = 4 << 20
 _NUMBERS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from raymerge.errors import OptionError, Problem
 from raymerge.storage.addresses import HUB_SCHEME, OBJECT_SCHEMES, is_remote, parse_place, shown
-from raymerge.storage.local import LocalStore
-from raymerge.storage.patience import Patience
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.retry import Patience
 from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 
 
@@ -32,12 +32,12 @@ def open_store(
     if not is_remote(place):
         return local_store(place, patience=patience, expected=expected)
     if scheme in OBJECT_SCHEMES:
-        from raymerge.storage.object import ObjectStore
+        from raymerge.storage.objects.store import ObjectStore
 
         return ObjectStore(place, patience=patience, expected=expected)
     if scheme == HUB_SCHEME:
-        from raymerge.storage.hub_cache import open_hub
-        from raymerge.storage.hub_places import hub_place
+        from raymerge.storage.hub.addresses import hub_place
+        from raymerge.storage.hub.commits import open_hub
 
         return open_hub(hub_place(place), patience=patience, expected=expected)
     from raymerge.storage.arrow import ArrowStore

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raymerge.errors import Problem, RoomError, UnreadableError
-from raymerge.storage.patience import KEPT, said
+from raymerge.storage.retry import KEPT, said
 from raymerge.units import format_size
 
 OUT_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

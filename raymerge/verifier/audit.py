@@ -11,15 +11,15 @@ from math import prod
 import numpy as np
 
 from raymerge.errors import CheckpointError, IncompleteError
+from raymerge.merge_plan.expressions import Part
+from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Settings, Takes, find_method, random_key
-from raymerge.planner.expressions import Part
-from raymerge.planner.plan import Plan
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
 from raymerge.verifier.comparing import Written, judge
 from raymerge.verifier.digests import Expectation, check_bytes, constant_bytes, copied_bytes
 from raymerge.verifier.findings import Findings
-from raymerge.verifier.plan_rows import PlanRow, PlanRows
+from raymerge.verifier.plan_ops import PlanRow, PlanRows
 from raymerge.verifier.reader import Reader
 from raymerge.verifier.recompute import LogicalTensor, Recomputation, Undecided, recomputation_of
 from raymerge.verifier.stored import elements_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.packing import Format
-from raymerge.planner.expressions import Read, Scales
+from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.merge_plan.expressions import Read, Scales
 from raymerge.verifier.numbers import (
     Bytes,
     Floats,

@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 
 import xxhash
 
-from raymerge.checkpoints.bounded_json import load_json, read_bounded
 from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
 from raymerge.errors import Problem
-from raymerge.planner.tables import Plan, index_bytes
+from raymerge.merge_plan.tables import Plan, index_bytes
 from raymerge.storage.file_rules import EXPORT, HIDDEN
 from raymerge.storage.store import FileInfo, ReadStore, is_key
 

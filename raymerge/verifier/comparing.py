@@ -9,12 +9,12 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.errors import Problem
-from raymerge.planner.expressions import Part
+from raymerge.merge_plan.expressions import Part
 from raymerge.verifier.findings import AGAIN, Findings
 from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
-from raymerge.verifier.plan_rows import PlanRow, written
+from raymerge.verifier.plan_ops import PlanRow, written
 from raymerge.verifier.reader import Reader
 from raymerge.verifier.recompute import Expected
 from raymerge.verifier.stored import CodeFacts, elements_of

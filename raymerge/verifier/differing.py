@@ -8,8 +8,8 @@ from math import lcm, sqrt
 
 import torch
 
-from raymerge.planner.elements import torch_dtype
-from raymerge.planner.expressions import Read
+from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.merge_plan.expressions import Read
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.pairing import Numbers
 from raymerge.verifier.reader import Reader

@@ -12,11 +12,11 @@ import numpy as np
 import xxhash
 
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.expressions import Read
-from raymerge.planner.plan import Plan
+from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.plan import Plan
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.findings import AGAIN, Findings
-from raymerge.verifier.plan_rows import PlanRow, PlanRows
+from raymerge.verifier.plan_ops import PlanRow, PlanRows
 
 _CHUNK = 1 << 20
 _FAR_CHUNK = 16 << 20

@@ -18,7 +18,7 @@ import torch
 from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
-from raymerge.planner.elements import torch_dtype
+from raymerge.merge_plan.elements_part import torch_dtype
 from raymerge.storage.fetched import fetched
 
 MXFP4 = "mxfp4"

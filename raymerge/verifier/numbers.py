@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.packing import Encoding, Format
+from raymerge.checkpoints.quantisation.encoding import Encoding, Format
 from raymerge.dtypes import DType
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -9,11 +9,11 @@ from raymerge.architectures import load_rules, stacks
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.numbers import as_numbers
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.planner.expressions import Read
-from raymerge.planner.logical import LogicalTensors, Place
-from raymerge.planner.quantised import quantised_tensors
-from raymerge.planner.sources import Source
-from raymerge.planner.supplies import Supply
+from raymerge.merge_plan.expressions import Read
+from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.matching.input_resolver import Supply
+from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes import ModelReference
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from raymerge.checkpoints.views import View
-from raymerge.planner.expressions import Assembly, Product, Read, Scales, Term
+from raymerge.merge_plan.expressions import Assembly, Product, Read, Scales, Term
 from raymerge.verifier.coded import Blocks, Coded, Filled, Steps
 from raymerge.verifier.numbers import Floats, plain_numbers
 from raymerge.verifier.reader import Reader

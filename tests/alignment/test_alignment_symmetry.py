@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.alignment.symmetry import (
+from raymerge.architectures import Projection
+from raymerge.dtypes import DType
+from raymerge.planner.moe.aligned_blocks import Network, Part
+from raymerge.stages.alignment.symmetry import (
     NUM_PROBES,
     activation_of,
     neuron_features,
@@ -18,9 +21,6 @@ from raymerge.alignment.symmetry import (
     probes,
     with_neurons,
 )
-from raymerge.architectures import Projection
-from raymerge.dtypes import DType
-from raymerge.planner.aligned_blocks import Network, Part
 
 WIDTH, NEURONS = 6, 5
 FORMS = ("gated", "joined", "ungated", "biased")

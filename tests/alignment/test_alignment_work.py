@@ -25,11 +25,11 @@ from kits.permuted_experts import (
 from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
-from raymerge.alignment import AlignWork, align_work
 from raymerge.errors import IncompleteError, NonFiniteError, PlanError
-from raymerge.planner.aligned import align_stages
-from raymerge.planner.sources import open_sources
-from raymerge.planner.stages import AlignSpec, Stage
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.inputs.stages import AlignSpec, Stage
+from raymerge.planner.moe.expert_permutation import align_stages
+from raymerge.stages.alignment import AlignWork, align_work
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.assemble.card import Parent, model_card, shown_name, without_places
+from raymerge.publish.card import Parent, model_card, shown_name, without_places
 
 RECIPE = "merge_method: ties\nmodels:\n  - model: org/code\n  - model: org/french\nbase_model: org/base\n"
 PARENTS = (Parent("org/base"), Parent("org/code", "abc123", "mit"), Parent("org/french"))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from raymerge.assemble.companions import Copied, companion_problems, copy_companions
 from raymerge.errors import CheckpointError
-from raymerge.storage.local import LocalStore
+from raymerge.publish.companions import Copied, companion_problems, copy_companions
+from raymerge.storage.local.store import LocalStore
 
 FILES = {
     "tokenizer.json": b'{"a": 1}\r\n',

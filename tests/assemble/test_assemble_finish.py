@@ -12,18 +12,12 @@ import pytest
 from kits.checkpoint_maker import TOKENIZER_FILES, tiny_llama
 
 from raymerge.api import plan, read_recipe
-from raymerge.assemble.finish import (
-    check_shards,
-    finish_companions,
-    finish_config,
-    finished_files,
-    parents_of,
-)
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.errors import VerificationError
-from raymerge.planner.sources import Source, open_sources
-from raymerge.planner.tables import Plan
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.tables import Plan
+from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
+from raymerge.storage.local.store import LocalStore
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kits.method_kit import CPU, Case, make_settings
 
+from raymerge.merge_plan.memory import LOAD_MOST
 from raymerge.methods import (
     BLOCK,
     Access,
@@ -40,7 +41,6 @@ from raymerge.methods import (
     methods,
 )
 from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS
-from raymerge.planner.memory import LOAD_MOST
 
 ROUNDS = 5
 """Repetitions, of which the shortest counts."""

@@ -40,13 +40,13 @@ from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
-from raymerge.planner.lanes import lanes_of
-from raymerge.planner.projection import project
-from raymerge.planner.sources import open_sources
-from raymerge.planner.tables import Plan
-from raymerge.runtime.sizing import cores_here
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.lanes import lanes_of
+from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.tables import Plan
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.runtime.workers.sizing import cores_here
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.store import LocalStore
 
 _BUDGET = 2 << 30
 _WARM_NBYTES = 4 << 30

@@ -66,9 +66,9 @@ def recipes(models: Sequence[str], layers: int) -> dict[str, dict[str, Any]]:
 
 def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Read headers, plan, and save the plan for the other steps."""
-    from raymerge.planner.build import build_plan
-    from raymerge.planner.sources import open_sources
-    from raymerge.planner.tables import save_plan
+    from raymerge.merge_plan.tables import save_plan
+    from raymerge.planner.inputs.sources import open_sources
+    from raymerge.planner.outputs.build import build_plan
     from raymerge.recipes import Recipe, recipe_from_mapping
 
     recipe = recipe_from_mapping(json.loads((place / f"{name}.json").read_text()))
@@ -83,7 +83,7 @@ def plan(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Load the saved plan."""
-    from raymerge.planner.tables import load_plan
+    from raymerge.merge_plan.tables import load_plan
 
     timer("load plan", lambda: load_plan(place / name))
     return {}
@@ -91,8 +91,8 @@ def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def project(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Project its memory."""
-    from raymerge.planner.projection import project
-    from raymerge.planner.tables import load_plan
+    from raymerge.merge_plan.projection import project
+    from raymerge.merge_plan.tables import load_plan
 
     made = load_plan(place / name)
     timer("project memory", lambda: project(made, _BUDGET))
@@ -103,7 +103,7 @@ def send(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Pickle the plan for workers, and read it as one of them."""
     import pickle
 
-    from raymerge.planner.tables import load_plan
+    from raymerge.merge_plan.tables import load_plan
 
     made = load_plan(place / name)
     buffers: list[pickle.PickleBuffer] = []
@@ -115,8 +115,8 @@ def send(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Decode the rows of every segment, as workers do."""
-    from raymerge.execute.jobs import Jobs
-    from raymerge.planner.tables import load_plan
+    from raymerge.execute.ops import Jobs
+    from raymerge.merge_plan.tables import load_plan
 
     made = load_plan(place / name)
     jobs = timer("open jobs", lambda: Jobs(made))
@@ -126,12 +126,12 @@ def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Do what the driver does when all segments are in, over shards that are one hole."""
-    from raymerge.assemble.finish import check_shards, finish_companions, finish_config, parents_of
-    from raymerge.planner.duplicates import found_duplicates
-    from raymerge.planner.sources import open_sources
-    from raymerge.planner.tables import load_plan, save_plan
+    from raymerge.merge_plan.duplicates import found_duplicates
+    from raymerge.merge_plan.tables import load_plan, save_plan
+    from raymerge.planner.inputs.sources import open_sources
+    from raymerge.publish.finish import check_shards, finish_companions, finish_config, parents_of
     from raymerge.recipes import recipe_from_mapping
-    from raymerge.storage.local import LocalStore
+    from raymerge.storage.local.store import LocalStore
     from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
     made = load_plan(place / name)

@@ -36,13 +36,13 @@ from benchmarks.storage_probe import Gives, measure_machine
 from benchmarks.tables import markdown, replaced
 
 from raymerge.api import plan, submit
+from raymerge.events import Event, SegmentDone
+from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
-from raymerge.planner.plan import Plan
+from raymerge.options import RunOptions
 from raymerge.planner.simulate import Cluster, Limiter, Simulation, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds
-from raymerge.runtime.events import Event, SegmentDone
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.sizing import cores_here
+from raymerge.runtime.workers.sizing import cores_here
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 1 << 30

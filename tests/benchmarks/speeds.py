@@ -23,17 +23,17 @@ from kits.checkpoint_maker import sparse_checkpoint
 
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.layout import TensorSpec
-from raymerge.checkpoints.packing import Format, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
+from raymerge.merge_plan.expressions import Expression, Output, Part, Row, copy_expression
+from raymerge.merge_plan.lanes import lanes_of
+from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.tables import Plan
 from raymerge.methods import Access, BaseUse, Method, find_method
-from raymerge.planner.expressions import Expression, Output, Part, Row, copy_expression
-from raymerge.planner.lanes import lanes_of
-from raymerge.planner.projection import project
-from raymerge.planner.tables import Plan
-from raymerge.runtime.sizing import cores_here
-from raymerge.storage.local import LocalStore
+from raymerge.runtime.workers.sizing import cores_here
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import ReadStore
 
 BUDGET = 512 << 20

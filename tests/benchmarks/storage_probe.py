@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks.cache import warm
 
-from raymerge.planner.lanes import lanes_of
-from raymerge.planner.memory import LOAD_MOST
-from raymerge.runtime.sizing import cores_here
-from raymerge.storage.buffers import aligned_buffer, room_for
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.lanes import lanes_of
+from raymerge.merge_plan.memory import LOAD_MOST
+from raymerge.runtime.workers.sizing import cores_here
+from raymerge.storage.local.buffers import aligned_buffer, room_for
+from raymerge.storage.local.store import LocalStore
 
 READ_NBYTES = 2 << 20
 """Bytes read at once, of one tensor."""

@@ -15,7 +15,7 @@ from benchmarks.tables import marks, replaced
 
 from raymerge.methods import find_method
 from raymerge.planner.simulate_speeds import MethodSpeeds
-from raymerge.runtime.sizing import cores_here
+from raymerge.runtime.workers.sizing import cores_here
 
 NEAR = Comparison("linear", "inline, 1 thread", 1.15, 1.0, "computing")
 FAR = Comparison("ties", "2 workers, 1 thread", 0.84, 1.0, "reading from the storage")

@@ -12,10 +12,10 @@ from benchmarks import method_speed, speeds
 from benchmarks.speeds import Clock, Speed, SpeedBench, expression_of, speed_of
 
 from raymerge.dtypes import DType
+from raymerge.merge_plan.expressions import Expression
 from raymerge.methods import Method, StoredKernel, find_method, methods
-from raymerge.planner.expressions import Expression
-from raymerge.runtime.sizing import cores_here
-from raymerge.storage.local import LocalStore
+from raymerge.runtime.workers.sizing import cores_here
+from raymerge.storage.local.store import LocalStore
 
 
 @pytest.fixture(scope="module")

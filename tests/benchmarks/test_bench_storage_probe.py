@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from benchmarks.storage_probe import WRITE_NBYTES, measure_machine
 
-from raymerge.runtime.sizing import cores_here
-from raymerge.storage.local import LocalStore
+from raymerge.runtime.workers.sizing import cores_here
+from raymerge.storage.local.store import LocalStore
 
 
 @pytest.mark.parametrize("nbytes", [5000, WRITE_NBYTES, 3 * WRITE_NBYTES + 4097])

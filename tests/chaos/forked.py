@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-_IMPORTED = ("raymerge.cli.main", "raymerge.cli.submit", "raymerge.api", "raymerge.runtime.inline", "torch")
+_IMPORTED = (
+    "raymerge.cli.main",
+    "raymerge.cli.submit",
+    "raymerge.api",
+    "raymerge.runtime.driver.inline",
+    "torch",
+)
 
 
 class ForkedDriver:

@@ -21,9 +21,9 @@ from kits.merge_cases import Family, digests, make_family, recipes
 
 from raymerge.api import submit
 from raymerge.execute.output import UNFINISHED
-from raymerge.planner.tables import load_plan
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.worker import MergeWorker
+from raymerge.merge_plan.tables import load_plan
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.worker import MergeWorker
 
 PATIENCE_SECONDS = 90.0
 """How long anything that must happen may take."""

@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 Entry = dict[str, Any]
 

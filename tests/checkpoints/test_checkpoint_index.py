@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.index import WeightIndex, check_index, find_weights
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

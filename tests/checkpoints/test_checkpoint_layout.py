@@ -23,7 +23,7 @@ from raymerge.checkpoints.layout import (
     weight_map_json,
 )
 from raymerge.dtypes import DType
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 TORCH_DTYPES = [dtype for dtype in DType if dtype.torch_name is not None]
 

@@ -18,7 +18,7 @@ from raymerge.checkpoints.header import FileHeader, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, WeightNames, find_weights
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint, open_tensor_file
 from raymerge.errors import CheckpointError, Problem
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import FileInfo, ReadStore
 
 ONE, TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"

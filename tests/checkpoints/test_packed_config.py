@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raymerge.checkpoints.packed_config import Declared, Modules, Scheme, read_declared
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.config import Declared, Modules, Scheme, read_declared
+from raymerge.checkpoints.quantisation.encoding import Format
 
 LAYER = "model.layers.1"
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}

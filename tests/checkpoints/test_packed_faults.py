@@ -27,10 +27,10 @@ from kits.packed_headers import (
 )
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.packed import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 ONE_LEFT: dict[str, tuple[Specs, Mapping[str, Any] | None, list[str]]] = {
     "FP8 codes": ({f"{X}.weight": f8(2, 2)}, FP8, [f"{X}.weight F8_E4M3[2, 2]", f"no {X}.weight_scale_inv"]),

@@ -15,8 +15,8 @@ from kits.quantised_loading import loaded
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 from kits.quantised_numbers import ScaleKind, e2m1_values, e4m3_values, fp8_blocks, int4, mxfp4
 
-from raymerge.checkpoints.packed import PackedTensors, packed_tensors
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of two cores, wherever the tests run: what a plan says of memory goes by them."""
-    monkeypatch.setattr("raymerge.runtime.sizing.cores_here", lambda: 2)
+    monkeypatch.setattr("raymerge.runtime.workers.sizing.cores_here", lambda: 2)

@@ -11,10 +11,10 @@ from kits.command_line import run_command
 from kits.crd import schema_errors
 from kits.kubernetes_profiles import RECIPE
 
-from raymerge.manifests import broken_rules
-from raymerge.profiles import load_profile
-from raymerge.runtime.targets.kubernetes import KubernetesTarget
-from raymerge.runtime.targets.target import Submission
+from raymerge.deploy.manifests import broken_rules
+from raymerge.deploy.profiles import load_profile
+from raymerge.deploy.targets.kubernetes import KubernetesTarget
+from raymerge.deploy.targets.target import Submission
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "cluster" / "kuberay"

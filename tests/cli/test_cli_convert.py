@@ -16,9 +16,9 @@ from kits.quantised_merges import changed_bytes
 import raymerge
 import raymerge.api
 from raymerge.dtypes import DType, config_name
+from raymerge.events import Event, SegmentDone
+from raymerge.options import RunOptions
 from raymerge.recipes.out_format import OUT_FORMATS
-from raymerge.runtime.events import Event, SegmentDone
-from raymerge.runtime.options import RunOptions
 
 
 class StopHere(Exception):  # noqa: N818 - it is no error

@@ -13,10 +13,10 @@ from kits.command_line import run_command
 from kits.merges import MEAN, STACK, make_models, write_recipe
 from rich.console import Console
 
-from raymerge.cli.duplicates import duplicate_lines, group_lines
-from raymerge.cli.progress import PlainProgress
-from raymerge.planner.duplicates import DuplicateGroup
-from raymerge.runtime.events import DuplicatesFound
+from raymerge.cli.render.duplicates import duplicate_lines, group_lines
+from raymerge.cli.render.progress import PlainProgress
+from raymerge.events import DuplicatesFound
+from raymerge.merge_plan.duplicates import DuplicateGroup
 
 GROUPS = (
     DuplicateGroup("model.layers.*.mlp.up_proj.weight", 14, 3_000_000),

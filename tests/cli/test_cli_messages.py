@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymerge.cli.messages import Failure, failure_of, guarded, show_failure, show_problems
-from raymerge.cli.screen import make_console, make_table, printable
+from raymerge.cli.render.screen import make_console, make_table, printable
 from raymerge.errors import (
     AskedError,
     CheckpointError,

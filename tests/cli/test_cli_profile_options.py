@@ -9,10 +9,10 @@ import pytest
 from kits.command_line import run_command
 from kits.merges import MEAN, make_models, write_recipe
 
-from raymerge.cli.profile_options import Flags, options_from, planned_options, with_flags
+from raymerge.cli.options import Flags, options_from, planned_options, with_flags
+from raymerge.deploy.profiles import Profile, parse_profile
 from raymerge.errors import OptionError, ProfileError
-from raymerge.profiles import Profile, parse_profile
-from raymerge.runtime.options import USUAL_PATIENCE, RunOptions
+from raymerge.options import USUAL_PATIENCE, RunOptions
 
 PROFILE = """\
 run: {workers: 3, cpu_workers: 6, threads: 2, memory: 2GiB, device: cpu, patience: 30}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from raymerge.cli.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
-from raymerge.cli.tally import Tally
-from raymerge.runtime.events import (
+from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
+from raymerge.cli.render.tally import Tally
+from raymerge.events import (
     CarriersChosen,
     DeviceFailed,
     Event,

@@ -15,8 +15,8 @@ from kits.s3_server import S3Server, s3_server
 from raymerge import proving
 from raymerge.api import submit, verify_load
 from raymerge.errors import OptionError
-from raymerge.runtime.options import RunOptions
-from raymerge.storage import patience
+from raymerge.options import RunOptions
+from raymerge.storage import retry
 from raymerge.storage.own_directory import OwnDirectory
 
 OUT = "s3://models/out"
@@ -199,13 +199,13 @@ def test_a_server_without_tls_is_refused_at_once(
     s3: S3Server, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
-    noted = patience.Patience._note
+    noted = retry.Patience._note
 
-    def note(self: patience.Patience, path: str, fault: OSError) -> None:
+    def note(self: retry.Patience, path: str, fault: OSError) -> None:
         waits.append(path)
         noted(self, path, fault)
 
-    monkeypatch.setattr(patience.Patience, "_note", note)
+    monkeypatch.setattr(retry.Patience, "_note", note)
     env = {"AWS_ENDPOINT_URL": s3.endpoint}
 
     def run(*args: str) -> Outcome:

@@ -15,10 +15,10 @@ from kits.command_line import Outcome, run_command
 from kits.driver_process import PATIENCE_SECONDS, driver, wait_for_receipts
 from kits.merge_cases import Family, digests, make_family, merge, recipes
 
-from raymerge.runtime.holder import myself
-from raymerge.runtime.run_notes import RunNote, RunNotes
-from raymerge.runtime.stop_request import StopRequest
-from raymerge.runtime.targets.local import PlaceRuns
+from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.sending import RunNote, RunNotes
+from raymerge.publish.holder import myself
+from raymerge.publish.stop_request import StopRequest
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.cli.screen import counted, heading, make_console, make_table, own_stdout, printable, put_json
+from raymerge.cli.render.screen import (
+    counted,
+    heading,
+    make_console,
+    make_table,
+    own_stdout,
+    printable,
+    put_json,
+)
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)

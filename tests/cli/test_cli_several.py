@@ -14,18 +14,9 @@ from kits.golden import check_golden
 from kits.merges import make_models, write_recipe
 from rich.console import Console
 
-from raymerge.cli.progress import LiveProgress, PlainProgress
-from raymerge.cli.tally import Tally
-from raymerge.runtime.events import (
-    Event,
-    Planned,
-    Published,
-    SegmentDone,
-    Started,
-    StepKept,
-    StepStarted,
-    Verified,
-)
+from raymerge.cli.render.progress import LiveProgress, PlainProgress
+from raymerge.cli.render.tally import Tally
+from raymerge.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted, Verified
 
 STEPS = ".recipe-merged.raymerge.steps"
 ONE_STEP: tuple[Event, ...] = (

@@ -17,11 +17,10 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.api import RunOptions
-from raymerge.cli.progress import JsonProgress, LiveProgress, PlainProgress, summary
-from raymerge.cli.routing import show_routing
-from raymerge.cli.tally import Tally
-from raymerge.router.report import GateReport, LayerReport
-from raymerge.runtime.events import (
+from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, summary
+from raymerge.cli.render.routing import show_routing
+from raymerge.cli.render.tally import Tally
+from raymerge.events import (
     Event,
     OnEvent,
     Planned,
@@ -38,6 +37,7 @@ from raymerge.runtime.events import (
     Verified,
     WorkerLost,
 )
+from raymerge.stages.router.report import GateReport, LayerReport
 
 WORKERS = ("worker-0", "worker-1")
 STAGE = StageStarted("router rows", 1, 2, 3, 3000, WORKERS, "cpu", 0, 0)

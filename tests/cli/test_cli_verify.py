@@ -16,7 +16,7 @@ from kits.merges import MEAN, make_models, write_recipe
 
 from raymerge.cli.running import Ending
 from raymerge.cli.verify import _progress
-from raymerge.runtime.events import Stopping
+from raymerge.events import Stopping
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_an_audit_whose_ray_dies_says_so(as_json: bool) -> None:
         "import sys\n"
         "from raymerge.cli.running import Ending\n"
         "from raymerge.cli.verify import _progress\n"
-        "from raymerge.runtime.events import RayEnded\n"
+        "from raymerge.events import RayEnded\n"
         f"with _progress(Ending(json_to=sys.stdout if {as_json} else None)) as show:\n"
         "    show(RayEnded('raylet'))\n"
     )

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raymerge.checkpoints.codecs import Encoded, ErrorSums, codec_of, load_scales
-from raymerge.checkpoints.packing import Format, Packing, usual_packing
-from raymerge.compiled.combine_fp8 import STRIP, combine_and_encode
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
+from raymerge.kernels.combine_fp8 import STRIP, combine_and_encode
 from raymerge.methods.gram import anchored_sum, combine
 
 Coefficients = tuple[float, ...]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.compiled.draws import fill_points, fill_uniform
-from raymerge.compiled.hashes import fill_factors, fill_numbers, hashed, hashed_pair, keep
+from raymerge.kernels.draws import fill_points, fill_uniform
+from raymerge.kernels.hashes import fill_factors, fill_numbers, hashed, hashed_pair, keep
 
 WORD = 1 << 64
 words = st.integers(0, WORD - 1)

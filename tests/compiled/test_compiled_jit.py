@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from raymerge import compiled
+from raymerge import kernels
 
 _CALLER = """
 from {package}.jit import compiled
@@ -31,7 +31,7 @@ def _package(root: Path, factor: int) -> None:
     """A package with a loop that calls one of another file, and raymerge's way to compile them."""
     folder = root / "loops"
     folder.mkdir(exist_ok=True)
-    source = Path(compiled.__file__).with_name("jit.py").read_text(encoding="utf-8")
+    source = Path(kernels.__file__).with_name("jit.py").read_text(encoding="utf-8")
     for name, text in (
         ("__init__", ""),
         ("jit", source),

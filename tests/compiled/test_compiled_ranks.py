@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raymerge.compiled.jit import compiled
-from raymerge.compiled.ranks import (
+from raymerge.kernels.jit import compiled
+from raymerge.kernels.ranks import (
     _insert,
     _make_counted,
     _sort_by_buckets,

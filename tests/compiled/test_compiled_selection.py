@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raymerge.compiled.selection import (
+from raymerge.kernels.selection import (
     COUNTED,
     EVERY,
     MIXED,
@@ -22,7 +22,7 @@ from raymerge.compiled.selection import (
     places,
     spread,
 )
-from raymerge.compiled.selection_stored import count_delta, count_every
+from raymerge.kernels.selection_stored import count_delta, count_every
 
 MASK = np.uint32(0x7FFF_FFFF)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.readers import (
+from raymerge.documents.fields import (
     between,
     choice_of,
     read_fraction,

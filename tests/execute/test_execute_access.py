@@ -12,14 +12,14 @@ from kits.method_kit import threads
 from kits.segment_bench import tiles_of
 
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import Jobs
+from raymerge.execute.ops import Jobs
 from raymerge.execute.threads import one_thread
 from raymerge.execute.tiles import TileJob
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.expressions import Output, Part, Row
+from raymerge.merge_plan.memory import Lane, Need, Tiling
+from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK, ROW_GROUP, find_method
-from raymerge.planner.check import check_plan
-from raymerge.planner.expressions import Output, Part, Row
-from raymerge.planner.memory import Lane, Need, Tiling
-from raymerge.planner.plan import Plan
 
 ROWS, COLUMNS = 150, 1000
 
@@ -48,8 +48,8 @@ def _plan(stock: Stock, method: str, **values: float) -> Plan:
 
 def _smallest(patch: pytest.MonkeyPatch) -> None:
     """Make tiles as small as they may be."""
-    patch.setattr("raymerge.planner.memory.LOAD_MOST", 1)
-    patch.setattr("raymerge.planner.memory.Tiling.is_whole", lambda *_: False)
+    patch.setattr("raymerge.merge_plan.memory.LOAD_MOST", 1)
+    patch.setattr("raymerge.merge_plan.memory.Tiling.is_whole", lambda *_: False)
     patch.setattr("raymerge.execute.tiles.tiling", _least)
 
 

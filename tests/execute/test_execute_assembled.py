@@ -26,10 +26,10 @@ from kits.segment_bench import tiles_of
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import Jobs
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan import segments
+from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.methods import ROW_GROUP
-from raymerge.planner import segments
-from raymerge.planner.expressions import Assembly, Output, Part, Read, Row, assembled
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_tiles_and_threads_change_no_byte(
     for number, count in enumerate((1, 2)):
         with threads(count):
             found.append(made(stock, plan, tmp_path / str(number)))
-    monkeypatch.setattr("raymerge.planner.memory.TILE_MOST", 1)
+    monkeypatch.setattr("raymerge.merge_plan.memory.TILE_MOST", 1)
     rows = Jobs(plan).rows(0)
     least = rows[0].need.least_bytes
     assert max(tile.count for tile in tiles_of(rows, least)) < ROWS * COLUMNS

@@ -30,12 +30,12 @@ from kits.segment_bench import Bench, counted_buffers, tiles_of
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
-from raymerge.execute.assembled import AssembledInput
-from raymerge.execute.jobs import Jobs
+from raymerge.execute.gathers import AssembledInput
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan import segments
+from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, Term, assembled
+from raymerge.merge_plan.plan import Plan
 from raymerge.methods import BLOCK
-from raymerge.planner import segments
-from raymerge.planner.expressions import Assembly, Output, Part, Read, Row, Term, assembled
-from raymerge.planner.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_memory_of_long_rows_that_tiles_cut_stays_within_the_projection(
     method: str, resident: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tile holds the rows at its ends whole; kept over several passes these add up."""
-    monkeypatch.setattr("raymerge.planner.memory.TILE_MOST", BLOCK)
+    monkeypatch.setattr("raymerge.merge_plan.memory.TILE_MOST", BLOCK)
     rows, columns = 12, 50_000
     large = make_stock(tmp_path / "s", {"a": random_tensor(rows, columns, seed=1)})
     read = assembled(0, whole(large.term("a"), columns))

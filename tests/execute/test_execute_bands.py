@@ -12,16 +12,16 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.segment_bench import make_bench
 
 from raymerge.checkpoints.codecs import codec_of
-from raymerge.checkpoints.packing import Format, Packing, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of, usual_packing
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
-from raymerge.execute import coded, lane
-from raymerge.execute.assembled import RawCodes
+from raymerge.execute import fp8_sums, lane
 from raymerge.execute.bands import pieces
 from raymerge.execute.decoding import numbers
-from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.execute.gathers import RawCodes
+from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.tiles import TileJob
-from raymerge.planner.expressions import Read, Scales, conversion_expression
+from raymerge.merge_plan.expressions import Read, Scales, conversion_expression
 
 ROWS, COLUMNS = 300, 384
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -108,9 +108,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each tile was made in one call."""
     found: list[bool] = []
-    original = coded.coded_sum
+    original = fp8_sums.coded_sum
 
-    def noting(*args: Any) -> coded.CodedSum | None:
+    def noting(*args: Any) -> fp8_sums.CodedSum | None:
         made = original(*args)
         found.append(made is not None)
         return made

@@ -13,9 +13,9 @@ from raymerge.checkpoints.views import FusedKind, View, blocks, fused_views
 from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import decode, encode, rounded, scatter
-from raymerge.execute.jobs import JobPart, RowJob
-from raymerge.planner.elements import torch_dtype
-from raymerge.planner.expressions import Expression, Read, conversion_expression, copy_expression
+from raymerge.execute.ops import JobPart, RowJob
+from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.merge_plan.expressions import Expression, Read, conversion_expression, copy_expression
 
 CPU = torch.device("cpu")
 FLOATS = (DType.F16, DType.BF16, DType.F32, DType.F64, DType.F8_E4M3, DType.F8_E5M2)

@@ -27,12 +27,12 @@ from raymerge.api import plan
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
+from raymerge.merge_plan.expressions import Assembly, Expression, Output, Part, Row, assembled
+from raymerge.merge_plan.memory import expression_passes
+from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Method, StoredKernel, methods
-from raymerge.planner.expressions import Assembly, Expression, Output, Part, Row, assembled
-from raymerge.planner.memory import expression_passes
-from raymerge.planner.projection import SMALLEST_BUDGET, project
-from raymerge.planner.tables import Plan
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
@@ -135,10 +135,10 @@ import torch
 from kits.assembly_maker import bench_of
 from raymerge.allocator import return_free_memory
 from raymerge.api import plan, submit
-from raymerge.planner.memory import expression_passes
-from raymerge.planner.projection import SMALLEST_BUDGET, project
-from raymerge.runtime.budget import fit_budget
-from raymerge.runtime.options import RunOptions
+from raymerge.merge_plan.memory import expression_passes
+from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.runtime.workers.budget import fit_budget
+from raymerge.options import RunOptions
 
 job = json.load(sys.stdin)
 root = Path(job["root"])

@@ -14,9 +14,9 @@ from kits.plan_maker import good, header_checkpoint, llama, llama_specs
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import JobPart, Jobs, RowJob
-from raymerge.planner.expressions import Read
-from raymerge.planner.plan import Plan
+from raymerge.execute.ops import JobPart, Jobs, RowJob
+from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.plan import Plan
 
 
 def _view(row: Mapping[str, Any], shape: str) -> View | None:

@@ -18,12 +18,12 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 
 from raymerge.errors import IncompleteError, NonFiniteError
 from raymerge.execute import segment as segment_module
-from raymerge.execute.assembled import Raw
 from raymerge.execute.compute import PartComputation
+from raymerge.execute.gathers import Raw
 from raymerge.execute.tiles import Load
 from raymerge.execute.transfers import HostTransfers
-from raymerge.planner import segments
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan import segments
+from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
 LONG, WIDTH = 1 << 10, 1 << 10

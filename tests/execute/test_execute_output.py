@@ -18,13 +18,13 @@ from kits.assembly_maker import row_of
 
 from raymerge.checkpoints.codecs import ErrorSums
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.compute_permit import Turn
+from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.transfers import Arrival
-from raymerge.execute.turn import Turn
-from raymerge.planner.expressions import Read, copy_expression
-from raymerge.storage.buffers import ALIGNMENT, address_of, aligned_buffer
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.expressions import Read, copy_expression
+from raymerge.storage.local.buffers import ALIGNMENT, address_of, aligned_buffer
+from raymerge.storage.local.store import LocalStore
 
 Places = tuple[tuple[str, int], ...]
 

@@ -10,12 +10,12 @@ import torch
 from kits.assembly_maker import row_of
 
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.compute_permit import Turn
+from raymerge.execute.ops import RowJob
 from raymerge.execute.output import NotFinite, Output
 from raymerge.execute.transfers import Arrival
-from raymerge.execute.turn import Turn
-from raymerge.planner.expressions import Read, copy_expression
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer
+from raymerge.merge_plan.expressions import Read, copy_expression
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer
 
 
 def _row(nbytes: int) -> RowJob:

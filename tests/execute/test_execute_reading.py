@@ -16,14 +16,14 @@ from kits.assembly_maker import expression, make_stock, plan_of, row_of, whole
 
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
-from raymerge.execute.jobs import Jobs, RowJob
+from raymerge.execute.ops import Jobs, RowJob
 from raymerge.execute.reading import LoadReader
 from raymerge.execute.tiles import Load, TileJob, stretches
+from raymerge.merge_plan.expressions import Output, Part, Read, Row, assembled, copy_expression
+from raymerge.merge_plan.memory import READ_ROOM, Lane
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, sample_runs
-from raymerge.planner.expressions import Output, Part, Read, Row, assembled, copy_expression
-from raymerge.planner.memory import READ_ROOM, Lane
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.store import LocalStore
 
 BYTES = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8).tobytes()
 """What every file of the stand-in store holds."""

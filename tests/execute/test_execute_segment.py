@@ -23,9 +23,9 @@ from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, RoomError
 from raymerge.execute import lane as lane_module
-from raymerge.execute.jobs import Jobs
+from raymerge.execute.ops import Jobs
 from raymerge.execute.output import UNFINISHED
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 CONFIG = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from kits.assembly_maker import expression, make_stock, plan_of, row_of
 
 from raymerge.dtypes import DType
-from raymerge.execute.jobs import Jobs, RowJob
+from raymerge.execute.ops import Jobs, RowJob
 from raymerge.execute.tiles import Stretch, stretches
-from raymerge.methods import BLOCK, ROW_GROUP
-from raymerge.planner.expressions import (
+from raymerge.merge_plan.expressions import (
     Assembly,
     Expression,
     Output,
@@ -25,7 +24,8 @@ from raymerge.planner.expressions import (
     assembled,
     copy_expression,
 )
-from raymerge.planner.memory import Lane
+from raymerge.merge_plan.memory import Lane
+from raymerge.methods import BLOCK, ROW_GROUP
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MIB = 1 << 20

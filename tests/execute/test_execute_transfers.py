@@ -15,11 +15,11 @@ from kits.segment_bench import make_bench
 
 from raymerge.dtypes import DType
 from raymerge.execute import transfers as module
-from raymerge.execute.assembled import RawRows
+from raymerge.execute.gathers import RawRows
 from raymerge.execute.tiles import Load, TileJob
 from raymerge.execute.transfers import CudaTransfers, HostTransfers, transfers_for
-from raymerge.planner.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression
-from raymerge.storage.buffers import ALIGNMENT
+from raymerge.merge_plan.expressions import Expression, Output, Part, Read, Row, assembled, copy_expression
+from raymerge.storage.local.buffers import ALIGNMENT
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

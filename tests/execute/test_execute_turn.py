@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.execute.turn import Turn
+from raymerge.execute.compute_permit import Turn
 
 
 def _free(turns: threading.Semaphore) -> int:

@@ -12,15 +12,15 @@ from kits.merge_cases import Family, make_family, recipes
 from kits.segment_bench import make_bench
 
 from raymerge import device_numerics
-from raymerge.checkpoints.packing import Encoding, Format, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_packing
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
 from raymerge.execute import segment as segment_module
 from raymerge.execute import warmup
 from raymerge.execute.transfers import transfers_for
 from raymerge.execute.warmup import warm_up
+from raymerge.merge_plan.expressions import Expression, copy_expression, make_expression
 from raymerge.methods import Access, BaseUse, Method, Settings, find_method, methods
-from raymerge.planner.expressions import Expression, copy_expression, make_expression
 
 CPU = torch.device("cpu")
 NUMBERS = {"weight": 0.3, "t": 0.5, "density": 0.5, "lambda": 1.0, "gamma": 0.02, "epsilon": 0.1}
@@ -174,7 +174,7 @@ def test_a_defect_of_a_method_ends_the_worker(
 
 
 def test_copies_find_the_check_for_finite_values_ready() -> None:
-    from raymerge.compiled.finite import has_full
+    from raymerge.kernels.finite import has_full
 
     warm_up([], torch.device("cpu"))
     assert has_full.signatures  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from kits.hostile import refuses_or_takes
 from kits.merge_cases import digests, make_family, merge, recipes
 
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.slow_tokenizers import convert_slow_tokenizer
-from raymerge.runtime import run as run_module
-from raymerge.runtime.ledger import Ledger
+from raymerge.planner.tokenizer.slow_tokenizers import convert_slow_tokenizer
+from raymerge.publish.ledger import Ledger
+from raymerge.runtime.driver import run as run_module
 
 DEEP = "[" * 900 + "]" * 900
 

@@ -20,17 +20,17 @@ from kits.hostile import ends, refuses_or_takes
 from kits.pickle_maker import PICKLE, pickled_twin, repacked
 from kits.plan_maker import good
 
-from raymerge.checkpoints import bounded_json, patterns
+from raymerge.checkpoints import json_files, patterns
 from raymerge.checkpoints.adapters import open_adapter
-from raymerge.checkpoints.bounded_json import MAX_DEPTH, load_json
 from raymerge.checkpoints.header import read_header
+from raymerge.checkpoints.json_files import MAX_DEPTH, load_json
 from raymerge.checkpoints.patterns import foreign_pattern
+from raymerge.checkpoints.pickle_bounds import check_extent
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, PlanError, RecipeError
-from raymerge.planner.pickle_bounds import check_extent
-from raymerge.planner.tables import load_plan, save_plan
+from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.recipes import parse_recipes
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 MiB = 1 << 20
 
@@ -80,7 +80,7 @@ class TestJson:
     @pytest.mark.parametrize("key", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
     def test_a_large_file_is_not_read(self, key: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with (model / key).open("ab") as file:
-            file.truncate(bounded_json.MAX_NBYTES + 1)
+            file.truncate(json_files.MAX_NBYTES + 1)
         reads: list[int] = []
         read = LocalStore.read
         monkeypatch.setattr(LocalStore, "read", lambda *args: reads.append(args[3]) or read(*args))

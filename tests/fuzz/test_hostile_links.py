@@ -20,13 +20,13 @@ from raymerge.checkpoints.index import SINGLE_FILE
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, RaymergeError, TargetError
 from raymerge.execute.output import UNFINISHED
-from raymerge.planner.check import check_plan
-from raymerge.planner.plan import Plan
-from raymerge.runtime import run as run_module
-from raymerge.runtime.chain import steps_directory
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.staging import Staging
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.plan import Plan
+from raymerge.options import RunOptions
+from raymerge.publish.staging import Staging
+from raymerge.runtime.driver import run as run_module
+from raymerge.runtime.driver.chained_merges import steps_directory
+from raymerge.storage.local.store import LocalStore
 
 KEPT = b"what is none of raymerge's business"
 

@@ -136,7 +136,7 @@ def test_a_secret_that_only_its_key_betrays_is_found() -> None:
 
 _DRIVE = """
 import contextlib, json, os, subprocess, sys, psutil
-from raymerge.runtime.ray_environment import RayConnection
+from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.cli.main import main
 
 planted = {name: os.environ[name] for name in sys.argv.pop(1).split()}

@@ -9,9 +9,9 @@ import torch
 from kits.assembly_maker import Stock, expression, made, plan_of
 
 from raymerge.dtypes import DType
-from raymerge.planner.check import check_plan
-from raymerge.planner.expressions import Output, Part, Read, Row
-from raymerge.planner.plan import Plan
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.expressions import Output, Part, Read, Row
+from raymerge.merge_plan.plan import Plan
 
 ROWS, COLUMNS, RANK = 150, 1000, 5
 """A matrix of more than two blocks, whose last group of rows is not full."""

@@ -14,18 +14,18 @@ from kits.segment_bench import Bench
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import Input
-from raymerge.execute.jobs import JobPart, RowJob
+from raymerge.execute.gathers import Input
+from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
+from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
+from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
+from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
+from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method, Settings, find_method
-from raymerge.planner.dispositions import Disposition, Fate, Rule
-from raymerge.planner.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
-from raymerge.planner.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
-from raymerge.planner.projection import project
-from raymerge.planner.segments import cut_segments, place_rows, place_shards
-from raymerge.planner.tables import make_tables
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 Runs = Sequence[tuple[int, int, int, int]]
 

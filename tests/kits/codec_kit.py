@@ -33,7 +33,7 @@ from kits.gpu_arithmetic import divide_by_reciprocals
 from torch import Tensor
 
 from raymerge.checkpoints.codecs import Codec, Encoded, codec_of
-from raymerge.checkpoints.packing import Packing
+from raymerge.checkpoints.quantisation.encoding import Packing
 from raymerge.dtypes import DType
 
 inherited = hypothesis_settings(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.packing import Format, Packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing
 from raymerge.dtypes import DType
 
 Array = NDArray[Any]

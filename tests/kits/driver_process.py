@@ -27,8 +27,8 @@ from pathlib import Path
 from raymerge.api import submit
 from raymerge.execute.segment import SegmentRunner
 from raymerge.runtime import ray_pool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.worker import MergeWorker
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.worker import MergeWorker
 
 job = json.load(sys.stdin)
 

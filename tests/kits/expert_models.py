@@ -15,10 +15,10 @@ from kits.plan_maker import Planned
 
 from raymerge.api import submit
 from raymerge.errors import UserError
-from raymerge.planner.expert_set import expert_set_plan
-from raymerge.planner.sources import holdings, open_sources
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import holdings, open_sources
+from raymerge.planner.moe.expert_set import expert_set_plan
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
-from raymerge.runtime.options import RunOptions
 
 NUM_EXPERTS = 4
 """Experts of each layer of these models."""

@@ -20,15 +20,15 @@ from raymerge.api import plan_for
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.build import build_plan
+from raymerge.merge_plan.plan import digest
+from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.plan import digest
-from raymerge.planner.projection import project
-from raymerge.planner.sources import open_sources
-from raymerge.planner.tables import load_plan, save_plan
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.outputs.build import build_plan
+from raymerge.publish.ledger import Ledger
 from raymerge.recipes import Recipe, recipe_from_mapping
-from raymerge.runtime.ledger import Ledger
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 
 @dataclass(frozen=True, slots=True)

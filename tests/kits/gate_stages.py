@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import RESULT_FILE, Constant, ExpertPrompts, GateSpec, Stage, make_stage
-from raymerge.router import gate_work
-from raymerge.router.report import GateReport
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import RESULT_FILE, Constant, ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.stages.router import gate_work
+from raymerge.stages.router.report import GateReport
 
 CPU = torch.device("cpu")
 VOCABULARY = 64

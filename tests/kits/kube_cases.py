@@ -11,8 +11,8 @@ from kits.crd import schema_errors, with_defaults
 from kits.kube_api import KubeApi
 from kits.kube_store import CLAIM, Admit, Json
 
-from raymerge.profiles import Profile, profile_from_mapping
-from raymerge.runtime.targets.target import Submission, new_run_name
+from raymerge.deploy.profiles import Profile, profile_from_mapping
+from raymerge.deploy.targets.target import Submission, new_run_name
 
 IMAGE = "registry.example/raymerge:0.1.0-cpu"
 CLAIMED = "data"

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from raymerge.profiles import Profile, profile_from_mapping
+from raymerge.deploy.profiles import Profile, profile_from_mapping
 
 RECIPE = """\
 merge_method: linear

@@ -15,9 +15,9 @@ from kits.model_types_decoders import DECODERS
 from kits.plan_maker import make_recipe
 from safetensors.torch import load_file
 
-from raymerge.planner.sources import Source, open_sources
-from raymerge.router.prompts import TokenRun
-from raymerge.router.stream_layers import LayerStream
+from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.stream_layers import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
 """States by layer and run."""

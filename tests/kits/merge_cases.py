@@ -11,11 +11,11 @@ from typing import Any
 from kits.checkpoint_maker import tiny_llama
 
 from raymerge.api import plan, submit
+from raymerge.events import Event
+from raymerge.merge_plan.projection import project
 from raymerge.methods import find_method
-from raymerge.planner.projection import project
-from raymerge.runtime.events import Event
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.run import RunResult
+from raymerge.options import RunOptions
+from raymerge.runtime.driver.run import RunResult
 
 NOT_REPRODUCED = frozenset(
     {"raymerge/ledger.jsonl", "raymerge/device.json", "raymerge/run.json", "raymerge/events.jsonl"}

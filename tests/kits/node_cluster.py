@@ -46,9 +46,9 @@ import json, sys, time
 from raymerge.api import submit
 from raymerge.errors import RaymergeError
 from raymerge.runtime import ray_pool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.ray_environment import RayConnection
-from raymerge.runtime.worker import MergeWorker
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.ray_environment import RayConnection
+from raymerge.runtime.workers.worker import MergeWorker
 
 
 class Slow(MergeWorker):

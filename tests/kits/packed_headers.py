@@ -8,8 +8,8 @@ from typing import Any
 
 from kits.plan_maker import Specs, header_checkpoint
 
-from raymerge.checkpoints.packed import PackedTensors, packed_tensors
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raymerge.planner.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 
 
 def tampered(plan: Plan, table: str, column: str, change: dict[int, Any]) -> Plan:

@@ -14,9 +14,9 @@ from kits.checkpoint_maker import llama_config, llama_shapes, sparse_checkpoint
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.build import build_plan
-from raymerge.planner.plan import Plan
-from raymerge.planner.sources import Source, holdings, open_sources
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.inputs.sources import Source, holdings, open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]

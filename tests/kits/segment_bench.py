@@ -15,17 +15,17 @@ import torch
 
 from raymerge.api import plan, read_recipe
 from raymerge.execute import compute
-from raymerge.execute.jobs import RowJob
+from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.execute.tiles import TileJob, stretches
 from raymerge.execute.transfers import HostTransfers
-from raymerge.planner.memory import Lane
-from raymerge.planner.projection import Projection, project
-from raymerge.planner.sources import open_sources
-from raymerge.planner.tables import Plan
-from raymerge.storage.buffers import aligned_buffer
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.memory import Lane
+from raymerge.merge_plan.projection import Projection, project
+from raymerge.merge_plan.tables import Plan
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.storage.local.buffers import aligned_buffer
+from raymerge.storage.local.store import LocalStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from kits.fake_ray import FakeRay, Handle, Ref, receipt
 
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime import shift as shift_module
-from raymerge.runtime.events import Event
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Placement, Sight
-from raymerge.runtime.pool import Runner, Stop
-from raymerge.runtime.ray_nodes import Nodes
-from raymerge.runtime.shift import USUAL_TERMS, Shift, Terms
-from raymerge.runtime.sizing import Layout
-from raymerge.runtime.team import Team
+from raymerge.events import Event
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import dispatcher as shift_module
+from raymerge.runtime.workers.dispatcher import USUAL_TERMS, Shift, Terms
+from raymerge.runtime.workers.placement import Placement, Sight
+from raymerge.runtime.workers.pool import Runner, Stop
+from raymerge.runtime.workers.ray_nodes import Nodes
+from raymerge.runtime.workers.sizing import Layout
+from raymerge.runtime.workers.worker_group import Team
 
 PATIENCE = 60.0
 

@@ -17,17 +17,17 @@ from raymerge.api import plan_for
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.planned import PlannedMerge
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import RESULT_FILE, GateSpec, Stage, make_stage, prepared_of
-from raymerge.runtime.chain import Chain, steps_directory
-from raymerge.runtime.events import OnEvent
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Pool
-from raymerge.runtime.run import RunResult
-from raymerge.runtime.stage_work import StageWork
-from raymerge.storage.local import LocalStore
+from raymerge.events import OnEvent
+from raymerge.options import RunOptions
+from raymerge.planner.chained_merges import PlannedMerge
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import RESULT_FILE, GateSpec, Stage, make_stage, prepared_of
+from raymerge.runtime.driver.chained_merges import Chain, steps_directory
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.driver.stage_work import StageWork
+from raymerge.runtime.workers.pool import Pool
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.ranges import Range
 
 UNITS = 4

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
-from raymerge.planner.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, build_vocabulary
+from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, build_vocabulary
 from raymerge.recipes import Recipe, parse_reference, recipe_from_mapping
 
 CHATML_CONFIG: Mapping[str, Any] = {

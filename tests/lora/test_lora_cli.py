@@ -17,7 +17,7 @@ from kits.command_line import run_command
 from rich.status import Status
 
 from raymerge.cli.adapters import told_modules
-from raymerge.cli.screen import make_console
+from raymerge.cli.render.screen import make_console
 from raymerge.lora import ModuleReport
 from raymerge.recipes import Recipe, recipe_from_mapping
 

@@ -22,7 +22,7 @@ from raymerge.lora.matrices import (
     read_tensor,
     squared_difference,
 )
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 SIZES = st.integers(1, 9)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kits.crd import kept, schema_errors, trimmed, with_defaults
 from kits.kubernetes_profiles import OUTPUT, RECIPE, SHARED, kubernetes_profile
 
+from raymerge.deploy.manifests import as_yaml, broken_rules, output_digest, raycluster, rayjob, render_name
+from raymerge.deploy.profiles import Profile, parse_profile
 from raymerge.errors import ProfileError
-from raymerge.manifests import as_yaml, broken_rules, output_digest, raycluster, rayjob, render_name
-from raymerge.profiles import Profile, parse_profile
 
 RUN = "raymerge-0123456789ab"
 SCALED = {"autoscaling": {"enabled": True, "idle_timeout_seconds": 30, "upscaling_mode": "Conservative"}}

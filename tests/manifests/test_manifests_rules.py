@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from kits.kubernetes_profiles import OUTPUT, RECIPE, SHARED, kubernetes_data, kubernetes_profile
 
+from raymerge.deploy.manifests import broken_rules, check, raycluster, rayjob
+from raymerge.deploy.profiles import Profile, profile_from_mapping
 from raymerge.errors import OptionError, ProfileError, RecipeError
-from raymerge.manifests import broken_rules, check, raycluster, rayjob
-from raymerge.profiles import Profile, profile_from_mapping
 
 RUN = "raymerge-0123456789ab"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import FEW_BYTES, same_bits, threads
 
-from raymerge.compiled.draws import fill_points
+from raymerge.kernels.draws import fill_points
 from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
 from raymerge.methods import reduce as reduce_module
 from raymerge.methods.draws import _points_by_torch, _uniform_by_torch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import threads
 
-from raymerge.compiled.selection import COUNTED
+from raymerge.kernels.selection import COUNTED
 from raymerge.methods import BLOCK, Tile, sample_of
 from raymerge.methods.reduce import add_values
 from raymerge.methods.selection import (

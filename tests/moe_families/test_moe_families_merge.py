@@ -16,7 +16,7 @@ from kits.moe_maker import FAMILIES, FURTHER, Ancestry, AncestryOf, make_ancestr
 from kits.moe_reference import Merge, linear, merged_states, slerp, ties
 
 import raymerge
-from raymerge.planner.plan import Plan
+from raymerge.merge_plan.plan import Plan
 
 INLINE = raymerge.RunOptions(inline=True)
 WEIGHTS = (1.0, 2.0, 0.5)

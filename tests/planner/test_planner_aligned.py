@@ -30,13 +30,13 @@ from kits.plan_maker import Planned, llama, make_recipe
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.aligned import align_stages
-from raymerge.planner.aligned_blocks import aligned_blocks
-from raymerge.planner.build import build_plan
-from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.sources import holdings, open_sources
-from raymerge.planner.stages import AlignSpec, Stage, prepared_of
-from raymerge.planner.supplies import Supplies
+from raymerge.planner.inputs.sources import holdings, open_sources
+from raymerge.planner.inputs.stages import AlignSpec, Stage, prepared_of
+from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.moe.aligned_blocks import aligned_blocks
+from raymerge.planner.moe.expert_permutation import align_stages
+from raymerge.planner.outputs.build import build_plan
 
 ALIGNED = {"merge_method": "linear", "align": "experts", "parameters": {"weight": 1}}
 

@@ -10,8 +10,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kits.tokenizer_maker import bpe, read, recipe_of, vocabulary, write_plan, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from raymerge.planner.chat_templates import BUILT_IN, resolve_template
-from raymerge.planner.vocabulary import ModelVocabulary, plan_chat_template
+from raymerge.planner.tokenizer.chat_templates import BUILT_IN, resolve_template
+from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, plan_chat_template
 
 _TALK = [
     {"role": "user", "content": "Hi"},

@@ -16,12 +16,12 @@ from kits.plan_maker import good, header_checkpoint, make_recipe
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.segments import Segment
 from raymerge.methods import BLOCK
-from raymerge.planner import build, finish, workshop
-from raymerge.planner.check import check_plan
-from raymerge.planner.plan import SCHEMAS, Plan, digest
-from raymerge.planner.segments import Segment
-from raymerge.planner.sources import open_sources
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.outputs import build, finish, plan_context
 
 E, F, D = 2, 3, 4
 CONFIG: Mapping[str, Any] = {
@@ -256,9 +256,9 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
-    heads = workshop.with_heads
+    heads = plan_context.with_heads
     monkeypatch.setattr(
-        workshop, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
+        plan_context, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
     )
     made = build.build_plan(recipe, open_sources(recipe), version="0")
     (problem,) = made.problems

@@ -17,24 +17,16 @@ from kits.plan_damage import changes, tampered
 
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.execute.assembled import AssembledInput
-from raymerge.execute.jobs import Jobs
+from raymerge.execute.gathers import AssembledInput
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan.assembly_memory import assembly_needs, group_multiple
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
+from raymerge.merge_plan.gathers import AssemblyNumbers, input_bytes
+from raymerge.merge_plan.memory import InputNeed
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK, ROW_GROUP
-from raymerge.planner.assemblies import AssemblyNumbers, input_bytes
-from raymerge.planner.assembly_memory import assembly_needs, group_multiple
-from raymerge.planner.check import check_plan
-from raymerge.planner.expressions import (
-    Assembly,
-    Output,
-    Part,
-    Read,
-    Row,
-    assembled,
-    copy_expression,
-)
-from raymerge.planner.memory import InputNeed
-from raymerge.planner.plan import SCHEMAS, Plan, digest
-from raymerge.planner.tables import load_plan, save_plan
 
 ROWS, COLUMNS, RANK = 12, 6, 2
 

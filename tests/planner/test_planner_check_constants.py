@@ -12,9 +12,9 @@ from kits.checkpoint_maker import llama_config
 from kits.plan_damage import tampered
 from kits.plan_maker import good, header_checkpoint, llama_specs
 
-from raymerge.planner.check import check_plan
-from raymerge.planner.plan import Plan, digest
-from raymerge.planner.tables import load_plan, save_plan
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.plan import Plan, digest
+from raymerge.merge_plan.tables import load_plan, save_plan
 
 SHAPE = "model.layers.1.mlp.up_proj.weight_shape"
 

@@ -18,12 +18,12 @@ from kits.plan_maker import Specs, good, header_checkpoint
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.planner.check import check_plan
-from raymerge.planner.check_scales import check_scales
-from raymerge.planner.columns import ints
-from raymerge.planner.contradictions import Contradictions
-from raymerge.planner.plan import SCHEMAS, Plan, digest
-from raymerge.planner.tables import load_plan, save_plan
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.checks.contradictions import Contradictions
+from raymerge.merge_plan.checks.scales import check_scales
+from raymerge.merge_plan.columns import ints
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.tables import load_plan, save_plan
 
 HIDDEN, RAGGED = 512, 1000
 """Columns of the quantised matrices, and rows of the longest: 8 bands of 128 of which the last has 104."""

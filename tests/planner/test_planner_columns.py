@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.planner.columns import RunReader
+from raymerge.merge_plan.columns import RunReader
 
 SCHEMA = pa.schema(
     [("number", pa.int32()), ("word", pa.string()), ("sizes", pa.list_(pa.int64())), ("is_so", pa.bool_())]

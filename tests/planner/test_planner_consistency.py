@@ -20,9 +20,9 @@ from kits.checkpoint_maker import (
 from kits.plan_maker import good, header_checkpoint, refusals
 
 from raymerge.dtypes import DType
-from raymerge.planner.build import build_plan
-from raymerge.planner.plan import Plan
-from raymerge.planner.sources import open_sources
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, recipe_from_mapping
 from raymerge.verifier.structure import verify_structure
 

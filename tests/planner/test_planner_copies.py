@@ -9,11 +9,11 @@ import pytest
 from kits.merge_cases import Family, make_family, recipes
 
 from raymerge.api import plan
-from raymerge.planner.copies import computed_rows, copied_segments
-from raymerge.planner.plan import Plan
-from raymerge.runtime.segment_work import SegmentWork
-from raymerge.runtime.shard_order import shard_orders
-from raymerge.runtime.shard_work import ShardWork
+from raymerge.merge_plan.elements import computed_rows, copied_segments
+from raymerge.merge_plan.plan import Plan
+from raymerge.publish.segment_work import SegmentWork
+from raymerge.publish.shard_order import shard_orders
+from raymerge.publish.shard_work import ShardWork
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.merges import MEAN, STACK, make_models
 
-from raymerge.planner.build import build_plan
-from raymerge.planner.duplicates import (
-    DuplicateGroup,
-    equal_tensors,
-    found_duplicates,
-    planned_duplicates,
-)
-from raymerge.planner.plan import Plan
-from raymerge.planner.sources import open_sources
+from raymerge.merge_plan.duplicates import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 NORMS = ("model.layers.0.input_layernorm.weight", "model.layers.2.input_layernorm.weight")

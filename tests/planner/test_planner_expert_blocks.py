@@ -18,12 +18,12 @@ from kits.quantised_models import deepseek_v3
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
-from raymerge.planner.expert_blocks import ExpertBlock, Numbered, Stacked, expert_blocks
-from raymerge.planner.expert_moves import NewExpert, Origin, regrouped
-from raymerge.planner.expert_shares import Share, fate_of, mean_expression, share_row
 from raymerge.planner.findings import Findings
-from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.sources import open_sources
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, Stacked, expert_blocks
+from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
+from raymerge.planner.moe.expert_shares import Share, fate_of, mean_expression, share_row
 from raymerge.recipes import recipe_from_mapping
 
 E, D, F = 4, 8, 6

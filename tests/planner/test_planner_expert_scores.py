@@ -16,15 +16,15 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.expert_models import refused_set
 from safetensors.torch import save_file
 
-from raymerge.planner.expert_blocks import expert_blocks
-from raymerge.planner.expert_moves import Mover
 from raymerge.planner.findings import Findings
-from raymerge.planner.logical import LogicalTensors
-from raymerge.planner.saliency import Scores, read_scores
-from raymerge.planner.sources import open_sources
-from raymerge.planner.supplies import Supplies
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.moe.expert_blocks import expert_blocks
+from raymerge.planner.moe.expert_moves import Mover
+from raymerge.planner.moe.saliency import Scores, read_scores
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 LAYERS, EXPERTS = 2, 4
 BLOCK = "model.layers.{}.mlp"

@@ -14,7 +14,7 @@ from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
 
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.planner.expert_moves import NewExpert, Origin
+from raymerge.planner.moe.expert_moves import NewExpert, Origin
 
 HIDDEN, WIDTH = 32, 16
 QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

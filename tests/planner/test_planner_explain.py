@@ -17,11 +17,11 @@ from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, 
 from kits.merges import MEAN, STACK, make_models
 
 from raymerge.errors import Problem
-from raymerge.planner.build import build_plan
+from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.projection import project
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
-from raymerge.planner.plan import Plan
-from raymerge.planner.projection import project
-from raymerge.planner.sources import Source, open_sources
+from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 BUDGET = 1 << 30

@@ -13,9 +13,9 @@ from kits.merge_cases import make_family
 from kits.quantised_models import gpt_oss
 
 from raymerge.api import plan
-from raymerge.execute.jobs import Jobs
-from raymerge.planner.expressions import Read, Scales
-from raymerge.planner.files_read import files_read
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan.expressions import Read, Scales
+from raymerge.merge_plan.files_read import files_read
 
 
 @pytest.fixture(scope="module")

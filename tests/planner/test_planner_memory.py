@@ -12,18 +12,8 @@ from kits.merge_cases import Family, make_family, recipes
 
 from raymerge.api import plan
 from raymerge.dtypes import DType
-from raymerge.methods import (
-    BLOCK,
-    ROW_GROUP,
-    SAMPLE_LENGTH,
-    SAMPLE_RUNS,
-    Access,
-    BaseUse,
-    find_method,
-    methods,
-)
-from raymerge.planner.expressions import Expression, copy_expression
-from raymerge.planner.memory import (
+from raymerge.merge_plan.expressions import Expression, copy_expression
+from raymerge.merge_plan.memory import (
     LOAD_MOST,
     READ_ROOM,
     TILE_MOST,
@@ -36,8 +26,18 @@ from raymerge.planner.memory import (
     row_need,
     tiling,
 )
-from raymerge.planner.projection import SMALLEST_BUDGET, project
-from raymerge.storage.buffers import ALIGNMENT
+from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.methods import (
+    BLOCK,
+    ROW_GROUP,
+    SAMPLE_LENGTH,
+    SAMPLE_RUNS,
+    Access,
+    BaseUse,
+    find_method,
+    methods,
+)
+from raymerge.storage.local.buffers import ALIGNMENT
 
 MIB = 1 << 20
 _ROUNDING = 4 * ALIGNMENT
@@ -326,8 +326,8 @@ def test_a_plan_keeps_the_least_budget_that_works(family: Family) -> None:
     """A tensor that may not be cut sets it; here none may, since a block is made larger than all."""
     made = plan(recipes(family)["linear"]).require()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.planner.memory.BLOCK", 1 << 20)
-        patch.setattr("raymerge.planner.projection.SMALLEST_BUDGET", 1)
+        patch.setattr("raymerge.merge_plan.memory.BLOCK", 1 << 20)
+        patch.setattr("raymerge.merge_plan.projection.SMALLEST_BUDGET", 1)
         least = project(made, 1).least_budget
         assert 1 < project(made, least).peak <= least
         assert project(made, least, lanes=3).lanes == 1

@@ -13,8 +13,8 @@ from kits.plan_maker import Planned, header_checkpoint
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.planned import plan_merges
-from raymerge.planner.projection import project
+from raymerge.merge_plan.projection import project
+from raymerge.planner.chained_merges import plan_merges
 from raymerge.recipes import recipe_from_mapping
 
 HIDDEN = 2048

@@ -21,10 +21,10 @@ from kits.plan_maker import good, header_checkpoint
 
 from raymerge.checkpoints.layout import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
-from raymerge.planner import logical
-from raymerge.planner.assemblies import input_bytes
-from raymerge.planner.planned import plan_merges
-from raymerge.planner.projection import project
+from raymerge.merge_plan.gathers import input_bytes
+from raymerge.merge_plan.projection import project
+from raymerge.planner.chained_merges import plan_merges
+from raymerge.planner.matching import logical
 from raymerge.recipes import recipe_from_mapping
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from kits.plan_maker import Planned, header_checkpoint, llama
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.planner.planned import plan_merges
+from raymerge.planner.chained_merges import plan_merges
 from raymerge.recipes import recipe_from_mapping
 
 LINEAR: dict[str, Any] = {"merge_method": "linear", "parameters": {"weight": 0.5}}

@@ -21,10 +21,10 @@ from kits.pickle_maker import Marker, local_header, overwrite, repacked
 from safetensors.torch import load_file
 
 from raymerge.checkpoints.header import FileHeader
+from raymerge.checkpoints.pickles import conversion_command, read_pickled
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
-from raymerge.planner.pickled import conversion_command, read_pickled
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import FileInfo
 
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from raymerge.api import submit
 from raymerge.checkpoints.source import Checkpoint, WeightFile, open_checkpoint, same_bytes
 from raymerge.errors import CheckpointError, PlanError, Problem
-from raymerge.planner.build import build_plan
-from raymerge.planner.plan import Plan
-from raymerge.planner.planned import PlannedMerge, plan_merges, planned_checkpoint
-from raymerge.planner.sources import open_reference, open_sources
+from raymerge.merge_plan.plan import Plan
+from raymerge.options import RunOptions
+from raymerge.planner.chained_merges import PlannedMerge, plan_merges, planned_checkpoint
+from raymerge.planner.inputs.sources import open_reference, open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import ModelReference, Recipe, merge_order, recipe_from_mapping
-from raymerge.runtime.options import RunOptions
 
 INLINE = RunOptions(inline=True)
 ABSENT = Path("nowhere") / "steps"

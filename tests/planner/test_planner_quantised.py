@@ -12,8 +12,8 @@ from kits.checkpoint_maker import llama_config
 from kits.plan_maker import Specs, good, header_checkpoint, llama_specs, refusals
 
 from raymerge.dtypes import DType
-from raymerge.planner.quantised import quantised_formats
-from raymerge.planner.sources import open_reference
+from raymerge.planner.inputs.quantised import quantised_formats
+from raymerge.planner.inputs.sources import open_reference
 from raymerge.recipes import ModelReference
 
 Q = "model.layers.0.self_attn.q_proj"

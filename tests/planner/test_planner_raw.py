@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from raymerge.api import inspect, plan, read_recipe
 from raymerge.errors import CheckpointError, PlanError
-from raymerge.planner.consistency import config_problems
-from raymerge.planner.raw import names_file, open_raw
-from raymerge.planner.sources import open_reference, open_sources, opener_of
-from raymerge.planner.tables import Plan
+from raymerge.merge_plan.tables import Plan
+from raymerge.planner.inputs.consistency import config_problems
+from raymerge.planner.inputs.raw import names_file, open_raw
+from raymerge.planner.inputs.sources import open_reference, open_sources, opener_of
 from raymerge.recipes import ModelReference
 
 

@@ -23,8 +23,8 @@ from kits.huge_maker import HugeSize, huge_tensors
 
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.planner.build import build_plan
-from raymerge.planner.sources import open_sources
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import recipe_from_mapping
 
 pytestmark = pytest.mark.slow
@@ -39,9 +39,9 @@ def peak():
     with open("/proc/self/status") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 from raymerge.recipes import recipe_from_mapping
-from raymerge.planner.build import build_plan
-from raymerge.planner.plan import digest
-from raymerge.planner.sources import open_sources
+from raymerge.planner.outputs.build import build_plan
+from raymerge.merge_plan.plan import digest
+from raymerge.planner.inputs.sources import open_sources
 recipe = recipe_from_mapping(json.loads(sys.argv[1]))
 times = [time.perf_counter()]
 sources = open_sources(recipe)
@@ -209,7 +209,7 @@ def test_experts_that_are_made_like_others_are_made_as_if_alone(
     monkeypatch.chdir(mixtures)
     asked = recipe_from_mapping(recipe)
     alike = build_plan(asked, open_sources(asked), version="0").require()
-    monkeypatch.setattr("raymerge.planner.outputs._Experts.stored", lambda *_: None)
+    monkeypatch.setattr("raymerge.planner.outputs.outputs._Experts.stored", lambda *_: None)
     alone = build_plan(asked, open_sources(asked), version="0")
     assert alike.tables == alone.tables
     assert alike.digest == alone.digest

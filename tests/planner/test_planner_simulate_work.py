@@ -13,8 +13,8 @@ from kits.quantised_models import deepseek_v3
 
 from raymerge.api import plan
 from raymerge.errors import OptionError
+from raymerge.merge_plan.memory import Lane, expression_passes
 from raymerge.methods import methods
-from raymerge.planner.memory import Lane, expression_passes
 from raymerge.planner.simulate import Cluster, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
 from raymerge.planner.simulate_work import SegmentLoads, segment_loads, stays_resident

@@ -22,11 +22,11 @@ from kits.plan_maker import good, header_checkpoint, llama, llama_specs, make_re
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, PlanError, Problem
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK
-from raymerge.planner.build import build_plan
-from raymerge.planner.plan import SCHEMAS, Plan, digest
-from raymerge.planner.sources import model_references, open_reference, open_sources
-from raymerge.planner.tables import load_plan, save_plan
+from raymerge.planner.inputs.sources import model_references, open_reference, open_sources
+from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 
 Q = "model.layers.{}.self_attn.q_proj.weight"

@@ -15,16 +15,16 @@ from kits.plan_maker import Specs, good, header_checkpoint, planned, refusals
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
-from raymerge.planner import outputs
-from raymerge.planner.activation_scales import ActivationScales
-from raymerge.planner.check import check_plan
-from raymerge.planner.check_scales import check_scales
-from raymerge.planner.contradictions import Contradictions
-from raymerge.planner.dispositions import Fates
-from raymerge.planner.memory import expression_passes
-from raymerge.planner.plan import SCHEMAS, Plan
-from raymerge.planner.projection import project
-from raymerge.planner.sources import Source
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.checks.contradictions import Contradictions
+from raymerge.merge_plan.checks.scales import check_scales
+from raymerge.merge_plan.dispositions import Fates
+from raymerge.merge_plan.memory import expression_passes
+from raymerge.merge_plan.plan import SCHEMAS, Plan
+from raymerge.merge_plan.projection import project
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.outputs import outputs
+from raymerge.planner.outputs.activation_scales import ActivationScales
 
 HIDDEN, ROWS = 512, 2048
 _BLOCK = "model.layers.0.mlp"

@@ -18,7 +18,7 @@ from kits.tokenizer_maker import (
     word_level,
 )
 
-from raymerge.planner.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, wants_vocabulary
+from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, wants_vocabulary
 
 _BASE = ("a", "b", "c")
 

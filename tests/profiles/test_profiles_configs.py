@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.profiles import (
+from raymerge.deploy.profiles import (
     Autoscaling,
     ClusterSection,
     EmptyDir,

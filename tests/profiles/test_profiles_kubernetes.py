@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from kits.kubernetes_profiles import SHARED, kubernetes_data, kubernetes_profile
 
+from raymerge.deploy.profiles import profile_from_mapping
 from raymerge.errors import ProfileError
-from raymerge.profiles import profile_from_mapping
 
 SCALED = {"autoscaling": {"enabled": True}}
 

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from raymerge.deploy.profiles import (
+    ClusterSection,
+    Profile,
+    load_profile,
+    parse_profile,
+    profile_from_mapping,
+)
 from raymerge.errors import ProfileError
-from raymerge.profiles import ClusterSection, Profile, load_profile, parse_profile, profile_from_mapping
 from raymerge.storage.options import StoreOptions
 
 FULL = """\

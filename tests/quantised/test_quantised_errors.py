@@ -18,9 +18,9 @@ from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_
 
 from raymerge.api import plan, submit
 from raymerge.errors import RecipeError
-from raymerge.planner.encoding_errors import EncodingErrors, encoding_errors
-from raymerge.planner.plan import Plan
-from raymerge.runtime.events import EncodingErrorsFound, Event, SegmentDone, Started
+from raymerge.events import EncodingErrorsFound, Event, SegmentDone, Started
+from raymerge.merge_plan.encoding_errors import EncodingErrors, encoding_errors
+from raymerge.merge_plan.plan import Plan
 
 RECORD = Path("raymerge", "encoding_errors.json")
 _ROUNDED = 0.006

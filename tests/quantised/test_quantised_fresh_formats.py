@@ -24,11 +24,11 @@ from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_
 
 from raymerge import api
 from raymerge.checkpoints.codecs import codec_of
-from raymerge.checkpoints.packing import Format, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
 from raymerge.errors import UserError
-from raymerge.planner.duplicates import equal_tensors
+from raymerge.merge_plan.duplicates import equal_tensors
+from raymerge.options import RunOptions
 from raymerge.planner.explain import tensor_lines
-from raymerge.runtime.options import RunOptions
 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 EXPERTS = "model.layers.1.mlp.experts"

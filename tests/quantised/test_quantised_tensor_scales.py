@@ -37,15 +37,15 @@ from safetensors.torch import load_file, save_file
 
 from raymerge.api import AuditOptions, audit, plan, submit, verify
 from raymerge.errors import NonFiniteError
-from raymerge.execute.jobs import Jobs
-from raymerge.planner import segments
-from raymerge.planner.assemblies import input_bytes
+from raymerge.events import Event, SegmentDone, Started
+from raymerge.execute.ops import Jobs
+from raymerge.merge_plan import segments
+from raymerge.merge_plan.gathers import input_bytes
+from raymerge.merge_plan.projection import project
+from raymerge.options import RunOptions
 from raymerge.planner.explain import explain
-from raymerge.planner.projection import project
-from raymerge.planner.sources import open_sources
+from raymerge.planner.inputs.sources import open_sources
 from raymerge.recipes import parse_recipe
-from raymerge.runtime.events import Event, SegmentDone, Started
-from raymerge.runtime.options import RunOptions
 
 MAKERS: Mapping[str, Maker] = {"FP8": fp8_llama, "NVFP4": nvfp4_llama}
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from raymerge.documents.locate import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
 from raymerge.documents.text import MAX_TEXT_BYTES
+from raymerge.documents.yaml_text import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
 from raymerge.recipes import (
     ROLE_NAMES,
     AdapterOutput,

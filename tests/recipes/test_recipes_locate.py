@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.documents.faults import Fault
-from raymerge.documents.locate import (
+from raymerge.documents.yaml_text import (
     MAX_DOCUMENTS,
     MAX_NODES,
     Located,

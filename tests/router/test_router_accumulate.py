@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.router.accumulate import accumulator, part_shapes, work_nbytes
-from raymerge.router.prompts import TokenRun
-from raymerge.router.readings import Schedule, Use, make_schedule
+from raymerge.stages.router.accumulate import accumulator, part_shapes, work_nbytes
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.readings import Schedule, Use, make_schedule
 
 WIDTH = 6
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.router.gates import difference, mean_rows, unit
-from raymerge.router.prompts import TokenRun
-from raymerge.router.random_gates import random_rows
-from raymerge.router.readings import make_schedule
+from raymerge.stages.router.gates_part import difference, mean_rows, unit
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.random_gates import random_rows
+from raymerge.stages.router.readings import make_schedule
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

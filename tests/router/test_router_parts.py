@@ -14,12 +14,12 @@ from kits.layer_streams import KINDS, make_base, open_base
 from kits.model_parents import save
 from torch import nn
 
-from raymerge.planner.weights import Weights
-from raymerge.router.buffers import compute_buffers
-from raymerge.router.calls import Call, are_alike, is_chain, recorded, tensors_of
-from raymerge.router.hollow import HollowModel
-from raymerge.router.kept import keep_states, kept_nbytes
-from raymerge.router.parameters import ParameterFinder, state_of
+from raymerge.planner.inputs.weights import Weights
+from raymerge.stages.router.buffers import compute_buffers
+from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
+from raymerge.stages.router.hidden_states import keep_states, kept_nbytes
+from raymerge.stages.router.parameters import ParameterFinder, state_of
+from raymerge.stages.router.streamed_model import HollowModel
 
 CPU = torch.device("cpu")
 

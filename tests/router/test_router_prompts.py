@@ -15,9 +15,9 @@ from kits.plan_maker import llama
 from kits.tokenizer_maker import CHATML_CONFIG, bpe, word_level, write_tokenizer
 
 from raymerge.errors import PlanError
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import ExpertPrompts, GateSpec
-from raymerge.router.prompts import FEWEST_TOKENS, MOST_TOKENS, TokenRun, tokenized
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import ExpertPrompts, GateSpec
+from raymerge.stages.router.prompts import FEWEST_TOKENS, MOST_TOKENS, TokenRun, tokenized
 
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefghij"]
 BEGIN = WORDS.index("<s>")

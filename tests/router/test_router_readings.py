@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.router.prompts import TokenRun
-from raymerge.router.readings import UNIT_TOKENS, Reading, Schedule, make_schedule
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.readings import UNIT_TOKENS, Reading, Schedule, make_schedule
 
 ROUTED = 3
 

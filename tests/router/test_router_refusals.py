@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from raymerge.errors import PlanError
-from raymerge.planner.sources import Source
-from raymerge.router.stream_layers import LayerStream
+from raymerge.planner.inputs.sources import Source
+from raymerge.stages.router.stream_layers import LayerStream
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,9 @@ def test_linear_attention_and_convolutions_are_no_state_spaces(tmp_path: Path, n
 
 
 def test_buffers_that_nothing_computes(llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymerge.router.hollow.compute_buffers", lambda *_, but, **__: [] if but else ["x"])
+    monkeypatch.setattr(
+        "raymerge.stages.router.streamed_model.compute_buffers", lambda *_, but, **__: [] if but else ["x"]
+    )
     assert "nothing says how to compute its buffers layer 0: x, layer 1: x" in refusal(llama)
 
 

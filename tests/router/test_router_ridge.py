@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipe
-from raymerge.router.ridge import UNPROVEN, Ridge, ridge_rows
+from raymerge.stages.router.gates import UNPROVEN, Ridge, ridge_rows
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -31,10 +31,10 @@ from kits.model_parents import save
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from raymerge.planner.sources import Source
-from raymerge.router.hollow import HollowModel
-from raymerge.router.prompts import TokenRun
-from raymerge.router.stream_layers import LayerStream
+from raymerge.planner.inputs.sources import Source
+from raymerge.stages.router.prompts import TokenRun
+from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed_model import HollowModel
 
 LENGTHS = (9, 5, 9, 13)
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import open_base, token_runs
-from raymerge.router.stream_layers import LayerStream
+from raymerge.stages.router.stream_layers import LayerStream
 
 class Nothing:
     def layer(self, layer, run, hidden, router_input):

@@ -15,11 +15,11 @@ from kits.gate_stages import CPU, LAYERS, reading_base, stage_of, three_experts
 
 from raymerge.errors import IncompleteError
 from raymerge.execute.threads import one_thread
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import Stage
-from raymerge.router import gate_work
-from raymerge.router.hollow import HollowModel
-from raymerge.router.prompts import tokenized
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import Stage
+from raymerge.stages.router import gate_work
+from raymerge.stages.router.prompts import tokenized
+from raymerge.stages.router.streamed_model import HollowModel
 
 SEVERAL = 20
 """Tokens of a unit, where a stage is to have several."""
@@ -67,7 +67,7 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, base: Source, mode: str) -> 
 def test_each_unit_leaves_its_own_whole_files(
     tmp_path: Path, base: Source, monkeypatch: pytest.MonkeyPatch, *, mode: str, unit_tokens: int
 ) -> None:
-    monkeypatch.setattr("raymerge.router.readings.UNIT_TOKENS", unit_tokens)
+    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", unit_tokens)
     work = _work(base, mode)
     seen: set[str] = set()
     for number in range(work.num_units):
@@ -149,8 +149,8 @@ def test_base_and_prompts_are_looked_at_once(
         return read(spec)
 
     monkeypatch.setattr(HollowModel, "__init__", built)
-    monkeypatch.setattr("raymerge.router.streamed.tokenized", counted)
-    monkeypatch.setattr("raymerge.router.direct.tokenized", counted)
+    monkeypatch.setattr("raymerge.stages.router.streamed.tokenized", counted)
+    monkeypatch.setattr("raymerge.stages.router.direct.tokenized", counted)
     for mode, num_models in (("ridge", 1), ("cheap_embed", 0)):
         models.clear()
         readings.clear()
@@ -173,7 +173,7 @@ from pathlib import Path
 import torch
 from kits.gate_stages import CPU, reading_base, stage_of, three_experts
 from raymerge.allocator import return_free_memory
-from raymerge.router import gate_work, readings
+from raymerge.stages.router import gate_work, readings
 
 def status(word):
     lines = open("/proc/self/status").read().splitlines()

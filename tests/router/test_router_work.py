@@ -28,9 +28,9 @@ from kits.layer_streams import open_base
 
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.sources import Source
-from raymerge.planner.stages import Constant, ExpertPrompts
-from raymerge.router import gate_work
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import Constant, ExpertPrompts
+from raymerge.stages.router import gate_work
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")
 ALL_MODES = (*STREAMED, "cheap_embed", "random", "uniform_random")
@@ -240,7 +240,7 @@ def test_units_do_not_matter(
 ) -> None:
     stage = stage_of(base, mode, three_experts(negative=True), shared=[expert("s", text(4, 9))])
     one = make(stage, tmp_path / "one")
-    monkeypatch.setattr("raymerge.router.readings.UNIT_TOKENS", 20)
+    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", 20)
     several = make(stage, tmp_path / "several")
     backwards = make(stage, tmp_path / "backwards", backwards=True)
     assert one.num_units == 1

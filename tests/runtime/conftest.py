@@ -30,7 +30,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The ray module, connected to an embedded cluster that every pool of this process then uses."""
-    from raymerge.runtime.ray_environment import RayConnection
+    from raymerge.runtime.workers.ray_environment import RayConnection
 
     connection = RayConnection(None, num_cpus=2)
     try:

@@ -16,9 +16,9 @@ from kits.merge_cases import Family, merge, recipes
 
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit
 from raymerge.errors import IncompleteError
-from raymerge.runtime import interruptions
-from raymerge.runtime.events import Event, Planned, SegmentDone, Started
-from raymerge.runtime.ledger import Ledger
+from raymerge.events import Event, Planned, SegmentDone, Started
+from raymerge.publish.ledger import Ledger
+from raymerge.runtime.driver import interruptions
 from raymerge.verifier.audit import Auditor
 from raymerge.verifier.findings import Findings
 

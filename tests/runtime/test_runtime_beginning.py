@@ -15,14 +15,14 @@ from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipe
 
 from raymerge.api import plan_for, submit
 from raymerge.errors import IncompleteError
-from raymerge.runtime.beginning import MARK, check_begun, mark_of, remove_thrown_away, throw_away
-from raymerge.runtime.events import Event, SegmentDone, ShardDone, Started
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Runner
-from raymerge.runtime.run import Run
-from raymerge.runtime.shards import Shards
-from raymerge.storage.local import LocalStore
+from raymerge.events import Event, SegmentDone, ShardDone, Started
+from raymerge.options import RunOptions
+from raymerge.publish.attempt import MARK, check_begun, mark_of, remove_thrown_away, throw_away
+from raymerge.publish.shards import Shards
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import Run
+from raymerge.runtime.workers.pool import Runner
+from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)
 

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from raymerge.errors import OptionError
-from raymerge.planner.projection import SMALLEST_BUDGET, Projection
-from raymerge.runtime import budget as budget_module
-from raymerge.runtime import sizing
-from raymerge.runtime.budget import check_free, fit_budget, fit_units, free_memory, num_workers, usual_budget
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.sizing import MOST_CPU_WORKERS
+from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import budget as budget_module
+from raymerge.runtime.workers import sizing
+from raymerge.runtime.workers.budget import (
+    check_free,
+    fit_budget,
+    fit_units,
+    free_memory,
+    num_workers,
+    usual_budget,
+)
+from raymerge.runtime.workers.sizing import MOST_CPU_WORKERS
 
 GIB = 1 << 30
 

@@ -17,11 +17,11 @@ from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_
 from kits.merge_cases import INLINE, LEAST_MEMORY, Family, digests, least_memory, merge, recipes
 
 from raymerge.api import plan, read_recipe
+from raymerge.merge_plan import segments
 from raymerge.methods import methods
-from raymerge.planner import segments
-from raymerge.planner.sources import open_sources
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.run import Run
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.runtime.driver.run import Run
 
 METHODS = tuple(methods())
 
@@ -129,7 +129,7 @@ def test_ray_workers_change_no_byte(
     ray_cluster: Any,
 ) -> None:
     """One pool carries out all plans, since starting workers takes longer than these merges."""
-    from raymerge.runtime.ray_pool import RayPool
+    from raymerge.runtime.workers.ray_pool import RayPool
 
     options = RunOptions(workers=2, memory=4 * LEAST_MEMORY)
     pool = RayPool(options, lambda _: None)

@@ -18,15 +18,15 @@ from kits.merge_cases import INLINE, digests
 
 from raymerge.api import plan_for, submit, verify
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, TargetError
-from raymerge.runtime.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.kept import kept_steps
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Stop, Work
-from raymerge.runtime.run import RunResult
-from raymerge.runtime.segment_work import SegmentWork
-from raymerge.runtime.staging import Staging
-from raymerge.runtime.steps_place import steps_directory
+from raymerge.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted
+from raymerge.options import RunOptions
+from raymerge.publish.segment_work import SegmentWork
+from raymerge.publish.staging import Staging
+from raymerge.publish.steps_place import steps_directory
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.result_cache import kept_steps
+from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.workers.pool import Stop, Work
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)

@@ -18,14 +18,14 @@ from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, Merged, digests, ma
 
 from raymerge.api import plan, verify
 from raymerge.errors import CheckpointError, HeldError, IncompleteError, TargetError
+from raymerge.events import Started
 from raymerge.execute.segment import SegmentRunner
-from raymerge.runtime import remote_lease
-from raymerge.runtime.events import Started
-from raymerge.runtime.holder import myself
-from raymerge.runtime.remote_lease import leased
-from raymerge.runtime.shard_order import shard_orders
-from raymerge.storage import object_stream
-from raymerge.storage.object_writer import ObjectWriter
+from raymerge.publish import remote_lease
+from raymerge.publish.holder import myself
+from raymerge.publish.remote_lease import leased
+from raymerge.publish.shard_order import shard_orders
+from raymerge.storage.objects import stream
+from raymerge.storage.objects.writer import ObjectWriter
 
 _CLOUDS: Mapping[str, type[CloudServer]] = {"gs": GoogleServer, "az": AzureServer}
 _PART = 128 << 10
@@ -55,7 +55,7 @@ def cloud(server: CloudServer, family: Family, monkeypatch: pytest.MonkeyPatch) 
     for path in (family.base, *family.tunes):
         server.upload(path, path.name)
     server.smallest_part = _PART
-    monkeypatch.setattr(object_stream, "SMALLEST_PART", _PART)
+    monkeypatch.setattr(stream, "SMALLEST_PART", _PART)
     yield server
     assert server.strange == []
 

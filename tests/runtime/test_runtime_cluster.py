@@ -15,7 +15,7 @@ from kits.merge_cases import digests, make_family, recipes
 
 import raymerge
 from raymerge.errors import OptionError
-from raymerge.runtime.ray_environment import RayConnection
+from raymerge.runtime.workers.ray_environment import RayConnection
 
 _DRIVE = """
 import json, subprocess, sys
@@ -90,7 +90,7 @@ def test_what_ray_raises_when_it_does_not_start_is_told(monkeypatch: pytest.Monk
 
 _PROCESSES = """
 import json, psutil
-from raymerge.runtime.ray_environment import RayConnection
+from raymerge.runtime.workers.ray_environment import RayConnection
 connection = RayConnection(None, num_cpus=1)
 node = connection.ray._private.node.Node
 before = dict(vars(node))

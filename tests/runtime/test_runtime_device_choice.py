@@ -17,8 +17,8 @@ from kits.merge_cases import Family, recipes
 
 from raymerge.api import plan
 from raymerge.planner.simulate_speeds import measured_speeds
-from raymerge.runtime.device_choice import Amounts, Choice, Probe, amounts_of, choose
-from raymerge.runtime.sizing import Crew
+from raymerge.runtime.devices.choice import Amounts, Choice, Probe, amounts_of, choose
+from raymerge.runtime.workers.sizing import Crew
 
 GB = 10**9
 PROBE = Probe(

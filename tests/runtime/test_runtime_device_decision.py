@@ -12,17 +12,17 @@ import torch
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.errors import IncompleteError
-from raymerge.runtime import inline as inline_module
-from raymerge.runtime.chain import Chain
-from raymerge.runtime.device_choice import Choice, GpuError, Probe
-from raymerge.runtime.device_decision import settle_device
-from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.events import Event, SegmentDone, Started
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.ledger import Ledger
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Measure
-from raymerge.runtime.sizing import Crew
+from raymerge.events import Event, SegmentDone, Started
+from raymerge.options import RunOptions
+from raymerge.publish.ledger import Ledger
+from raymerge.runtime.devices.choice import Choice, GpuError, Probe
+from raymerge.runtime.devices.probe import Sample
+from raymerge.runtime.driver import inline as inline_module
+from raymerge.runtime.driver.chained_merges import Chain
+from raymerge.runtime.driver.device_decision import settle_device
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.workers.pool import Measure
+from raymerge.runtime.workers.sizing import Crew
 
 AUTO = RunOptions(inline=True, memory=64 << 20)
 SLOW_DISK = Probe(1e6, 1e6, 1e10, 1e10, 1e10, 1e12, "Paper 1")

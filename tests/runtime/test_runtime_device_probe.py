@@ -13,10 +13,10 @@ import torch
 
 from raymerge.methods import Stored
 from raymerge.methods.linear import LinearKernel
-from raymerge.runtime import device_probe
-from raymerge.runtime.device_choice import Choice, GpuError
-from raymerge.runtime.device_probe import Sample, measure
-from raymerge.storage.local import LocalStore
+from raymerge.runtime.devices import probe as device_probe
+from raymerge.runtime.devices.choice import Choice, GpuError
+from raymerge.runtime.devices.probe import Sample, measure
+from raymerge.storage.local.store import LocalStore
 
 
 class PaperEvent:

@@ -10,9 +10,9 @@ from kits.gpu_arithmetic import multiply_in_tf32
 
 from raymerge.device_numerics import full_float32
 from raymerge.errors import OptionError
-from raymerge.runtime.devices import choose_device, first_line, kernels_of, numerics_of
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.worker import MergeWorker
+from raymerge.runtime.devices.devices import choose_device, first_line, kernels_of, numerics_of
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -65,7 +65,7 @@ def test_numerics_of_a_gpu_that_fails_are_left_to_who_computes(monkeypatch: pyte
         if device.type == "cuda":
             raise RuntimeError("CUDA error: all devices are busy.")
 
-    monkeypatch.setattr("raymerge.runtime.devices.check_full_float32", fail)
+    monkeypatch.setattr("raymerge.runtime.devices.devices.check_full_float32", fail)
     assert numerics_of(GPU)["device"] == "cuda"
 
 

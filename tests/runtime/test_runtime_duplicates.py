@@ -14,9 +14,9 @@ from kits.merge_cases import INLINE, digests, merge
 
 from raymerge.api import submit
 from raymerge.errors import IncompleteError
-from raymerge.planner.duplicates import DuplicateGroup
-from raymerge.runtime import shards as shards_module
-from raymerge.runtime.events import DuplicatesFound, Event, SegmentDone, ShardDone, Verified
+from raymerge.events import DuplicatesFound, Event, SegmentDone, ShardDone, Verified
+from raymerge.merge_plan.duplicates import DuplicateGroup
+from raymerge.publish import shards as shards_module
 
 NORM = "model.layers.{}.input_layernorm.weight"
 
@@ -108,7 +108,7 @@ def test_bytes_that_share_storage_are_told(
     shared: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file system decides; one that can and one that cannot are put in its place."""
-    from raymerge.storage.local import LocalStore
+    from raymerge.storage.local.store import LocalStore
 
     def share(*_: Any, nbytes: int, **__: Any) -> int:
         return nbytes * shared
@@ -138,7 +138,7 @@ def test_what_an_earlier_run_shared_is_not_known(
     original = shards_module.share_duplicates
     monkeypatch.setattr(shards_module, "share_duplicates", lambda *a: calls.append(original(*a)) or 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.runtime.run.finish_companions", _fail)
+        patch.setattr("raymerge.runtime.driver.run.finish_companions", _fail)
         with pytest.raises(IncompleteError):
             merge(recipe, tmp_path / "out")
     (event,) = merge(recipe, tmp_path / "out").of(DuplicatesFound)

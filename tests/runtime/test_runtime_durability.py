@@ -12,8 +12,8 @@ import pytest
 from kits.durability import Durability, record_durability
 from kits.merge_cases import Family, merge, recipes
 
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.shards import Shards
+from raymerge.options import RunOptions
+from raymerge.publish.shards import Shards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the paths of descriptors in /proc")
 

@@ -25,14 +25,14 @@ from raymerge.api import audit, plan_for, replay
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, PlanError, Problem, RecipeError
+from raymerge.events import Planned
 from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
-from raymerge.planner.files_read import SourceFile
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import RunOptions
 from raymerge.recipes import recipe_from_mapping
-from raymerge.runtime.audit_run import AuditOptions
-from raymerge.runtime.events import Planned
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Seen, Sight, survey_problems
-from raymerge.runtime.ray_nodes import _look
+from raymerge.runtime.driver.audit_run import AuditOptions
+from raymerge.runtime.workers.placement import Seen, Sight, survey_problems
+from raymerge.runtime.workers.ray_nodes import _look
 from raymerge.storage.options import NO_OPTIONS
 from raymerge.units import format_size
 

@@ -25,8 +25,8 @@ import ray
 from raymerge.api import submit
 from raymerge.errors import OptionError
 from raymerge.runtime import ray_pool, shift
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.worker import MergeWorker
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.worker import MergeWorker
 
 shift._IDLE_SECONDS = 2.0
 

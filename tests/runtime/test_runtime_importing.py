@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from raymerge.runtime import importing
-from raymerge.runtime.importing import heavy_imports
+from raymerge.runtime.workers import importing
+from raymerge.runtime.workers.importing import heavy_imports
 
 _COMMAND = """
 import gc, json, sys
@@ -29,7 +29,7 @@ except SystemExit:
 """
 _WORKER = """
 import gc, json, sys
-from raymerge.runtime.worker import MergeWorker
+from raymerge.runtime.workers.worker import MergeWorker
 loaded = [name for name in ("torch", "numba") if name in sys.modules]
 before = gc.get_stats()[2]["collections"]
 worker = MergeWorker("worker-0", "cpu")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from raymerge.errors import IncompleteError
+from raymerge.events import Event, MemoryShort
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime.events import Event, MemoryShort
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.pool import Runner, Stop
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.workers.pool import Runner, Stop
 
 SLOTS = 2
 MOST = SLOTS

@@ -15,11 +15,11 @@ from kits.kube_cases import IMAGE, admits, claim, profile_of, submission
 from kits.kube_operator import Operator, operator
 from kits.kube_store import ACCOUNT, CLAIM, CONFIGMAP, QUEUE, RAYJOB, SECRET
 
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets import kubernetes_api
+from raymerge.deploy.targets.kubernetes import KubernetesTarget, open_kubernetes
+from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError
-from raymerge.profiles import Profile
-from raymerge.runtime.targets import kubernetes_api
-from raymerge.runtime.targets.kubernetes import KubernetesTarget, open_kubernetes
-from raymerge.runtime.targets.target import RunReport, RunState, Submission
 
 DATA = Path("/mnt/data")
 RECIPE = {

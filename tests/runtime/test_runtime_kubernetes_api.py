@@ -17,9 +17,9 @@ import pytest
 from kits.kube_api import TOKEN, KubeApi, kube_api
 from kits.kube_store import RAYJOB
 
+from raymerge.deploy.targets import kubernetes_api
+from raymerge.deploy.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, AnswerError, Server, open_server
 from raymerge.errors import OptionError
-from raymerge.runtime.targets import kubernetes_api
-from raymerge.runtime.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, AnswerError, Server, open_server
 
 
 @pytest.fixture(scope="module")

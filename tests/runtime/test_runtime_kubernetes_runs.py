@@ -26,9 +26,9 @@ from kits.merge_cases import INLINE, Family, digests, recipes
 from kits.ray_head import RayHead, ray_head
 
 from raymerge.api import submit, verify
-from raymerge.manifests import rayjob
-from raymerge.runtime.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, open_server
-from raymerge.runtime.targets.target import new_run_name
+from raymerge.deploy.manifests import rayjob
+from raymerge.deploy.targets.kubernetes_api import CONFIG_MAPS, RAY_JOBS, open_server
+from raymerge.deploy.targets.target import new_run_name
 
 pytestmark = [pytest.mark.ray, pytest.mark.service]
 SECONDS = 60.0

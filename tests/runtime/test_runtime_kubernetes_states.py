@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raymerge.runtime.targets.kubernetes_api import (
+from raymerge.deploy.targets.kubernetes_api import (
     CLAIMS,
     CONFIG_MAPS,
     PRIORITIES,
@@ -16,11 +16,11 @@ from raymerge.runtime.targets.kubernetes_api import (
     SECRETS,
     SERVICE_ACCOUNTS,
 )
-from raymerge.runtime.targets.kubernetes_logs import DriverLog
-from raymerge.runtime.targets.kubernetes_needs import Need, needs
-from raymerge.runtime.targets.kubernetes_pods import pod_troubles, warnings
-from raymerge.runtime.targets.kubernetes_states import given_up, last_words, reported
-from raymerge.runtime.targets.target import RunState
+from raymerge.deploy.targets.kubernetes_logs import DriverLog
+from raymerge.deploy.targets.kubernetes_needs import Need, needs
+from raymerge.deploy.targets.kubernetes_pods import pod_troubles, warnings
+from raymerge.deploy.targets.kubernetes_status import given_up, last_words, reported
+from raymerge.deploy.targets.target import RunState
 
 SAID = "recipe.yml:3:5: no method is called 'tyes'."
 ERROR = json.dumps({"event": "error", "exit_code": 2, "message": SAID})

@@ -20,11 +20,11 @@ from kits.driver_process import PATIENCE_SECONDS
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.errors import HeldError, IncompleteError, TargetError
-from raymerge.runtime import lease as lease_module
-from raymerge.runtime.events import Event, SegmentDone
-from raymerge.runtime.holder import myself
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.lease import Lease, check_unheld, leased
+from raymerge.events import Event, SegmentDone
+from raymerge.publish import lease as lease_module
+from raymerge.publish.holder import myself
+from raymerge.publish.lease import Lease, check_unheld, leased
+from raymerge.runtime.driver.inline import InlinePool
 
 ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node-7", "pid": 12, "began": "5"}
 """A process whose end nobody here can see."""
@@ -308,7 +308,7 @@ def test_a_run_that_was_taken_over_publishes_nothing(
             lease_file(place).write_text(json.dumps({**_facts(), **ELSEWHERE}))
 
     from raymerge.api import submit
-    from raymerge.runtime.options import RunOptions
+    from raymerge.options import RunOptions
 
     with pytest.raises(IncompleteError, match=r"another run took it over: process 12 .* on node-7"):
         submit(linear, place, RunOptions(inline=True), on_event=taken_over)
@@ -327,7 +327,7 @@ from pathlib import Path
 
 from raymerge.api import submit
 from raymerge.errors import RaymergeError
-from raymerge.runtime.options import RunOptions
+from raymerge.options import RunOptions
 
 
 def one(number):

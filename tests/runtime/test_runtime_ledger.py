@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.ledger import Ledger
+from raymerge.publish.ledger import Ledger
 
 CONDITIONS = {"numerics": {"device": "cpu"}, "versions": []}
 

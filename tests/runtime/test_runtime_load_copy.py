@@ -10,7 +10,7 @@ import pytest
 from kits.merge_cases import Family
 from kits.s3_server import ENVIRONMENT, S3Server, s3_server
 
-from raymerge.runtime.load_copy import copy_to_load
+from raymerge.runtime.driver.load_copy import copy_to_load
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 from kits.merge_cases import digests, make_family, recipes
 
 import raymerge
-from raymerge.planner.copies import copied_segments
-from raymerge.runtime.beginning import RECORD
-from raymerge.runtime.ledger import NAME, Ledger
+from raymerge.merge_plan.elements import copied_segments
+from raymerge.publish.attempt import RECORD
+from raymerge.publish.ledger import NAME, Ledger
 
 pytestmark = pytest.mark.ray
 
@@ -28,8 +28,8 @@ from ray.cluster_utils import Cluster
 
 from raymerge.api import submit
 from raymerge.runtime import ray_pool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.worker import MergeWorker
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.worker import MergeWorker
 
 
 class Claiming(MergeWorker):

@@ -12,7 +12,7 @@ import pytest
 from kits.merge_cases import Family, digests, make_family, merge, recipes
 from kits.node_cluster import NodeCluster, node_cluster
 
-from raymerge.runtime.events import Started
+from raymerge.events import Started
 
 pytestmark = pytest.mark.ray
 

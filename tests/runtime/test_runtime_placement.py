@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime.placement import Placement, Seen, Sight, placement_of, stations, survey_problems
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.runtime.workers.placement import Placement, Seen, Sight, placement_of, stations, survey_problems
 
 FILES = (
     SourceFile(0, "/models/base", "one.safetensors", 10, "1"),

@@ -17,11 +17,11 @@ from kits.merge_cases import Family, make_family, merge, recipes
 from safetensors.torch import save_file
 
 from raymerge.api import submit
-from raymerge.assemble.provenance import Provenance, SourceFile, SourceRecord, TensorRecord
 from raymerge.errors import CheckpointError
+from raymerge.options import RunOptions
+from raymerge.publish.provenance import Provenance, SourceFile, SourceRecord, TensorRecord
+from raymerge.publish.record import PROVENANCE, STORY
 from raymerge.recipes import parse_recipe
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.record import PROVENANCE, STORY
 
 INLINE = RunOptions(inline=True)
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ from kits.merge_cases import INLINE, digests, least_memory, merge
 from kits.quantised_merges import MAKERS
 
 from raymerge.api import plan, read_recipe, submit
-from raymerge.planner import segments
-from raymerge.planner.sources import open_sources
-from raymerge.runtime.events import Event, Planned, SegmentDone, Started
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.run import Run
+from raymerge.events import Event, Planned, SegmentDone, Started
+from raymerge.merge_plan import segments
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import open_sources
+from raymerge.runtime.driver.run import Run
 
 KINDS = ("DeepSeek-V3 F32", "DeepSeek-V3 U8", "Kimi-K2-Thinking", "gpt-oss")
 Recipes = Mapping[str, dict[str, Any]]
@@ -78,7 +78,7 @@ def test_where_rows_are_cut_changes_no_byte_of_the_weights(
 
 @pytest.mark.ray
 def test_ray_workers_change_no_byte(cases: tuple[Recipes, Path], tmp_path: Path, ray_cluster: Any) -> None:
-    from raymerge.runtime.ray_pool import RayPool
+    from raymerge.runtime.workers.ray_pool import RayPool
 
     recipes, expected = cases
     options = RunOptions(workers=2, memory=256 << 20)

@@ -20,12 +20,12 @@ from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import submit
 from raymerge.errors import IncompleteError, NonFiniteError, OptionError
-from raymerge.runtime import ray_pool
-from raymerge.runtime.events import Event, SegmentDone, Started, WorkerLost
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.sizing import most_lanes
-from raymerge.runtime.worker import MergeWorker
+from raymerge.events import Event, SegmentDone, Started, WorkerLost
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.runtime.workers.sizing import most_lanes
+from raymerge.runtime.workers.worker import MergeWorker
 
 pytestmark = pytest.mark.ray
 
@@ -296,7 +296,7 @@ def test_an_embedded_ray_leaves_standard_output_and_the_machine_as_they_were(
 _CONNECT = """
 import sys
 from raymerge.errors import OptionError
-from raymerge.runtime.ray_environment import RayConnection
+from raymerge.runtime.workers.ray_environment import RayConnection
 connection = RayConnection(sys.argv[1])
 try:
     connection.open()

@@ -10,9 +10,9 @@ from kits.fake_ray import RayError
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
 from raymerge.errors import OptionError
-from raymerge.runtime import ray_answers
-from raymerge.runtime.ray_answers import ready_answers
-from raymerge.runtime.ray_demand import Demand
+from raymerge.runtime.workers import ray_answers
+from raymerge.runtime.workers.ray_answers import ready_answers
+from raymerge.runtime.workers.ray_demand import Demand
 
 LACK = "a worker needs CPUs: 4, GPUs: 1; the largest node has CPUs: 2, GPUs: 0"
 WANTED = {"CPU": 4.0, "GPU": 1.0}

@@ -22,11 +22,11 @@ from kits.driver_process import driver, finish
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import submit
-from raymerge.runtime import ray_pool
-from raymerge.runtime.events import Event, MemoryShort, SegmentDone, WorkerLost
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.worker import MergeWorker
+from raymerge.events import Event, MemoryShort, SegmentDone, WorkerLost
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.runtime.workers.worker import MergeWorker
 
 pytestmark = pytest.mark.ray
 
@@ -158,8 +158,8 @@ import functools, json, sys
 
 from raymerge.api import submit
 from raymerge.runtime import ray_pool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.worker import MergeWorker
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.worker import MergeWorker
 
 job = json.load(sys.stdin)
 VICTIM = job["victim"]

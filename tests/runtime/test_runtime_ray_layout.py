@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from raymerge.errors import OptionError, Problem
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime import ray_pool
-from raymerge.runtime.device_choice import Choice, GpuError, Probe
-from raymerge.runtime.device_probe import Sample
-from raymerge.runtime.events import CarriersChosen, Event
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.placement import Placement, Seen, Sight
-from raymerge.runtime.pool import Measure, Measured, Stop
-from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.shift import Terms
-from raymerge.runtime.sizing import Crew, most_lanes
+from raymerge.events import CarriersChosen, Event
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import RunOptions
+from raymerge.runtime.devices.choice import Choice, GpuError, Probe
+from raymerge.runtime.devices.probe import Sample
+from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.dispatcher import Terms
+from raymerge.runtime.workers.placement import Placement, Seen, Sight
+from raymerge.runtime.workers.pool import Measure, Measured, Stop
+from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.runtime.workers.sizing import Crew, most_lanes
 
 PROBE = Probe(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "Paper 1")
 SAMPLE = Sample("/models", "model.safetensors", 1, "/out")

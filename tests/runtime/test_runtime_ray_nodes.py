@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime.placement import Seen, Sight
-from raymerge.runtime.ray_nodes import Nodes
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.runtime.workers.placement import Seen, Sight
+from raymerge.runtime.workers.ray_nodes import Nodes
 
 
 class _NoAnswerError(Exception):

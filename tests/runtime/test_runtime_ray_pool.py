@@ -11,12 +11,12 @@ import pytest
 import torch
 from kits.fake_ray import ActorDiedError, FakeRay, receipt
 
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime import ray_pool, sizing
-from raymerge.runtime.events import Event, RoomAwaited
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.pool import Runner, Stop
-from raymerge.runtime.ray_pool import RayPool
+from raymerge.events import Event, RoomAwaited
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import ray_pool, sizing
+from raymerge.runtime.workers.pool import Runner, Stop
+from raymerge.runtime.workers.ray_pool import RayPool
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from kits.merge_cases import Family, merge, recipes
 
+from raymerge.events import DeviceFailed, SegmentDone
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.events import DeviceFailed, SegmentDone
-from raymerge.runtime.ledger import Ledger
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.segment_work import SegmentsRunner
+from raymerge.options import RunOptions
+from raymerge.publish.ledger import Ledger
+from raymerge.publish.segment_work import SegmentsRunner
 
 SMALL = RunOptions(inline=True, memory=16 << 20)
 

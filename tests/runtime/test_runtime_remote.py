@@ -34,20 +34,21 @@ from raymerge.errors import (
     TargetError,
     VerificationError,
 )
+from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started, WorkerLost
 from raymerge.execute.segment import SegmentRunner
-from raymerge.runtime import ray_pool, remote_lease, remote_staging
-from raymerge.runtime.events import Event, Planned, Published, SegmentDone, ShardDone, Started, WorkerLost
-from raymerge.runtime.holder import myself
-from raymerge.runtime.ledger import Ledger
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.remote_lease import leased
-from raymerge.runtime.remote_ledger import RemoteLedger
-from raymerge.runtime.remote_staging import RemoteStaging
-from raymerge.runtime.shard_order import shard_orders
-from raymerge.runtime.shard_work import stamp_of
-from raymerge.runtime.worker import MergeWorker
-from raymerge.storage import object_stream
-from raymerge.storage.object_writer import ObjectWriter
+from raymerge.options import RunOptions
+from raymerge.publish import remote_lease, remote_staging
+from raymerge.publish.holder import myself
+from raymerge.publish.ledger import Ledger
+from raymerge.publish.remote_lease import leased
+from raymerge.publish.remote_ledger import RemoteLedger
+from raymerge.publish.remote_staging import RemoteStaging
+from raymerge.publish.shard_order import shard_orders
+from raymerge.publish.shard_work import stamp_of
+from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.worker import MergeWorker
+from raymerge.storage.objects import stream
+from raymerge.storage.objects.writer import ObjectWriter
 
 INDEX = "out/model.safetensors.index.json"
 LEASE = "out/raymerge/lease.json"
@@ -94,7 +95,7 @@ def _digests(s3: S3Server, prefix: str = "out") -> dict[str, str]:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 1 MB are uploads of several parts, as larger ones are."""
-    monkeypatch.setattr(object_stream, "SMALLEST_PART", _PART)
+    monkeypatch.setattr(stream, "SMALLEST_PART", _PART)
     monkeypatch.setattr(moto_s3, "S3_UPLOAD_PART_MIN_SIZE", 1)
 
 

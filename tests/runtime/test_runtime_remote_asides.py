@@ -18,18 +18,18 @@ from kits.checkpoint_maker import tiny_llama
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import submit
+from raymerge.deploy.targets.local import report_of
 from raymerge.errors import IncompleteError, OptionError, TargetError
-from raymerge.planner.tables import Plan
-from raymerge.runtime import remote_journal, remote_lease, remote_stop, shard_order
-from raymerge.runtime.events import Event, SegmentDone
-from raymerge.runtime.holder import myself
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.remote_lease import RemoteLease, leased, look
-from raymerge.runtime.remote_records import RemoteRecords
-from raymerge.runtime.remote_stop import RemoteStopRequest, ask_to_stop
-from raymerge.runtime.run_records import journal_lines
-from raymerge.runtime.run_status import report_of
-from raymerge.storage.object_writer import ObjectWriter
+from raymerge.events import Event, SegmentDone
+from raymerge.merge_plan.tables import Plan
+from raymerge.options import RunOptions
+from raymerge.publish import remote_journal, remote_lease, remote_stop, shard_order
+from raymerge.publish.holder import myself
+from raymerge.publish.remote_lease import RemoteLease, leased, look
+from raymerge.publish.remote_records import RemoteRecords
+from raymerge.publish.remote_stop import RemoteStopRequest, ask_to_stop
+from raymerge.publish.run_records import journal_lines
+from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.options import StoreOptions
 from raymerge.storage.own_directory import OwnDirectory
 
@@ -247,7 +247,7 @@ def test_a_worker_sweeps_and_looks_for_room_where_it_is(
     # As the system does where a process is killed.
     os.close(left._descriptor)
     room = SimpleNamespace(free=10)
-    monkeypatch.setattr("raymerge.runtime.staging.shutil.disk_usage", lambda _: room)
+    monkeypatch.setattr("raymerge.publish.staging.shutil.disk_usage", lambda _: room)
     options = RunOptions(inline=True, scratch=str(scratch))
     with pytest.raises(OptionError, match=r"at a time\) takes .*choose another --scratch"):
         submit(recipe, place, options)

@@ -13,11 +13,11 @@ from kits.merge_cases import INLINE, Family, merge, recipes
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import plan
+from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.target import RunState
 from raymerge.errors import OptionError, TargetError
-from raymerge.planner.tables import Plan
-from raymerge.runtime.remote_staging import RemoteStaging
-from raymerge.runtime.targets.local import PlaceRuns
-from raymerge.runtime.targets.target import RunState
+from raymerge.merge_plan.tables import Plan
+from raymerge.publish.remote_staging import RemoteStaging
 
 CONFIG = "place/config.json"
 MANIFEST = "place/raymerge/plan/manifest.json"

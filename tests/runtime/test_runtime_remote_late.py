@@ -24,18 +24,19 @@ from kits.s3_server import S3Server, s3_server
 from raymerge.api import plan, submit
 from raymerge.device_numerics import Fallback
 from raymerge.errors import IncompleteError, TransientError
+from raymerge.events import Event, SegmentDone, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
-from raymerge.runtime import inline, interruptions, shard_sinks
-from raymerge.runtime.events import Event, SegmentDone, ShardDone
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.remote_staging import RemoteStaging
-from raymerge.runtime.remote_stop import RemoteStopRequest
-from raymerge.runtime.shard_order import shard_orders
-from raymerge.runtime.shard_work import ShardsRunner
-from raymerge.storage import object_stream
-from raymerge.storage.patience import Patience
+from raymerge.options import RunOptions
+from raymerge.publish import shard_sinks
+from raymerge.publish.remote_staging import RemoteStaging
+from raymerge.publish.remote_stop import RemoteStopRequest
+from raymerge.publish.shard_order import shard_orders
+from raymerge.publish.shard_work import ShardsRunner
+from raymerge.runtime.driver import inline, interruptions
+from raymerge.storage.objects import stream as object_stream
+from raymerge.storage.retry import Patience
 
 INDEX = "out/model.safetensors.index.json"
 LEASE = "out/raymerge/lease.json"

@@ -17,8 +17,8 @@ from kits.merges import MEAN, STACK, make_models, write_recipe
 from safetensors.torch import load_file
 
 from raymerge.api import replay, submit
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.record import PROVENANCE, STORY
+from raymerge.options import RunOptions
+from raymerge.publish.record import PROVENANCE, STORY
 
 INLINE = RunOptions(inline=True)
 LEDGER = "raymerge/ledger.jsonl"
@@ -264,7 +264,7 @@ def test_nothing_is_fetched_and_the_commit_is_the_one_that_was_read(
         asked.append((name, revision, offline))
         return snapshot if name == "org/one" else tmp_path / "adapter"
 
-    monkeypatch.setattr("raymerge.storage.hub._snapshot", found)
+    monkeypatch.setattr("raymerge.storage.hub.download._snapshot", found)
     out = made(tmp_path, MEAN.replace("model: one", "model: org/one+org/lora"), monkeypatch)
     story = json.loads((out / STORY).read_text())
     places = {**story["places"], "org/one+org/lora": "/nowhere/one"}

@@ -10,7 +10,7 @@ import pytest
 from kits.driver_process import driver, kin_of, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.runtime.events import Planned, SegmentDone, Started
+from raymerge.events import Planned, SegmentDone, Started
 
 
 @pytest.fixture(scope="module")

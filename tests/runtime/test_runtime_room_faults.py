@@ -16,8 +16,8 @@ from kits.merge_cases import INLINE, digests, make_family, merge, recipes
 
 from raymerge.api import submit
 from raymerge.errors import OptionError, RoomError
-from raymerge.runtime import staging as staging_module
-from raymerge.runtime.events import Event, SegmentDone, Started
+from raymerge.events import Event, SegmentDone, Started
+from raymerge.publish import staging as staging_module
 
 _DISK_NBYTES = 4 << 20
 

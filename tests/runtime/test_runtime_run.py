@@ -19,7 +19,6 @@ from kits.merge_cases import INLINE, Family, digests, least_memory, merge, recip
 from safetensors.torch import save_file
 
 from raymerge.api import submit
-from raymerge.assemble.card import without_places
 from raymerge.errors import (
     IncompleteError,
     NonFiniteError,
@@ -27,22 +26,14 @@ from raymerge.errors import (
     RoomError,
     TargetError,
 )
+from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
-from raymerge.planner.lanes import lanes_of
-from raymerge.runtime import interruptions
-from raymerge.runtime.events import (
-    Event,
-    Planned,
-    Published,
-    SegmentDone,
-    ShardDone,
-    Started,
-    Stopping,
-    Verified,
-)
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.storage.local import LocalStore
+from raymerge.merge_plan.lanes import lanes_of
+from raymerge.options import RunOptions
+from raymerge.publish.card import without_places
+from raymerge.runtime.driver import interruptions
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)
 

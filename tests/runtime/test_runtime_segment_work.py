@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raymerge.runtime.segment_work import SegmentsRunner
-from raymerge.storage.local import LocalStore
-from raymerge.storage.patience import Patience
+from raymerge.publish.segment_work import SegmentsRunner
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.retry import Patience
 
 
 class _Segments:

@@ -13,10 +13,10 @@ from kits.merge_cases import INLINE, Family, digests, merge, recipes
 
 from raymerge.api import submit
 from raymerge.errors import IncompleteError
-from raymerge.runtime import shards as shards_module
-from raymerge.runtime.events import Event, Planned, SegmentDone, Started
-from raymerge.runtime.shards import Shards
-from raymerge.storage.local import LocalStore
+from raymerge.events import Event, Planned, SegmentDone, Started
+from raymerge.publish import shards as shards_module
+from raymerge.publish.shards import Shards
+from raymerge.storage.local.store import LocalStore
 
 
 class Crash(BaseException):
@@ -221,7 +221,7 @@ def test_shards_with_their_final_names_grow_again_when_a_segment_is_lost(
 ) -> None:
     output = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.runtime.run.finish_companions", _after(lambda *_, **__: None, Crash))
+        patch.setattr("raymerge.runtime.driver.run.finish_companions", _after(lambda *_, **__: None, Crash))
         with pytest.raises(Crash):
             merge(recipe, output)
     names, rows = _plan_rows(recipe)
@@ -238,7 +238,7 @@ def test_finished_shards_are_not_touched_again(
 ) -> None:
     output = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.runtime.run.check_shards", _after(lambda *_: None, Crash))
+        patch.setattr("raymerge.runtime.driver.run.check_shards", _after(lambda *_: None, Crash))
         with pytest.raises(Crash):
             merge(recipe, output)
     before = {path.name: path.stat().st_mtime_ns for path in _staging(output).glob("*.safetensors")}

@@ -13,9 +13,9 @@ from kits.shift_scene import PATIENCE, PlainWork, Scene, make_all
 
 from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
-from raymerge.runtime.events import MemoryShort, WorkerLost
-from raymerge.runtime.pool import TICK_SECONDS
-from raymerge.runtime.shift import Terms
+from raymerge.events import MemoryShort, WorkerLost
+from raymerge.runtime.workers.dispatcher import Terms
+from raymerge.runtime.workers.pool import TICK_SECONDS
 
 # Workers that do not get on
 

@@ -10,11 +10,11 @@ from kits.fake_ray import ActorDiedError, ActorUnavailableError, Handle, receipt
 from kits.shift_scene import PlainWork, Scene, make_all
 
 from raymerge.errors import IncompleteError, OptionError
-from raymerge.planner.files_read import SourceFile
-from raymerge.runtime.events import NodeOfNoUse, WorkerLeft, WorkerLost
-from raymerge.runtime.placement import Seen, Sight
-from raymerge.runtime.shift import Terms
-from raymerge.runtime.team import Actor
+from raymerge.events import NodeOfNoUse, WorkerLeft, WorkerLost
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.runtime.workers.dispatcher import Terms
+from raymerge.runtime.workers.placement import Seen, Sight
+from raymerge.runtime.workers.worker_group import Actor
 
 # Carriers beside workers on GPUs
 

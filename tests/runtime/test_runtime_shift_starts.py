@@ -7,8 +7,8 @@ from kits.fake_ray import ActorDiedError, receipt
 from kits.shift_scene import Scene, make_all
 
 from raymerge.errors import IncompleteError
-from raymerge.runtime.events import WorkerLost
-from raymerge.runtime.losses import ATTEMPTS
+from raymerge.events import WorkerLost
+from raymerge.runtime.workers.failures import ATTEMPTS
 
 DIED = ActorDiedError("it crashed")
 

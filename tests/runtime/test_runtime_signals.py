@@ -12,8 +12,8 @@ import pytest
 from kits.driver_process import PATIENCE_SECONDS, driver, kin_of, wait_for_receipts
 from kits.merge_cases import Family, digests, merge, recipes
 
-from raymerge.runtime.events import Started
-from raymerge.runtime.lease import hold_of
+from raymerge.events import Started
+from raymerge.publish.lease import hold_of
 
 LONG = 60.0
 """Seconds that a segment takes which nobody waits for."""

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import OptionError
-from raymerge.runtime import sizing
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.sizing import (
+from raymerge.options import RunOptions
+from raymerge.runtime.workers import sizing
+from raymerge.runtime.workers.sizing import (
     MOST_CPU_WORKERS,
     MOST_THREADS,
     Layout,

@@ -17,7 +17,7 @@ from kits.merge_cases import INLINE, Family, digests, make_family, merge, recipe
 
 from raymerge.api import submit
 from raymerge.errors import CheckpointError, IncompleteError, RaymergeError, TargetError, TransientError
-from raymerge.runtime.events import Event, SegmentDone, Started, StorageFailed
+from raymerge.events import Event, SegmentDone, Started, StorageFailed
 
 Fault = Callable[[Path], AbstractContextManager[None]]
 
@@ -212,7 +212,7 @@ def test_storage_that_fails_for_a_moment_is_told_of(case: Case, tmp_path: Path) 
         told.extend([event] if isinstance(event, StorageFailed) else [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.storage.patience._FIRST_SECONDS", 0.001)
+        patch.setattr("raymerge.storage.retry._FIRST_SECONDS", 0.001)
         patch.setattr(os, "preadv", failing)
         submit(case.recipe, tmp_path / "out", INLINE, on_event=watch)
         assert {fault for each in told for fault in each.faults} == {
@@ -224,7 +224,7 @@ def test_storage_that_fails_for_a_moment_is_told_of(case: Case, tmp_path: Path) 
 
 def test_storage_that_fails_for_long_ends_the_run_for_now(case: Case, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raymerge.storage.patience._FIRST_SECONDS", 0.0001)
+        patch.setattr("raymerge.storage.retry._FIRST_SECONDS", 0.0001)
         error = _run(case, tmp_path / "out", broken, after=0)
     assert isinstance(error, TransientError)
     assert re.search(r"tune3/model\.safetensors: reading at byte \d+ failed 8 times", str(error))

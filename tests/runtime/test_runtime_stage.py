@@ -37,11 +37,7 @@ from raymerge.errors import (
     TargetError,
     VerificationError,
 )
-from raymerge.planner.explain import StageLine
-from raymerge.planner.planned import PlannedMerge
-from raymerge.planner.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
-from raymerge.runtime.chain import Chain, stage_lines, steps_directory
-from raymerge.runtime.events import (
+from raymerge.events import (
     DeviceFailed,
     Event,
     Planned,
@@ -57,16 +53,20 @@ from raymerge.runtime.events import (
     UnitDone,
     WorkerLost,
 )
-from raymerge.runtime.holder import myself
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.kept import kept_steps
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.prepared import with_stage_results
-from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.stage_results import stage_record
-from raymerge.runtime.stage_run import is_stage_made
-from raymerge.runtime.stage_work import sources_of_stage, work_of
-from raymerge.runtime.stop_request import StopRequest
+from raymerge.options import RunOptions
+from raymerge.planner.chained_merges import PlannedMerge
+from raymerge.planner.explain import StageLine
+from raymerge.planner.inputs.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.publish.holder import myself
+from raymerge.publish.stop_request import StopRequest
+from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.prepared import with_stage_results
+from raymerge.runtime.driver.result_cache import kept_steps
+from raymerge.runtime.driver.stage_results import stage_record
+from raymerge.runtime.driver.stage_run import is_stage_made
+from raymerge.runtime.driver.stage_work import sources_of_stage, work_of
+from raymerge.runtime.workers.ray_pool import RayPool
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -534,7 +534,7 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.inline.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.runtime.driver.inline.choose_device", lambda _: torch.device("cuda"))
     events = _run(staged(recipe, output), output, gpu_fails_with=error)
     assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
@@ -546,7 +546,7 @@ def test_a_defect_of_a_unit_is_raised_on_a_gpu_too(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.inline.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.runtime.driver.inline.choose_device", lambda _: torch.device("cuda"))
     with pytest.raises(RuntimeError, match="must match the size"):
         _run(staged(recipe, output), output, gpu_fails_with=RuntimeError("a must match the size of b"))
 
@@ -643,7 +643,7 @@ def test_ctrl_c_stops_after_the_units_in_hand(after: int, recipe: dict[str, Any]
 def test_a_request_beside_the_output_stops_a_stage_too(
     recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raymerge.runtime.stop_request._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS", 0.0)
     events: list[Event] = []
 
     def ask(event: Event) -> None:

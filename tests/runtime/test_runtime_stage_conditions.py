@@ -18,17 +18,17 @@ from kits.stage_maker import UNITS, run_chain, staged
 
 from raymerge.api import plan_for
 from raymerge.errors import IncompleteError, OptionError, TargetError
-from raymerge.planner.stages import RESULT_FILE
-from raymerge.runtime.chain import steps_directory
-from raymerge.runtime.conditions import agree, check_agreement
-from raymerge.runtime.devices import kernels_of
-from raymerge.runtime.events import Event, SegmentDone, StageKept, StageStarted, Started, UnitDone
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.ray_pool import RayPool
-from raymerge.runtime.stage_results import is_whole, result_digest, stage_record
-from raymerge.runtime.staging import is_untouched
-from raymerge.runtime.worker import MergeWorker
+from raymerge.events import Event, SegmentDone, StageKept, StageStarted, Started, UnitDone
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.publish.conditions import agree, check_agreement
+from raymerge.publish.staging import is_untouched
+from raymerge.runtime.devices.devices import kernels_of
+from raymerge.runtime.driver.chained_merges import steps_directory
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.stage_results import is_whole, result_digest, stage_record
+from raymerge.runtime.workers.ray_pool import RayPool
+from raymerge.runtime.workers.worker import MergeWorker
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 AGAIN = RunOptions(inline=True, keep_intermediates=True, replace=True)
@@ -57,7 +57,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, another version of transformers is installed."""
 
     def install() -> None:
-        monkeypatch.setattr("raymerge.runtime.inline.kernels_of", lambda _: {"transformers": "99"})
+        monkeypatch.setattr("raymerge.runtime.driver.inline.kernels_of", lambda _: {"transformers": "99"})
 
     return install
 

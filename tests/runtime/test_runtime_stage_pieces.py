@@ -14,11 +14,11 @@ from kits.stage_maker import with_stage
 
 from raymerge.api import plan_for
 from raymerge.errors import IncompleteError
-from raymerge.planner.planned import PlannedMerge
-from raymerge.planner.stages import RESULT_FILE
-from raymerge.runtime.chain import Chain, steps_directory
-from raymerge.runtime.events import Event, StageStarted, UnitDone
-from raymerge.runtime.inline import InlinePool
+from raymerge.events import Event, StageStarted, UnitDone
+from raymerge.planner.chained_merges import PlannedMerge
+from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.runtime.driver.chained_merges import Chain, steps_directory
+from raymerge.runtime.driver.inline import InlinePool
 
 
 def _aligned(tmp_path: Path, output: Path) -> PlannedMerge:

@@ -17,11 +17,11 @@ from kits.stage_maker import UNITS, run_chain, staged, with_stage
 
 from raymerge.api import plan_for
 from raymerge.errors import IncompleteError
-from raymerge.runtime.chain import Chain, steps_directory
-from raymerge.runtime.events import Event, SegmentDone, StageStarted, Stopping, UnitDone, UnitProgress
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.ray_pool import RayPool
+from raymerge.events import Event, SegmentDone, StageStarted, Stopping, UnitDone, UnitProgress
+from raymerge.options import RunOptions
+from raymerge.runtime.driver.chained_merges import Chain, steps_directory
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.workers.ray_pool import RayPool
 
 TWO = RunOptions(workers=2, memory=16 << 20)
 TOTAL = 1000
@@ -40,7 +40,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
     for place in ("inline", "shift"):
         monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
-    monkeypatch.setattr("raymerge.runtime.unit_progress._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("raymerge.runtime.driver.unit_progress._EVERY_SECONDS", 0.0)
 
 
 def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
@@ -156,7 +156,7 @@ def _note(monkeypatch: pytest.MonkeyPatch, note: Callable[[int], None]) -> None:
         del path
         note(nbytes)
 
-    monkeypatch.setattr("raymerge.runtime.unit_progress._write", write)
+    monkeypatch.setattr("raymerge.runtime.driver.unit_progress._write", write)
 
 
 @pytest.mark.usefixtures("often")
@@ -191,7 +191,7 @@ def test_a_merge_passes_over_the_time_without_receipts(
 def test_workers_on_ray_tell_how_far_they_are(
     recipe: dict[str, Any], tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raymerge.runtime.shift.TICK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.runtime.workers.dispatcher.TICK_SECONDS", 0.1)
     ray_cluster.cloudpickle.register_pickle_by_value(stage_maker)
     try:
         events: list[Event] = []

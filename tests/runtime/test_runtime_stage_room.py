@@ -17,11 +17,11 @@ from kits.stage_maker import UNITS, PieceWork, gate_stage, run_chain, staged, wi
 from raymerge.api import plan_for
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.execute.threads import one_thread
-from raymerge.runtime.chain import Chain, stage_lines, steps_directory
-from raymerge.runtime.inline import InlinePool
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.room import disk_nbytes
-from raymerge.runtime.stage_work import StageWork, work_of
+from raymerge.options import RunOptions
+from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory
+from raymerge.runtime.driver.disk_space import disk_nbytes
+from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.stage_work import StageWork, work_of
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def _most_taken(work: StageWork, staging: Path, budget: int) -> int:
 def test_router_rows_take_what_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, unit_tokens: int, *, spills: bool
 ) -> None:
-    monkeypatch.setattr("raymerge.router.readings.UNIT_TOKENS", unit_tokens)
+    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", unit_tokens)
     work = work_of(stage_of(reading_base(tmp_path / "base"), mode, three_experts()))
     budget = work.least_budget() + (0 if spills else 1 << 30)
     told = work.staging_nbytes(budget=budget, busy=1)

@@ -15,10 +15,10 @@ from kits.merge_cases import Family, digests, make_family, merge, recipes
 
 from raymerge.api import verify
 from raymerge.errors import IncompleteError, OptionError, TargetError
-from raymerge.runtime import staging as staging_module
-from raymerge.runtime.ledger import Ledger
-from raymerge.runtime.options import RunOptions
-from raymerge.storage.local import LocalStore
+from raymerge.options import RunOptions
+from raymerge.publish import staging as staging_module
+from raymerge.publish.ledger import Ledger
+from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)
 
@@ -142,7 +142,7 @@ def test_a_failed_replacement_leaves_the_old_output(
     def broken(*_: object) -> None:
         raise OSError("the disk is on fire")
 
-    monkeypatch.setattr("raymerge.runtime.run.finish_companions", lambda *_, **__: broken())
+    monkeypatch.setattr("raymerge.runtime.driver.run.finish_companions", lambda *_, **__: broken())
     with pytest.raises(IncompleteError, match="the disk is on fire"):
         merge(slerp, tmp_path / "out", REPLACE)
     assert digests(tmp_path / "out") == before
@@ -206,7 +206,7 @@ def test_after_a_crash_while_finishing_nothing_looks_complete_and_the_command_en
     step: str, linear: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"raymerge.runtime.run.{step}", _crashes)
+        patch.setattr(f"raymerge.runtime.driver.run.{step}", _crashes)
         with pytest.raises(Crash):
             merge(linear, tmp_path / "out")
     assert _complete(tmp_path) == []
@@ -225,7 +225,7 @@ def _crashes(*_: object, **__: object) -> None:
 def _stopped_at(step: str, recipe: dict[str, Any], output: Path) -> Path:
     """A run that ends at a step; its staging directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"raymerge.runtime.run.{step}", _crashes)
+        patch.setattr(f"raymerge.runtime.driver.run.{step}", _crashes)
         with pytest.raises(Crash):
             merge(recipe, output)
     (found,) = output.parent.glob(f".{output.name}.raymerge-*")

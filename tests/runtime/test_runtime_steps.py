@@ -24,11 +24,11 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import AuditOptions, audit, plan_for, replay, submit
+from raymerge.deploy.manifests.checks_part import check
+from raymerge.deploy.profiles.run import RunSettings
+from raymerge.deploy.targets.sending_part import sending_problems
 from raymerge.errors import IncompleteError, OptionError, TargetError
-from raymerge.manifests.checks import check
-from raymerge.profiles.run import RunSettings
-from raymerge.runtime import remote_stop, room
-from raymerge.runtime.events import (
+from raymerge.events import (
     Event,
     SegmentDone,
     ShardDone,
@@ -38,13 +38,14 @@ from raymerge.runtime.events import (
     StepStarted,
     Stopping,
 )
-from raymerge.runtime.kept import kept_steps
-from raymerge.runtime.options import RunOptions
-from raymerge.runtime.room import check_disk
-from raymerge.runtime.run_records import records_of
-from raymerge.runtime.steps_check import steps_problems
-from raymerge.runtime.steps_place import steps_directory
-from raymerge.runtime.targets.sending import sending_problems
+from raymerge.options import RunOptions
+from raymerge.publish import remote_stop
+from raymerge.publish.run_records import records_of
+from raymerge.publish.steps_place import steps_directory
+from raymerge.runtime.driver import disk_space
+from raymerge.runtime.driver.disk_space import check_disk
+from raymerge.runtime.driver.result_cache import kept_steps
+from raymerge.runtime.driver.steps import steps_problems
 from raymerge.storage.addresses import with_options
 from raymerge.storage.options import StoreOptions
 
@@ -374,8 +375,8 @@ def test_a_result_that_was_kept_is_no_source_of_what_removes_it(
 
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
-    assert room._is_one_disk(tmp_path / "steps" / "x", tmp_path / "out")
-    assert not room._is_one_disk(tmp_path / "steps" / "x", Path("/proc/self/out"))
+    assert disk_space._is_one_disk(tmp_path / "steps" / "x", tmp_path / "out")
+    assert not disk_space._is_one_disk(tmp_path / "steps" / "x", Path("/proc/self/out"))
 
 
 def test_each_file_system_has_room_for_what_goes_there(
@@ -388,8 +389,8 @@ def test_each_file_system_has_room_for_what_goes_there(
         return usage._replace(free=next(free[each] for each in (place, *place.parents) if each in free))
 
     monkeypatch.setattr(shutil, "disk_usage", asked)
-    monkeypatch.setattr(room, "_is_one_disk", lambda *_: False)
-    disk = room.Disk(steps=5000, results=4000, output=3000)
+    monkeypatch.setattr(disk_space, "_is_one_disk", lambda *_: False)
+    disk = disk_space.Disk(steps=5000, results=4000, output=3000)
     steps, output = tmp_path / "steps" / "x", tmp_path / "outs" / "out"
     for place in (steps.parent, output.parent):
         place.mkdir()
@@ -399,7 +400,7 @@ def test_each_file_system_has_room_for_what_goes_there(
     with pytest.raises(OptionError, match=r"outs: the output takes .*another -o"):
         check_disk(disk, steps, output, is_chosen=True)
     check_disk(disk, steps, "s3://b/out", is_chosen=True)
-    monkeypatch.setattr(room, "_is_one_disk", lambda *_: True)
+    monkeypatch.setattr(disk_space, "_is_one_disk", lambda *_: True)
     free[steps.parent] = 7000
     check_disk(disk, steps, output, is_chosen=True)
     free[steps.parent] = 6999

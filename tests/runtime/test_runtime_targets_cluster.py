@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 
 import raymerge
 from raymerge.runtime import ray_pool
-from raymerge.runtime.events import SegmentDone
-from raymerge.runtime.worker import MergeWorker
+from raymerge.events import SegmentDone
+from raymerge.runtime.workers.worker import MergeWorker
 
 
 class Slow(MergeWorker):

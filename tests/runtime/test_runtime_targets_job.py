@@ -29,7 +29,7 @@ class Gate(importlib.abc.MetaPathFinder):
     \"\"\"Every worker makes two segments, and the others once the gate is open.\"\"\"
 
     def find_spec(self, name, path, target=None):
-        if name != "raymerge.runtime.worker" or "GATE" not in os.environ:
+        if name != "raymerge.runtime.workers.worker" or "GATE" not in os.environ:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from raymerge import events
+from raymerge.cli.event_json import event_from_json
 from raymerge.cli.following import follow
+from raymerge.deploy.profiles import Profile, parse_profile
+from raymerge.deploy.targets.choose import choose, target_of
+from raymerge.deploy.targets.job_server import JobServer
+from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError
-from raymerge.planner.duplicates import DuplicateGroup
-from raymerge.planner.encoding_errors import ErrorsAbove, RoleError, TensorError
-from raymerge.profiles import Profile, parse_profile
-from raymerge.runtime import events
-from raymerge.runtime.event_json import event_from_json
-from raymerge.runtime.events import Event
-from raymerge.runtime.targets.choose import choose, target_of
-from raymerge.runtime.targets.job_server import JobServer
-from raymerge.runtime.targets.target import RunReport, RunState, Submission
+from raymerge.events import Event
+from raymerge.merge_plan.duplicates import DuplicateGroup
+from raymerge.merge_plan.encoding_errors import ErrorsAbove, RoleError, TensorError
 
 RUN = "raymerge-0123456789ab"
 ADDRESS = "http://head:8265"

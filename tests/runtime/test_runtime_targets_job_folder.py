@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from raymerge.deploy.profiles import parse_profile
+from raymerge.deploy.targets import job_folder
+from raymerge.deploy.targets.job_server import JobServer
+from raymerge.deploy.targets.target import Submission
 from raymerge.errors import OptionError
-from raymerge.profiles import parse_profile
-from raymerge.runtime.targets import job_folder
-from raymerge.runtime.targets.job_server import JobServer
-from raymerge.runtime.targets.target import Submission
 from raymerge.storage.own_directory import OwnDirectory
 
 RUN = "raymerge-0123456789ab"
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_copied_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_ray_says_of_packages_is_not_shown() -> None:
-    from raymerge.runtime.targets.job_server import _connect
+    from raymerge.deploy.targets.job_server import _connect
 
     with pytest.raises(ConnectionError):
         _connect("http://127.0.0.1:1", {})

@@ -19,21 +19,21 @@ from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import submit
 from raymerge.cli.runs import place_text
+from raymerge.deploy.targets.local import report_of
+from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.sending import RunNote, RunNotes
+from raymerge.deploy.targets.target import RunState, is_run_name, new_run_name
 from raymerge.errors import IncompleteError, TransientError
+from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
-from raymerge.runtime import journal
-from raymerge.runtime.events import Event, Planned, SegmentDone, Started, Stopping, Verified
-from raymerge.runtime.holder import Holder, myself
-from raymerge.runtime.journal import JOURNAL, Journal
-from raymerge.runtime.lease import hold_of, leased
-from raymerge.runtime.remote_records import RemoteRecords
-from raymerge.runtime.run_notes import RunNote, RunNotes
-from raymerge.runtime.run_records import LocalRecords, records_of, seconds_taken
-from raymerge.runtime.run_status import report_of
-from raymerge.runtime.stop_request import StopRequest
-from raymerge.runtime.targets.local import PlaceRuns
-from raymerge.runtime.targets.target import RunState, is_run_name, new_run_name
-from raymerge.storage.patience import KEPT
+from raymerge.publish import journal
+from raymerge.publish.holder import Holder, myself
+from raymerge.publish.journal import JOURNAL, Journal
+from raymerge.publish.lease import hold_of, leased
+from raymerge.publish.remote_records import RemoteRecords
+from raymerge.publish.run_records import LocalRecords, records_of, seconds_taken
+from raymerge.publish.stop_request import StopRequest
+from raymerge.storage.retry import KEPT
 
 PLANNED = Planned("d" * 40, 4, 1000, 3000, 8, 1 << 20)
 DONE = SegmentDone(0, "worker-0", 10, 10, 20, 0.1)
@@ -60,8 +60,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return made(*args, **more)
 
     monkeypatch.setattr(SegmentRunner, "made", waiting)
-    monkeypatch.setattr("raymerge.runtime.remote_stop._LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("raymerge.runtime.stop_request._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.publish.remote_stop._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS", 0.1)
 
     def set_pause(seconds: float) -> None:
         pause[0] = seconds
@@ -336,7 +336,7 @@ def test_broken_records_are_no_reason_to_fail(tmp_path: Path) -> None:
 
 
 def test_notes_are_kept_for_some_hundreds_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymerge.runtime.run_notes._MOST_NOTES", 3)
+    monkeypatch.setattr("raymerge.deploy.targets.sending._MOST_NOTES", 3)
     notes, names = RunNotes(tmp_path / "deep" / "runs"), [new_run_name() for _ in range(5)]
     assert notes.of_output("/out") is None
     for number, name in enumerate(names):

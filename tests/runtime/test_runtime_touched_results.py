@@ -17,9 +17,9 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 from raymerge.api import plan_for, submit
 from raymerge.errors import CheckpointError, IncompleteError, TargetError
-from raymerge.runtime.events import Event, SegmentDone, ShardDone, Started, StepKept, StepStarted, UnitDone
-from raymerge.runtime.kept import kept_steps
-from raymerge.runtime.steps_place import steps_directory
+from raymerge.events import Event, SegmentDone, ShardDone, Started, StepKept, StepStarted, UnitDone
+from raymerge.publish.steps_place import steps_directory
+from raymerge.runtime.driver.result_cache import kept_steps
 
 Recipes = list[dict[str, Any]]
 Harm = Callable[[Path], object]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import IncompleteError
-from raymerge.runtime import unit_files
-from raymerge.runtime.unit_files import digests_of
-from raymerge.runtime.unit_progress import telling, told
+from raymerge.runtime.driver import unit_files
+from raymerge.runtime.driver.unit_files import digests_of
+from raymerge.runtime.driver.unit_progress import telling, told
 from raymerge.storage.ranges import Range
 
 

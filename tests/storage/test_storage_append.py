@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raymerge.errors import CheckpointError, RoomError
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 
 def test_what_is_added_comes_last_and_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymerge.storage.buffers import (
+from raymerge.storage.local.buffers import (
     ALIGNMENT,
     BufferPool,
     address_of,
@@ -146,7 +146,7 @@ class TestBufferPool:
 _MEMORY = """
 import mmap
 from pathlib import Path
-from raymerge.storage.buffers import aligned_buffer
+from raymerge.storage.local.buffers import aligned_buffer
 def pages(place): return int(Path("/proc/self/statm").read_text().split()[place]) * mmap.PAGESIZE
 def mapped(): return pages(0)
 def resident(): return pages(1)

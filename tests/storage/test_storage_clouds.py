@@ -23,14 +23,14 @@ from raymerge.errors import (
     TransientError,
     UnreadableError,
 )
-from raymerge.storage import object_stream
 from raymerge.storage.addresses import with_options
-from raymerge.storage.object import ObjectStore
-from raymerge.storage.object_client import object_client
-from raymerge.storage.object_writer import ObjectInfo, ObjectWriter
+from raymerge.storage.objects import stream as object_stream
+from raymerge.storage.objects.client import object_client
+from raymerge.storage.objects.store import ObjectStore
+from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
 from raymerge.storage.open import open_store
 from raymerge.storage.options import StoreOptions
-from raymerge.storage.patience import Patience
+from raymerge.storage.retry import Patience
 from raymerge.storage.store import FileInfo
 
 _CLOUDS: Mapping[str, type[CloudServer]] = {"gs": GoogleServer, "az": AzureServer}

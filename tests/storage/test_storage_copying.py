@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kits.reflink_mount import reflink_mount
 
 from raymerge.errors import CheckpointError
-from raymerge.storage import copying
-from raymerge.storage.copying import inner_blocks, mount_of
-from raymerge.storage.extents import BLOCK_NBYTES
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local import copying
+from raymerge.storage.local.copying import inner_blocks, mount_of
+from raymerge.storage.local.extents import BLOCK_NBYTES
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import ReadStore
 
 NBYTES = 40 * BLOCK_NBYTES + 777

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import FileInfo
 
 SAID = r"x: the file was changed while it was merged\. Leave the sources alone"

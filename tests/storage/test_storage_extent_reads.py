@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, UnreadableError
-from raymerge.storage import reading, transfers
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local import LocalStore
-from raymerge.storage.residency import Residency
+from raymerge.storage.local import reading, transfers
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.local.residency import Residency
+from raymerge.storage.local.store import LocalStore
 
 NBYTES = 1_200_345
 """The last block is not full."""
@@ -51,7 +51,7 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(reading, "read_direct", spy)
     monkeypatch.setattr(reading, "_DIRECT_LEAST", 1)
-    monkeypatch.setattr("raymerge.storage.residency.Residency.is_cached", lambda *_: False)
+    monkeypatch.setattr("raymerge.storage.local.residency.Residency.is_cached", lambda *_: False)
     return seen
 
 
@@ -125,7 +125,7 @@ class TestBytes:
     def test_long_requests_are_cut(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr("raymerge.storage.transfers._DIRECT_MOST", 64 << 10)
+        monkeypatch.setattr("raymerge.storage.local.transfers._DIRECT_MOST", 64 << 10)
         assert extent(store, 100, NBYTES - 100) == DATA[100:]
         assert len(direct_reads) == 1
 

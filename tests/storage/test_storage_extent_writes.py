@@ -19,16 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import RoomError
-from raymerge.storage import transfers, writing
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local import direct_io, transfers
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer
+from raymerge.storage.local.store import LocalStore
 
 NBYTES = 300_123
 """The last block is not full."""
 WRITE_HALF = """
 import sys
 from pathlib import Path
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 
 half, number = int(sys.argv[2]), int(sys.argv[3])
 for _ in range(5):
@@ -53,10 +53,10 @@ def direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         seen.append((offset, len(view)))
         return real(descriptor, offset, view)
 
-    monkeypatch.setattr(writing, "write_direct", spy)
-    monkeypatch.setattr(writing, "_DIRECT_LEAST", ALIGNMENT)
-    monkeypatch.setattr(writing, "BOUNCE_NBYTES", 8 * ALIGNMENT)
-    monkeypatch.setattr(writing, "BOUNCE_COUNT", 2)
+    monkeypatch.setattr(direct_io, "write_direct", spy)
+    monkeypatch.setattr(direct_io, "_DIRECT_LEAST", ALIGNMENT)
+    monkeypatch.setattr(direct_io, "BOUNCE_NBYTES", 8 * ALIGNMENT)
+    monkeypatch.setattr(direct_io, "BOUNCE_COUNT", 2)
     return seen
 
 
@@ -195,7 +195,7 @@ class TestChoice:
 
     @pytest.mark.usefixtures("direct_writes")
     def test_copies_take_no_more_memory_than_they_say(self, tmp_path: Path) -> None:
-        assert writing.BOUNCE_BYTES == 4 << 20
+        assert direct_io.BOUNCE_BYTES == 4 << 20
         with LocalStore(tmp_path) as store, ThreadPoolExecutor(8) as pool:
             store.create("x", NBYTES)
             list(
@@ -234,7 +234,7 @@ class TestChoice:
     def test_short_writes_go_through_the_cache(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "write_direct", None)
+        monkeypatch.setattr(direct_io, "write_direct", None)
         store.create("x", 1 << 20)
         store.write_extent("x", 1, placed(b"x" * ((1 << 20) - 1), 1))
 

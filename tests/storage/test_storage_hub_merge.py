@@ -21,10 +21,10 @@ from kits.s3_server import s3_server
 from raymerge.api import audit, merge_adapters, plan, plan_for, replay, submit
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import IncompleteError, PlanError, RecipeError
-from raymerge.runtime.chain import steps_directory
-from raymerge.runtime.commits import commits_taken
-from raymerge.runtime.events import Event, SegmentDone, Started, StorageFailed
-from raymerge.runtime.options import RunOptions
+from raymerge.events import Event, SegmentDone, Started, StorageFailed
+from raymerge.options import RunOptions
+from raymerge.runtime.driver.chained_merges import steps_directory
+from raymerge.runtime.driver.commits import commits_taken
 
 METHOD = "task_arithmetic"
 RECORD = ("README.md", "raymerge/")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raymerge.errors import CheckpointError
-from raymerge.storage.hub import blob_digest, snapshot_revision
-from raymerge.storage.hub_places import HubPlace, hub_place, is_hub_place
+from raymerge.storage.hub.addresses import HubPlace, hub_place, is_hub_place
+from raymerge.storage.hub.download import blob_digest, snapshot_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,12 +13,12 @@ from huggingface_hub import constants, snapshot_download
 from kits.hub_server import HubServer, Repository, blob_id, hub_server
 
 from raymerge.errors import CheckpointError, TransientError, UnreadableError
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.hub_cache import SnapshotStore, at_commit, cached_snapshot, open_hub
-from raymerge.storage.hub_places import HubPlace, hub_place
-from raymerge.storage.hub_store import HubStore
+from raymerge.storage.hub.addresses import HubPlace, hub_place
+from raymerge.storage.hub.commits import SnapshotStore, at_commit, cached_snapshot, open_hub
+from raymerge.storage.hub.hub_store import HubStore
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.open import open_store
-from raymerge.storage.patience import Patience
+from raymerge.storage.retry import Patience
 from raymerge.storage.store import FileInfo
 
 REPO = "org/tiny"

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, RoomError
-from raymerge.storage.local import LocalStore
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import ReadStore, WriteStore
 
 OUTSIDE = ["", "/etc/passwd", "..", "../x", "a/../../x", "a/..", "x\0y"]

@@ -14,13 +14,13 @@ from kits.s3_server import S3Server, s3_server
 
 from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
 from raymerge.storage.addresses import parse_place, with_options
-from raymerge.storage.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.object import ObjectStore
-from raymerge.storage.object_client import object_client
-from raymerge.storage.object_faults import told
+from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
+from raymerge.storage.objects.client import object_client
+from raymerge.storage.objects.faults import told
+from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.open import open_store
 from raymerge.storage.options import StoreOptions
-from raymerge.storage.patience import Patience
+from raymerge.storage.retry import Patience
 from raymerge.storage.store import FileInfo
 
 LARGE = os.urandom((9 << 20) + 17)
@@ -128,7 +128,7 @@ def test_a_server_that_is_silent_is_asked_again(s3: S3Server) -> None:
 
 
 def test_a_server_that_goes_on_failing(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymerge.storage.object.object_client", partial(object_client, retries=0))
+    monkeypatch.setattr("raymerge.storage.objects.store.object_client", partial(object_client, retries=0))
     s3.fail("error", key="small", times=99)
     with ObjectStore(s3.place("model"), patience=_impatient()) as store:
         store.info("small.txt")
@@ -207,7 +207,7 @@ def test_the_environment_says_where_the_server_is(s3: S3Server, monkeypatch: pyt
 
 
 def test_a_server_that_is_not_there(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymerge.storage.object.object_client", partial(object_client, retries=0))
+    monkeypatch.setattr("raymerge.storage.objects.store.object_client", partial(object_client, retries=0))
     nowhere = with_options("s3://models/x", StoreOptions(endpoint="https://127.0.0.1:1"))
     with (
         ObjectStore(nowhere, patience=_impatient()) as store,

@@ -15,12 +15,15 @@ from kits.s3_server import S3Server, s3_server
 from moto.s3.models import FakeMultipart
 
 from raymerge.errors import IncompleteError, TargetError, TransientError
-from raymerge.storage import object_stream, object_writer, patience, unfinished_uploads
+from raymerge.storage import retry
 from raymerge.storage.addresses import with_options
-from raymerge.storage.object import ObjectStore
-from raymerge.storage.object_stream import SMALLEST_PART, part_bytes, stream_bytes
-from raymerge.storage.object_writer import ObjectInfo, ObjectWriter
-from raymerge.storage.patience import Patience
+from raymerge.storage.objects import stream as object_stream
+from raymerge.storage.objects import unfinished_uploads
+from raymerge.storage.objects import writer as object_writer
+from raymerge.storage.objects.store import ObjectStore
+from raymerge.storage.objects.stream import SMALLEST_PART, part_bytes, stream_bytes
+from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
+from raymerge.storage.retry import Patience
 
 LARGE = os.urandom(2 * SMALLEST_PART + (3 << 20) + 5)
 PIECE = 1_234_567
@@ -360,7 +363,7 @@ def test_a_listing_of_uploads_that_fails_is_made_again_or_told(
     monkeypatch.setattr(unfinished_uploads, "_ATTEMPTS", 1)
     s3.client().create_multipart_upload(Bucket=s3.bucket, Key="written/a")
     with monkeypatch.context() as patched:
-        patched.setattr(patience, "_RETRIES", 1)
+        patched.setattr(retry, "_RETRIES", 1)
         s3.fail("error", times=2)
         with pytest.raises(TransientError, match="listing"):
             writer.abort_uploads({"a"}.__contains__)
@@ -390,7 +393,7 @@ def test_parts_are_not_too_many() -> None:
 
 _STREAM = """
 import sys
-from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.objects.writer import ObjectWriter
 
 def resident(name):
     with open("/proc/self/status") as file:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from raymerge.errors import RoomError, TransientError, UnreadableError
-from raymerge.storage.local import LocalStore
-from raymerge.storage.patience import TRANSIENT, Patience
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.retry import TRANSIENT, Patience
 
 DATA = bytes(range(200))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raymerge.errors import CheckpointError, TargetError
-from raymerge.storage.object_writer import ObjectWriter
+from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.open import open_store
 
 _ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import CheckpointError, OptionError
-from raymerge.storage.buffers import aligned_buffer
-from raymerge.storage.local import LocalStore
-from raymerge.storage.speed import measure_read, measure_write
+from raymerge.runtime.devices.speed import measure_read, measure_write
+from raymerge.storage.local.buffers import aligned_buffer
+from raymerge.storage.local.store import LocalStore
 
 NBYTES = 6 << 20
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, submit
 from raymerge.errors import OptionError
 from raymerge.methods import methods
-from raymerge.runtime import audit_run
+from raymerge.runtime.driver import audit_run
 from raymerge.verifier.audit import Sampling
 from raymerge.verifier.recompute import recomputed
 

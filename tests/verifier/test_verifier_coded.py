@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.verifier.coded import Blocks
 from raymerge.verifier.digests import check_bytes, constant_bytes
 from raymerge.verifier.findings import Findings

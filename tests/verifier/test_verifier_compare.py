@@ -223,7 +223,7 @@ def test_codes_are_compared_by_what_they_mean(make: Any, tmp_path: Path) -> None
 
 def test_a_quantised_model_is_compared_with_its_numbers(tmp_path: Path) -> None:
     from raymerge.api import conversion, submit
-    from raymerge.runtime.options import RunOptions
+    from raymerge.options import RunOptions
 
     model = deepseek_v3(tmp_path / "codes", 0)
     submit(conversion(model.root, "bf16"), tmp_path / "plain", RunOptions(inline=True))

@@ -23,7 +23,7 @@ from kits.quantised_models import QuantisedModel, deepseek_v3
 from safetensors.torch import load_file, save_file
 
 from raymerge.api import AuditOptions, AuditVerdict, RunOptions, audit, verify
-from raymerge.planner.tables import load_plan
+from raymerge.merge_plan.tables import load_plan
 from raymerge.verifier.structure import RECORD_PLAN
 
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ import torch
 from kits.codec_reference import reference_decode
 
 from raymerge.checkpoints.codecs import codec_of, store_scales
-from raymerge.checkpoints.packing import Format, encoding_of, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usual_packing
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import keep_mask, normal
@@ -24,8 +24,8 @@ from raymerge.verifier.numbers import (
     plain_numbers,
     scale_numbers,
 )
-from raymerge.verifier.recompute.draws import element_numbers, limit_of, normal_numbers
-from raymerge.verifier.recompute.thinned import Cut, magnitudes_of_ranks
+from raymerge.verifier.recompute.random import element_numbers, limit_of, normal_numbers
+from raymerge.verifier.recompute.sparsify import Cut, magnitudes_of_ranks
 from raymerge.verifier.stored import strided
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from raymerge.api import AuditOptions, audit, verify
 from raymerge.errors import VerificationError
-from raymerge.runtime.options import RunOptions
+from raymerge.options import RunOptions
 from raymerge.verifier.structure import RECORD_PLAN
 
 INDEX = "model.safetensors.index.json"

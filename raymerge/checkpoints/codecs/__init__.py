@@ -10,7 +10,7 @@ from raymerge.checkpoints.codecs.int4 import Int4
 from raymerge.checkpoints.codecs.mxfp4 import Mxfp4
 from raymerge.checkpoints.codecs.nvfp4 import Nvfp4
 from raymerge.checkpoints.codecs.scales import load_scales, store_scales
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.encoding import Format
 
 __all__ = ["Codec", "Encoded", "ErrorSums", "NotFiniteError", "codec_of", "load_scales", "store_scales"]
 

@@ -97,7 +97,7 @@ def _sum_of_squares(values: Tensor) -> float:
 
 
 class Loops(NamedTuple):
-    """Compiled loops over blocks: see ``raymerge.compiled.fp8``, which says what they are given."""
+    """Compiled loops over blocks: see ``raymerge.kernels.fp8``, which says what they are given."""
 
     decode: Callable[..., None]
     encode: Callable[..., None]
@@ -130,7 +130,7 @@ class InLoops:
 
     def largest(self, values: Tensor, block: Block) -> Tensor:
         """See ``Blockwise``."""
-        from raymerge.compiled.blocks import largest
+        from raymerge.kernels.blocks import largest
 
         found = values.new_zeros(_grid(values, block))
         largest(_array(values).view("uint32"), *block, _array(found).view("uint32"))

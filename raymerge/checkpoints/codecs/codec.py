@@ -1,6 +1,6 @@
 """What every codec does: numbers from codes with scales, and back.
 
-A codec works on whole rows of one matrix that begin at a band (``raymerge.checkpoints.packing``) and end at
+A codec works on whole rows of one matrix that begin at a band (``raymerge.checkpoints.quantisation.encoding``) and end at
 one or with the matrix. Every block is decided by itself, so a matrix that is cut between bands gives the
 same bytes as the whole; and every operation is one that IEEE 754 rounds the same way on each device.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs.blockwise import Blockwise
 from raymerge.checkpoints.codecs.scales import load_scales, store_scales
-from raymerge.checkpoints.packing import Packing
+from raymerge.checkpoints.quantisation.encoding import Packing
 
 
 class Encoded(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch, Loops
 from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
-from raymerge.checkpoints.packing import Packing
+from raymerge.checkpoints.quantisation.encoding import Packing
 
 _LARGEST = 448.0
 
@@ -30,7 +30,7 @@ def _nearest(quotients: Tensor) -> Tensor:
 
 
 def _loops() -> Loops:
-    from raymerge.compiled import fp8
+    from raymerge.kernels import fp8
 
     return Loops(fp8.decode, fp8.encode, fp8.fits, fp8.squares)
 

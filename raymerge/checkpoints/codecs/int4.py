@@ -9,7 +9,7 @@ from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.grids import grid_steps
 from raymerge.checkpoints.codecs.nibbles import INT4_IN_LOOPS, INT4_IN_TORCH
 from raymerge.checkpoints.codecs.scales import quotients, storable_scales
-from raymerge.checkpoints.packing import Packing
+from raymerge.checkpoints.quantisation.encoding import Packing
 
 _HALF_RANGE = 7.5
 

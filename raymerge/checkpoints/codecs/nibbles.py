@@ -33,7 +33,7 @@ def _e2m1_nearest(quotients: Tensor) -> Tensor:
 
 
 def _e2m1_loops() -> Loops:
-    from raymerge.compiled import nibbles
+    from raymerge.kernels import nibbles
 
     return Loops(nibbles.e2m1_decode, nibbles.e2m1_encode, nibbles.e2m1_fits, nibbles.e2m1_squares)
 
@@ -47,7 +47,7 @@ def _int4_nearest(quotients: Tensor) -> Tensor:
 
 
 def _int4_loops() -> Loops:
-    from raymerge.compiled import nibbles
+    from raymerge.kernels import nibbles
 
     return Loops(nibbles.int4_decode, nibbles.int4_encode, nibbles.int4_fits, nibbles.int4_squares)
 

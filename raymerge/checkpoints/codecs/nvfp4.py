@@ -8,7 +8,7 @@ from torch import Tensor
 from raymerge.checkpoints.codecs.codec import Codec
 from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH, LARGEST_E2M1
 from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
-from raymerge.checkpoints.packing import Packing
+from raymerge.checkpoints.quantisation.encoding import Packing
 
 _LARGEST_SCALE = 448.0
 # The least magnitude whose tensor scale is no more than a float32 can hold.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from raymerge.methods import Settings
-from raymerge.verifier.recompute import arcs, combined, spectral, thinned, upcycled, varied, vectors
+from raymerge.verifier.recompute import combined, interpolate, sce, sparsify, spectral, upcycle, vectors
 from raymerge.verifier.recompute.tensor import Block, Expected, LogicalTensor
 
 Formula: TypeAlias = Callable[[Block], Expected]
@@ -38,7 +38,7 @@ def _each(formula: Callable[[LogicalTensor, Block], Expected]) -> Recomputation:
 def _nuslerp(tensor: LogicalTensor) -> Formula:
     settings = tensor.settings
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
-        return arcs.nuslerp_whole(tensor)
+        return interpolate.nuslerp_whole(tensor)
     if settings.flag("nuslerp_row_wise"):
         return vectors.NuslerpColumns(tensor)
     return vectors.NuslerpRows(tensor)
@@ -48,34 +48,34 @@ _METHODS: Mapping[str, Recomputation] = MappingProxyType(
     {
         "linear": _each(combined.linear),
         "passthrough": _each(combined.passthrough),
-        "slerp": Recomputation(arcs.slerp),
+        "slerp": Recomputation(interpolate.slerp),
         "nuslerp": Recomputation(_nuslerp, by_row=True),
-        "multislerp": Recomputation(arcs.multislerp),
-        "karcher": Recomputation(arcs.karcher),
-        "slerp_delta": Recomputation(arcs.slerp_delta),
-        "geometric_median": Recomputation(arcs.geometric_median),
+        "multislerp": Recomputation(interpolate.multislerp),
+        "karcher": Recomputation(interpolate.karcher),
+        "slerp_delta": Recomputation(interpolate.slerp_delta),
+        "geometric_median": Recomputation(interpolate.geometric_median),
         "nearswap": _each(combined.nearswap),
-        "arcee_fusion": Recomputation(varied.ArceeFusion, by_row=True),
+        "arcee_fusion": Recomputation(sce.ArceeFusion, by_row=True),
         "task_arithmetic": _each(combined.task_arithmetic),
-        "ties": Recomputation(partial(thinned.Trimmed, name="ties", elects=True)),
-        "dare_linear": _each(partial(thinned.dare, elects=False)),
-        "dare_ties": _each(partial(thinned.dare, elects=True)),
-        "breadcrumbs": Recomputation(partial(thinned.Trimmed, name="breadcrumbs", elects=False)),
-        "breadcrumbs_ties": Recomputation(partial(thinned.Trimmed, name="breadcrumbs", elects=True)),
-        "della": Recomputation(lambda tensor: partial(thinned.della, tensor, elects=True), by_row=True),
+        "ties": Recomputation(partial(sparsify.Trimmed, name="ties", elects=True)),
+        "dare_linear": _each(partial(sparsify.dare, elects=False)),
+        "dare_ties": _each(partial(sparsify.dare, elects=True)),
+        "breadcrumbs": Recomputation(partial(sparsify.Trimmed, name="breadcrumbs", elects=False)),
+        "breadcrumbs_ties": Recomputation(partial(sparsify.Trimmed, name="breadcrumbs", elects=True)),
+        "della": Recomputation(lambda tensor: partial(sparsify.della, tensor, elects=True), by_row=True),
         "della_linear": Recomputation(
-            lambda tensor: partial(thinned.della, tensor, elects=False), by_row=True
+            lambda tensor: partial(sparsify.della, tensor, elects=False), by_row=True
         ),
-        "sce": Recomputation(varied.Sce),
+        "sce": Recomputation(sce.Sce),
         "ram": _each(combined.ram),
         "ramplus_tl": Recomputation(combined.RamPlus),
         "consensus_ta": _each(combined.consensus_ta),
         "lines": _each(combined.lines),
-        "model_stock": Recomputation(arcs.model_stock, by_row=True),
+        "model_stock": Recomputation(interpolate.model_stock, by_row=True),
         "iso_c": Recomputation(partial(spectral.Spectral, name="iso_c"), whole=True),
         "tsv_m": Recomputation(partial(spectral.Spectral, name="tsv_m"), whole=True),
         "largest": _each(combined.largest),
-        "upcycle": Recomputation(upcycled.Upcycled),
+        "upcycle": Recomputation(upcycle.Upcycled),
     }
 )
 

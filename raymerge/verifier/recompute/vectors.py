@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from raymerge.verifier.numbers import Floats
-from raymerge.verifier.recompute.arcs import arc, turn
 from raymerge.verifier.recompute.combined import combination
+from raymerge.verifier.recompute.interpolate import arc, turn
 from raymerge.verifier.recompute.tensor import Block, Expected, LogicalTensor
 
 

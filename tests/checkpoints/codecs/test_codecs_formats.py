@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from raymerge.checkpoints.codecs import NotFiniteError, codec_of, load_scales, store_scales
-from raymerge.checkpoints.packing import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 
 FP8 = codec_of(Format.FP8_BLOCK)

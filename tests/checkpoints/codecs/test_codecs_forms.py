@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs import Codec, codec_of
 from raymerge.checkpoints.codecs.blockwise import Blockwise
-from raymerge.checkpoints.packing import Format
+from raymerge.checkpoints.quantisation.encoding import Format
 
 FORMS = {"fp8": codec_of(Format.FP8_BLOCK), "e2m1": codec_of(Format.MXFP4), "int4": codec_of(Format.INT4)}
 codecs = st.sampled_from(sorted(FORMS))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raymerge.checkpoints.codecs import codec_of, load_scales
 from raymerge.checkpoints.codecs.grids import grid_steps, grid_steps_in_loops, grid_steps_in_torch
-from raymerge.checkpoints.packing import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 
 INT4 = codec_of(Format.INT4)

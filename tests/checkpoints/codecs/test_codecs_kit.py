@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kits.codec_kit import CodecKit
 
-from raymerge.checkpoints.packing import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 
 SCALES = [

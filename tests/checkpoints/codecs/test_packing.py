@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymerge.checkpoints.packing import Format, Packing, usual_packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 
 sizes = st.integers(1, 9)

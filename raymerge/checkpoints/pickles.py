@@ -1,0 +1,352 @@
+"""Weights that torch saved as a pickle: where each tensor lies in the file, without reading its data.
+
+A file that torch saved is a zip archive: ``data.pkl`` describes the tensors, and every storage is an
+uncompressed record. torch itself reads the description, in the way that runs no code and makes tensors
+without data; where it places their storages is proved by the archive's own directory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import xxhash
+
+from raymerge.checkpoints.header import MAX_HEADER_NBYTES, METADATA_KEY, FileHeader, StoredTensor
+from raymerge.checkpoints.pickle_bounds import check_extent
+from raymerge.checkpoints.pickled_file import StoreFile
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.store import FileInfo, ReadStore
+
+if TYPE_CHECKING:
+    import torch
+
+_ARCHIVE_START = b"PK\x03\x04"
+_LOCAL_HEADER_NBYTES = 30
+_IS_ENCRYPTED = 1
+_MAX_SHOWN = 3
+_BUFFER_NBYTES = 1 << 16
+_DOWNLOAD = "Download or copy the file again."
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; '
+    "d = torch.load('{path}', weights_only=True, map_location='cpu'){within}; "
+    "s.save_file({{k: v.clone().contiguous() for k, v in d.items() if torch.is_tensor(v)}}, "
+    "'{target}', {{'format': 'pt'}})\""
+)
+# What torch calls the thing that its safe reader would not build.
+_CULPRIT = re.compile(r"GLOBAL ([\w.]+)|whose module (\w+) is blocked")
+
+
+def read_pickled(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tuple[str, ...]]:
+    """Where every tensor of a pickled file lies in it, and things worth telling of the file.
+
+    The digest is that of the description and of the archive's table of storages with their checksums.
+
+    Raises:
+        CheckpointError: the file is no plain map from names to tensors that lie in it as they are.
+    """
+    where = store.location(info.key)
+    raw = StoreFile(store, info)
+    with io.BufferedReader(raw, _BUFFER_NBYTES) as file:
+        archive = _read_archive(file, raw, store, info)
+        found = _load(file, where)
+    named, within, notes = _chosen(found, where, info.key)
+    tensors, problems = _located(named, archive, info.key)
+    if problems:
+        remedy = f"If you trust the file, convert it: {conversion_command(where, within)}"
+        raise CheckpointError([Problem(where, what, remedy) for what in problems])
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes, tensor.name))
+    start = min((tensor.offset for tensor in tensors), default=info.nbytes)
+    return FileHeader(info.key, info.nbytes, start, tuple(tensors), {}, archive.digest, info.version), notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """What the archive's own directory says."""
+
+    storages: Mapping[int, int]
+    """Bytes of every storage, by its first byte in the file."""
+    digest: str
+    """xxh3-128 of the description and of the directory's entries for the storages."""
+
+
+def _read_archive(file: BinaryIO, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
+    """The archive's storages; the file, which reads from ``raw``, is left at its start.
+
+    Raises:
+        CheckpointError: it is no archive as torch writes them, or of one that cannot be read in place.
+    """
+    where = store.location(info.key)
+    start = file.read(len(b"version "))
+    if start == b"version ":
+        what = "is a Git LFS pointer, a note of where the weights are, not the weights."
+        raise CheckpointError(Problem(where, what, "Run `git lfs pull` in that directory."))
+    if not start.startswith(_ARCHIVE_START):
+        what = "is not of the format that torch writes since version 1.6, a zip archive."
+        raise CheckpointError(
+            Problem(where, what, f"If you trust it, convert it: {conversion_command(where)}")
+        )
+    try:
+        with zipfile.ZipFile(file) as archive:
+            found = _checked(archive, raw, store, info)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive makes zipfile raise half a dozen kinds
+        what = f"is a zip archive that cannot be read in place ({str(error)[:80]})."
+        remedy = (
+            f"{_DOWNLOAD} If that does not help and you trust it, convert it: {conversion_command(where)}"
+        )
+        raise CheckpointError(Problem(where, what, remedy)) from error
+    file.seek(0)
+    return found
+
+
+def _checked(archive: zipfile.ZipFile, raw: StoreFile, store: ReadStore, info: FileInfo) -> _Archive:
+    entries = archive.infolist()
+    top = entries[0].filename.partition("/")[0] if entries else ""
+    by_name = {entry.filename: entry for entry in entries}
+    if problem := _layout_problem(archive, by_name, top):
+        what, remedy = problem
+        raise CheckpointError(Problem(store.location(info.key), what, remedy))
+    description = archive.read(by_name[f"{top}/data.pkl"])
+    check_extent(description)
+    hasher = xxhash.xxh3_128(description)
+    storages: dict[int, int] = {}
+    records = [entry for entry in entries if entry.filename.startswith(f"{top}/data/")]
+    raw.look_ahead([_head(entry, info) for entry in records])
+    for entry in records:
+        offset = _data_offset(entry, raw, info)
+        storages[offset] = entry.file_size
+        hasher.update(f"\n{entry.filename} {offset} {entry.file_size} {entry.CRC}".encode())
+    return _Archive(storages, hasher.hexdigest())
+
+
+def _layout_problem(
+    archive: zipfile.ZipFile, by_name: Mapping[str, zipfile.ZipInfo], top: str
+) -> tuple[str, str] | None:
+    """What makes the archive unfit, and what to do about it."""
+    if len(by_name) < len(archive.infolist()):
+        return "is a zip archive that has a name twice.", _DOWNLOAD
+    if f"{top}/constants.pkl" in by_name:
+        return "is a TorchScript program and no weights.", "Give the weights that it was made from."
+    description = by_name.get(f"{top}/data.pkl")
+    if description is None or description.file_size > MAX_HEADER_NBYTES:
+        return "is a zip archive without a description of tensors as torch saves it.", _DOWNLOAD
+    order = by_name.get(f"{top}/byteorder")
+    if order is not None and (order.file_size > len("little") or archive.read(order) != b"little"):
+        return (
+            "was saved by a machine with the other order of bytes (big-endian).",
+            "Convert it to safetensors on such a machine.",
+        )
+    return None
+
+
+def _name(entry: zipfile.ZipInfo) -> bytes:
+    """The name of a record, as the file has it."""
+    return entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+
+
+def _head(entry: zipfile.ZipInfo, info: FileInfo) -> tuple[int, int]:
+    """Where the head of a record lies, and its bytes.
+
+    Raises:
+        ValueError: not in the file.
+    """
+    begin, nbytes = entry.header_offset, _LOCAL_HEADER_NBYTES + len(_name(entry))
+    if not 0 <= begin <= info.nbytes - nbytes:
+        raise ValueError(f"{entry.filename} begins outside the file")
+    return begin, nbytes
+
+
+def _data_offset(entry: zipfile.ZipInfo, raw: StoreFile, info: FileInfo) -> int:
+    """The first byte of a record that is stored as it is and lies in the file whole.
+
+    Raises:
+        ValueError: it is packed, or the two headers of the record disagree.
+    """
+    name = _name(entry)
+    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _IS_ENCRYPTED:
+        raise ValueError(f"{entry.filename} is compressed or encrypted")
+    begin, nbytes = _head(entry, info)
+    header = raw.read_at(begin, nbytes)
+    lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    agrees = header.startswith(_ARCHIVE_START) and lengths[0] == len(name)
+    offset = begin + _LOCAL_HEADER_NBYTES + sum(lengths)
+    if not agrees or header[_LOCAL_HEADER_NBYTES:] != name or offset + entry.file_size > info.nbytes:
+        raise ValueError(f"{entry.filename} is not where the directory says")
+    return offset
+
+
+def _load(file: BinaryIO, where: str) -> Any:
+    """What the pickle holds, tensors without their data.
+
+    Raises:
+        CheckpointError: torch's safe reader refuses it.
+    """
+    # Imported here because both take long, and most weights are no pickles.
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            return torch.load(file, weights_only=True)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_unsafe(where, str(error))) from error
+    except Exception as error:  # a damaged pickle makes torch raise almost anything
+        reason = (str(error).strip().splitlines() or [repr(error)])[0][:120]
+        what = f"cannot be read as plain tensors ({reason})."
+        raise CheckpointError(
+            Problem(where, what, "Take weights in safetensors, or a file that holds tensors only.")
+        ) from error
+
+
+def _unsafe(where: str, said: str) -> Problem:
+    culprit = _CULPRIT.search(said)
+    name = f" ({culprit.group(1) or culprit.group(2)})" if culprit else ""
+    what = f"is not made of plain tensors alone: to load it would run code or build other things{name}."
+    remedy = "raymerge never does that. Take weights in safetensors, or have its publisher save tensors only."
+    return Problem(where, what, remedy)
+
+
+def _chosen(found: Any, where: str, key: str) -> tuple[dict[Any, Any], str, tuple[str, ...]]:
+    """The map of tensors, how Python names it in what was loaded, and what to tell of the rest.
+
+    Raises:
+        CheckpointError: there is not exactly one map of tensors, at the top or one step below it.
+    """
+    if not isinstance(found, dict):
+        what = f"holds a {type(found).__name__}, not a map from names to tensors."
+        raise CheckpointError(Problem(where, what, "Give a file that holds a model's weights."))
+    if any(_is_tensor(value) for value in dict.values(found)):
+        return found, "", ()
+    holders = [key for key, value in dict.items(found) if _holds_tensors(value)]
+    if len(holders) == 1 and isinstance(found[holders[0]], dict):
+        inner = found[holders[0]]
+        rest = [str(key) for key in found if key != holders[0]]
+        beside = f"; beside it, and left out: {_some(rest)}" if rest else ""
+        return (
+            inner,
+            f"[{holders[0]!r}]",
+            (f"the tensors of {key} are those below {holders[0]!r}{beside}.",),
+        )
+    what = f"holds tensors below {_some([str(key) for key in holders])}." if holders else "holds no tensors."
+    remedy = "Save the model's tensors alone, as a map from names to tensors."
+    raise CheckpointError(Problem(where, what, remedy))
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether there is a tensor anywhere below; without recursion, for a pickle may be deep or circular."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if _is_tensor(each):
+            return True
+        if isinstance(each, dict):
+            waiting.extend(dict.values(each))
+        elif isinstance(each, list | tuple | set | frozenset):
+            waiting.extend(each)
+    return False
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _located(named: dict[Any, Any], archive: _Archive, key: str) -> tuple[list[StoredTensor], list[str]]:
+    """Every tensor where it lies, and sentences about those that do not lie there as they are."""
+    tensors: list[StoredTensor] = []
+    wrong: dict[str, list[str]] = {}
+    dtypes = _dtypes()
+    for name, value in dict.items(named):
+        found = _place(name, value, archive, dtypes)
+        if isinstance(found, str):
+            wrong.setdefault(found, []).append(str(name))
+        else:
+            tensors.append(StoredTensor(name, *found[:2], key, *found[2:]))
+    return tensors, [f"{_entries(names)} {reason}." for reason, names in wrong.items()]
+
+
+def _place(
+    name: Any, value: Any, archive: _Archive, dtypes: Mapping[Any, DType]
+) -> tuple[DType, tuple[int, ...], int, int] | str:
+    """Dtype, shape, first byte and bytes of a tensor; or why it has none, as the end of a sentence."""
+    if not _is_name(name):
+        return "cannot be a name in safetensors"
+    if not _is_tensor(value):
+        return f"is a {type(value).__name__} and no tensor"
+    if reason := _unusual(value):
+        return reason
+    if value.dtype not in dtypes:
+        return f"is of {value.dtype}, which raymerge does not know"
+    storage = value.untyped_storage()
+    offset = getattr(storage, "_checkpoint_offset", None)
+    if offset is None or archive.storages.get(offset) != storage.nbytes():
+        return "is not where torch takes it to be: another tool packed this archive, or this torch is too old"
+    nbytes = dtypes[value.dtype].nbytes(value.numel())
+    inside = value.storage_offset() * value.element_size()
+    if inside + nbytes > storage.nbytes():
+        return "is larger than what is stored of it"
+    return dtypes[value.dtype], tuple(value.shape), offset + inside, nbytes
+
+
+def _unusual(tensor: torch.Tensor) -> str | None:
+    """Why the stored numbers are not the tensor's elements in their order."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return "is sparse or quantised in a way of torch's own"
+    if not tensor.is_contiguous():
+        return "is a view whose elements do not lie one after the other (a transposed tensor, say)"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a view that changes the sign of what is stored"
+    return None
+
+
+def _dtypes() -> Mapping[Any, DType]:
+    import torch
+
+    names = {dtype: dtype.torch_name for dtype in DType}
+    return {getattr(torch, name): dtype for dtype, name in names.items() if name and hasattr(torch, name)}
+
+
+def _is_name(name: Any) -> bool:
+    if not isinstance(name, str) or name == METADATA_KEY:
+        return False
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def conversion_command(path: str, within: str = "") -> str:
+    """A command that writes a file's tensors as safetensors under the name that is looked for."""
+    directory, slash, name = path.rpartition("/")
+    stem = name.rpartition(".")[0]
+    stem = stem.removeprefix("pytorch_") if stem.startswith("pytorch_model") else stem
+    target = f"{directory}{slash}{stem}.safetensors"
+    return _CONVERT.format(path=path, within=within, target=target)
+
+
+def _entries(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"each of {len(names)} entries ({_some(names)})"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MAX_SHOWN
+    shown = ", ".join(name[:80] for name in names[:_MAX_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,1 @@
+"""How what the library answers is shown."""

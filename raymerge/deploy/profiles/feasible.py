@@ -1,0 +1,276 @@
+"""What cannot be, whatever cluster it is sent to: faults that lie between the keys of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from raymerge.deploy.profiles.kubernetes import Volume, WorkerGroup
+from raymerge.deploy.profiles.kubernetes_part import Kubernetes
+from raymerge.deploy.profiles.run import RunSettings
+from raymerge.deploy.profiles.values import Labels, amount
+from raymerge.documents.faults import Fault, Path
+from raymerge.options import STEPS_WANTED
+from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
+
+CONFIG_PATH = "/etc/raymerge"
+"""Where a run's recipe and profile are mounted."""
+
+
+_RESERVED_PATHS = (CONFIG_PATH, "/dev/shm", "/tmp/ray")
+_RESERVED_VOLUMES = ("raymerge-config", "shared-mem", "ray-logs")
+_RESERVED_ENV = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_CLUSTER_NAME", "RAY_IP", "FQ_RAY_IP", "RAY_PORT")
+_RESERVED_LABELS = ("ray.io/", "raymerge.io/", "app.kubernetes.io/", "kueue.x-k8s.io/queue-name")
+_MOST_QUEUED_GROUPS = 7
+_TOKENS_SINCE = (2, 52)
+
+
+def faults_between(
+    kubernetes: Kubernetes | None, run: RunSettings, output: str | None, target: str
+) -> Iterator[Fault]:
+    """Faults that lie between the sections of a profile, and within that for Kubernetes."""
+    if target == "job":
+        yield from steps_faults(run, output or "", 1)
+    if kubernetes is None:
+        return
+    yield from _named_twice(kubernetes)
+    yield from _versions(kubernetes)
+    yield from _queued(kubernetes)
+    yield from _names_taken(kubernetes)
+    for index, group in enumerate(kubernetes.workers):
+        yield from _bounds(group, ("kubernetes", "workers", index), kubernetes.autoscaling.enabled)
+    for path, volumes in _mounted(kubernetes):
+        yield from _mounts(volumes, path)
+    if target == "kubernetes":
+        yield from _holdable(kubernetes, run)
+        if output is not None:
+            yield from _out_of_reach(kubernetes, as_path(output))
+        if run.steps is not None:
+            yield from _steps_out_of_reach(kubernetes, run.steps)
+
+
+def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
+    """Why pods could not make a checkpoint at a place: it is no address, and on no volume that all share."""
+    path: Path = ("output",)
+    if is_object_place(output):
+        return
+    if is_remote(output):
+        what = f"{shown(output)} can be read from, and not written to."
+        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
+        return
+    if not output.startswith("/"):
+        what = f"'{output}' is relative to a directory of this machine, which pods do not have."
+        yield Fault(path, what, "Write s3://bucket/dir, or an absolute path on a volume.")
+        return
+    if not _is_shared(kubernetes, output):
+        what = f"{output} is on no volume that every pod mounts, shared and writable."
+        remedy = "Add one (pvc, or host_path of a shared file system), or write s3://bucket/dir."
+        yield Fault(path, what, remedy)
+
+
+def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
+    """Why a machine elsewhere could not have results between; of stages, of which recipes do not tell, none.
+
+    Args:
+        run: how to run.
+        output: the output place.
+        num_merges: in the recipe's file.
+    """
+    if run.steps is None:
+        if num_merges > 1 and is_object_place(output):
+            yield Fault(("output",), *STEPS_WANTED)
+    elif not run.steps.startswith("/"):
+        yield Fault(("run", "steps"), *_steps_of_here(run.steps))
+
+
+def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
+    """Why pods could not have results between in a directory."""
+    path: Path = ("run", "steps")
+    if not steps.startswith("/"):
+        yield Fault(path, *_steps_of_here(steps))
+    elif not _is_shared(kubernetes, f"{steps}/x"):
+        what = f"{steps} is on no volume that every pod mounts, shared and writable."
+        yield Fault(path, what, "Add one: pvc, or host_path of a shared file system.")
+
+
+def _steps_of_here(steps: str) -> tuple[str, str]:
+    """What is wrong with a directory that another machine looks for elsewhere, and what to do."""
+    what = f"'{steps}' is relative to a directory of this machine, which the cluster does not have."
+    return what, "Write its absolute path as the cluster sees it, on a disk that all of its machines share."
+
+
+def _is_shared(kubernetes: Kubernetes, place: str) -> bool:
+    """Whether every pod has a shared and writable volume that an absolute path is on."""
+    holders = [_holder(volumes, place) for _, volumes in _mounted(kubernetes)]
+    return all(each is not None and each.is_shared and each.is_writable for each in holders)
+
+
+def is_mounted(kubernetes: Kubernetes, place: str) -> bool:
+    """Whether every pod has a volume that an absolute path is on."""
+    return all(_holder(volumes, place) is not None for _, volumes in _mounted(kubernetes))
+
+
+def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
+    """The volume that a path is on, the deepest of them; not the place it is mounted at, which is there."""
+    holders = [each for each in volumes if place.startswith(each.mount_path + "/")]
+    return max(holders, key=lambda each: len(each.mount_path), default=None)
+
+
+def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[Path, tuple[Volume, ...]]]:
+    """The volumes of each kind of pod, with where they are written."""
+    yield ("kubernetes", "volumes"), kubernetes.volumes
+    for index, group in enumerate(kubernetes.workers):
+        if group.volumes is not None:
+            yield ("kubernetes", "workers", index, "volumes"), group.volumes
+
+
+def _named_twice(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if not kubernetes.workers:
+        yield Fault(("kubernetes", "workers"), "there is no group of workers.", "Add one.")
+    names = Counter(group.name for group in kubernetes.workers)
+    for index, group in enumerate(kubernetes.workers):
+        if names[group.name] > 1:
+            names[group.name] = 1
+            path = ("kubernetes", "workers", index, "name")
+            yield Fault(path, f"two groups are named '{group.name}'.", "Name one of them otherwise.")
+
+
+def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
+    major, minor = (int(part) for part in kubernetes.ray_version.split(".")[:2])
+    if kubernetes.token_auth and (major, minor) < _TOKENS_SINCE:
+        what = f"Ray {kubernetes.ray_version} knows no tokens; they came with 2.52."
+        yield Fault(("kubernetes", "ray_version"), what, "Take a newer image, or write token_auth: false.")
+    if kubernetes.token_secret is not None and not kubernetes.token_auth:
+        what = "a secret for the token is named, but token_auth is false."
+        yield Fault(("kubernetes", "token_secret"), what, "Remove one of the two.")
+
+
+def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
+    if kubernetes.queue is None:
+        return
+    path: Path = ("kubernetes", "queue")
+    if kubernetes.autoscaling.enabled:
+        what = "Kueue reserves what a run needs before it begins, and autoscaling changes that."
+        yield Fault(path, what, "Write autoscaling: {enabled: false} and each group's replicas.")
+    if len(kubernetes.workers) > _MOST_QUEUED_GROUPS:
+        groups = len(kubernetes.workers)
+        what = f"Kueue takes at most {_MOST_QUEUED_GROUPS} groups of workers; there are {groups}."
+        yield Fault(path, what, "Join groups, or write no queue.")
+
+
+def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
+    for name in kubernetes.env:
+        if name in _RESERVED_ENV:
+            yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
+    labelled: list[tuple[Path, Labels]] = [(("kubernetes", "labels"), kubernetes.labels)]
+    labelled += [
+        (("kubernetes", "workers", index, "labels"), group.labels)
+        for index, group in enumerate(kubernetes.workers)
+    ]
+    for path, labels in labelled:
+        for key in labels:
+            if key.startswith(_RESERVED_LABELS):
+                yield Fault((*path, key), f"'{key}' is set by raymerge or the operator.", "Remove it.")
+
+
+def _bounds(group: WorkerGroup, path: Path, is_scaled: bool) -> Iterator[Fault]:
+    if not is_scaled:
+        for key in ("min_replicas", "max_replicas", "idle_timeout_seconds"):
+            if getattr(group, key) is not None:
+                what = f"{key} has no meaning without autoscaling."
+                yield Fault((*path, key), what, "Write autoscaling: {enabled: true}, or remove it.")
+        if group.replicas == 0:
+            what = "the group has no pods, and without autoscaling none will come."
+            yield Fault((*path, "replicas"), what, "Write 1 or more, or remove the group.")
+        return
+    low, high = fewest(group), most(group, is_scaled=True)
+    if not low <= group.replicas <= high:
+        what = f"{group.replicas} replicas are not from {low} (min_replicas) to {high} (max_replicas)."
+        yield Fault((*path, "replicas"), what, "Write min_replicas <= replicas <= max_replicas.")
+    if high == 0:
+        what = "the group may never have a pod: max_replicas is not given, and replicas is 0."
+        yield Fault((*path, "replicas"), what, "Write max_replicas.")
+
+
+def fewest(group: WorkerGroup) -> int:
+    """The fewest pods of a group that autoscales."""
+    return group.min_replicas if group.min_replicas is not None else 0
+
+
+def most(group: WorkerGroup, *, is_scaled: bool) -> int:
+    """The most pods that a group ever has."""
+    return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
+
+
+def _mounts(volumes: tuple[Volume, ...], path: Path) -> Iterator[Fault]:
+    seen_paths: set[str] = set()
+    seen_names: set[str] = set()
+    for index, volume in enumerate(volumes):
+        if volume.mount_path in seen_paths:
+            what = f"two volumes are mounted at {volume.mount_path}."
+            yield Fault((*path, index, "mount_path"), what, "Mount one of them elsewhere.")
+        if volume.name in seen_names:
+            yield Fault((*path, index, "name"), f"two volumes are named '{volume.name}'.", "Rename one.")
+        if volume.name in _RESERVED_VOLUMES:
+            what = f"'{volume.name}' is the name of a volume that every pod has."
+            yield Fault((*path, index, "name"), what, "Name it otherwise.")
+        for reserved in _RESERVED_PATHS:
+            if _is_below(reserved, volume.mount_path) or _is_below(volume.mount_path, reserved):
+                what = f"a volume at {volume.mount_path} would hide {reserved}, which every pod needs."
+                yield Fault((*path, index, "mount_path"), what, "Mount it elsewhere, like /mnt/models.")
+        seen_paths.add(volume.mount_path)
+        seen_names.add(volume.name)
+
+
+def _is_below(path: str, above: str) -> bool:
+    """Whether a path is another one, or somewhere in it."""
+    return f"{path}/".startswith(f"{above}/")
+
+
+def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
+    is_scaled = kubernetes.autoscaling.enabled
+    threads = run.threads or 1
+    if run.device == "cuda" and not any(group.gpus for group in kubernetes.workers):
+        what = "cuda is asked for, but no group of workers has GPUs."
+        yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
+        return
+    rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
+    groups = [(group, most(group, is_scaled=is_scaled)) for group in kubernetes.workers]
+    held, slots, gpus = (
+        sum(_room(group, threads, kind) * count for group, count in groups)
+        for kind in (run.device, "cpu", "cuda")
+    )
+    if rooms and not any(rooms):
+        what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
+        yield Fault(("kubernetes", "workers"), what, "Give the groups more cpu, or write fewer threads.")
+    elif run.workers is not None and run.workers > held:
+        of = f" of {threads} threads" if threads > 1 else ""
+        what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
+        yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
+    elif run.cpu_workers and (beside := _beside(run, gpus)) + run.cpu_workers > slots:
+        of = f" of {threads} threads" if threads > 1 else ""
+        what = (
+            f"{run.cpu_workers} workers{of} on processors are asked for beside {beside} others, but the pods "
+            f"have processors for {slots} in all."
+        )
+        remedy = "Ask for fewer, or give the groups more replicas or cpu."
+        yield Fault(("run", "cpu_workers"), what, remedy)
+    sizes = [amount(group.memory) for group in kubernetes.workers]
+    if run.memory is not None and sizes and run.memory >= max(sizes):
+        what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
+        yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
+
+
+def _beside(run: RunSettings, gpus: int) -> int:
+    """Workers that there are beside those on processors that are asked for by themselves."""
+    if run.workers is not None:
+        return run.workers
+    return 0 if run.device == "cpu" else gpus
+
+
+def _room(group: WorkerGroup, threads: int, device: str | None) -> int:
+    """Workers that a pod holds."""
+    # The operator gives Ray whole processors, rounded up.
+    by_cpu = math.ceil(amount(group.cpu)) // threads
+    return min(group.gpus, by_cpu) if device == "cuda" else by_cpu

@@ -1,0 +1,125 @@
+"""Which target is meant: by a profile, by flags, or by the address alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raymerge.deploy.profiles import Profile, TargetName
+from raymerge.deploy.targets.job_server import JobServer
+from raymerge.deploy.targets.target import Target
+from raymerge.errors import OptionError, Problem
+
+_DASHBOARD = ("http://", "https://")
+_TOKEN = "RAY_AUTH_TOKEN"
+_AUTHORIZATION = "Authorization"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a run is."""
+
+    target: TargetName
+    """The kind of target."""
+    address: str | None
+    """Of its Ray cluster or its dashboard; None for the targets without."""
+    profile: Profile
+    """What else is to be known of it."""
+
+
+def choose(profile: Profile | None, target: TargetName | None, address: str | None) -> Where:
+    """The target that is meant. Flags win over the profile; an address of a dashboard means ``job``.
+
+    Args:
+        profile: the user's; None for none.
+        target: ``--target``.
+        address: ``--address``.
+
+    Raises:
+        OptionError: they contradict each other, or an address is missing.
+    """
+    said = profile or Profile()
+    kind = target or _kind_of(address) or said.target
+    wanted = address or _address_in(said, kind)
+    if kind in ("local", "kubernetes") and address is not None:
+        what = f"the target {kind} has no address of a Ray cluster, and {address} was given."
+        raise OptionError(Problem("--address", what, "Drop it, or give --target cluster or job."))
+    if kind == "job":
+        _check_job(wanted)
+    if kind == "cluster":
+        _check_cluster(wanted)
+    if kind == "kubernetes" and said.kubernetes is None:
+        what = "the target kubernetes needs a profile with a section 'kubernetes'."
+        raise OptionError(Problem("--target", what, "Give --profile FILE; see configs/run."))
+    return Where(kind, wanted, said)
+
+
+def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
+    """What runs are sent to; None where they are made by this very process.
+
+    Args:
+        where: where they are.
+        environment: variables that headers are taken from.
+
+    Raises:
+        OptionError: a variable that the profile names is not set, or what the target needs is not installed.
+    """
+    if where.target == "job":
+        return JobServer(where.address or "", _headers(where.profile, environment))
+    if where.target == "kubernetes":
+        from raymerge.deploy.targets.kubernetes import open_kubernetes
+
+        return open_kubernetes(where.profile)
+    return None
+
+
+def _kind_of(address: str | None) -> TargetName | None:
+    if address is None:
+        return None
+    return "job" if address.startswith(_DASHBOARD) else "cluster"
+
+
+def _address_in(profile: Profile, kind: TargetName) -> str | None:
+    if kind == "job":
+        return profile.job.address
+    return profile.cluster.address if kind == "cluster" else None
+
+
+def _check_job(address: str | None) -> None:
+    if address is None:
+        what = "the target job needs the address of a dashboard."
+        raise OptionError(
+            Problem("--target", what, "Give --address http://HEAD:8265, or write it in the profile.")
+        )
+    if not address.startswith(_DASHBOARD):
+        what = f"{address} is the address of a Ray cluster from inside it, and no dashboard."
+        raise OptionError(Problem("--address", what, "Give http://HEAD:8265, or --target cluster."))
+
+
+def _check_cluster(address: str | None) -> None:
+    if address is None:
+        what = "the target cluster needs the address of a head node."
+        raise OptionError(
+            Problem("--target", what, "Give --address HOST:PORT, or auto on a node of the cluster.")
+        )
+    if address.startswith(_DASHBOARD):
+        what = f"{address} is the address of a dashboard, which the target cluster does not use."
+        raise OptionError(Problem("--address", what, "Give HOST:PORT of the head node, or --target job."))
+
+
+def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
+    """Headers of every request, with the token that Ray's own tools would send."""
+    sources = profile.job.headers_from_env or {}
+    missing = [name for name in sources.values() if name not in environment]
+    if missing:
+        where = profile.where("job", "headers_from_env")
+        raise OptionError(
+            [
+                Problem(where, f"the environment variable {name} is not set.", f"Set {name} to the value.")
+                for name in missing
+            ]
+        )
+    headers = {header: environment[name] for header, name in sources.items()}
+    if environment.get(_TOKEN) and not any(each.lower() == _AUTHORIZATION.lower() for each in headers):
+        headers[_AUTHORIZATION] = f"Bearer {environment[_TOKEN]}"
+    return headers

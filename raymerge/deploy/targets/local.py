@@ -1,0 +1,158 @@
+"""What the records of an output place say of its runs, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.deploy.targets.target import RunReport, RunState
+from raymerge.publish.journal import ENDED
+from raymerge.publish.lease import DEAD_SECONDS, Hold
+from raymerge.publish.ledger import NAME
+from raymerge.publish.run_records import (
+    STORY,
+    Record,
+    RunRecords,
+    entries_of,
+    events_of,
+    is_older,
+    read_object,
+)
+from raymerge.units import format_duration, format_size
+
+GOES_ON = "Submit it again: it goes on from there."
+"""What to do about a run that ended before its end."""
+_RESUMABLE = 3
+_ASKED = "stopping"
+"""Name of the event that tells of a request to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How far an unfinished run is."""
+
+    segments: int
+    """Segments that are made."""
+    nbytes: int
+    """Bytes that were read and written for them."""
+    of_segments: int | None
+    """Segments of the whole; None where the record does not say."""
+    of_nbytes: int | None
+    """Bytes of the whole."""
+    stage: str
+    """The stage or merge before it that was begun last; "" for none."""
+    ended: Mapping[str, Any] | None
+    """What ended it; None where nothing is written of that."""
+    is_asked: bool
+    """Whether the last thing that it told was that it stops, as it was asked to."""
+
+    def __str__(self) -> str:
+        if self.stage and not self.segments:
+            return f"{self.stage} was begun"
+        of = "" if self.of_segments is None else f" of {self.of_segments}"
+        return f"{self.segments}{of} segments are done"
+
+
+def report_of(records: RunRecords) -> RunReport:
+    """How far the runs towards a place are.
+
+    Raises:
+        OSError: the place cannot be looked at.
+    """
+    hold, begun = records.hold(), records.begun()
+    if hold is not None and hold.is_alive:
+        return _running(records.place, hold, None if begun is None else done_of(begun))
+    published = records.published()
+    if begun is not None and not is_older(begun, published):
+        return _unfinished(records.place, hold, done_of(begun))
+    if published is not None:
+        return _published(records.place, published)
+    if hold is not None:
+        what = f"{_died(hold)}; it had not begun to write the output. {GOES_ON}"
+        return RunReport(records.place, RunState.FAILED, records.place, what)
+    if records.has_steps():
+        what = f"nobody makes it; what was made on the way is kept beside it. {GOES_ON}"
+        return RunReport(records.place, RunState.STOPPED, records.place, what)
+    what = f"there is nothing of raymerge at {records.place}: no checkpoint, and no unfinished run."
+    return RunReport(records.place, RunState.UNKNOWN, records.place, what)
+
+
+def done_of(record: Record) -> Done:
+    """How far the run of a record is."""
+    receipts = {each["segment"]: each for each in _receipts(record)}
+    nbytes = sum(_count(each, "read_bytes") + _count(each, "written_bytes") for each in receipts.values())
+    planned: Mapping[str, Any] = {}
+    ended: Mapping[str, Any] | None = None
+    stage, kind = "", ""
+    for event in events_of(record):
+        kind = str(event.get("event"))
+        if kind == "planned":
+            planned, ended, stage = event, None, ""
+        elif kind == "stage_started":
+            stage, ended = f"the stage '{event.get('title')}'", None
+        elif kind == ENDED:
+            ended = event
+    of = _known(planned, "segments"), _known(planned, "total_bytes")
+    return Done(len(receipts), nbytes, *of, stage, ended, is_asked=kind == _ASKED)
+
+
+def _running(place: str, hold: Hold, done: Done | None) -> RunReport:
+    by = "another process" if hold.holder is None else str(hold.holder)
+    how_far = "it has not begun to write the output yet" if done is None else str(done)
+    details = {"by": by, "last sign of life": f"{format_duration(hold.silent_seconds)} ago"}
+    details |= {} if done is None else _numbers(done)
+    return RunReport(place, RunState.RUNNING, place, f"{by} makes it: {how_far}.", details)
+
+
+def _unfinished(place: str, hold: Hold | None, done: Done) -> RunReport:
+    details = _numbers(done)
+    if hold is not None and not done.is_asked:
+        return RunReport(place, RunState.FAILED, place, f"{_died(hold)}; {done}. {GOES_ON}", details)
+    if done.ended is None:
+        return RunReport(place, RunState.STOPPED, place, f"nobody makes it; {done}. {GOES_ON}", details)
+    code, said = _count(done.ended, "exit_code"), str(done.ended.get("message"))
+    details["exit_code"] = str(code)
+    if code == _RESUMABLE:
+        return RunReport(place, RunState.STOPPED, place, f"{done}. {GOES_ON} It ended with: {said}", details)
+    return RunReport(place, RunState.FAILED, place, f"it ended with an error: {said}", details)
+
+
+def _died(hold: Hold) -> str:
+    """What a lease says that its process could not give back."""
+    by = "the process that made it" if hold.holder is None else str(hold.holder)
+    return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"
+
+
+def _published(place: str, record: Record) -> RunReport:
+    story = read_object(record, STORY)
+    seconds = story.get("seconds")
+    details = {"finished": str(story.get("finished", "")), "exit_code": "0"}
+    if isinstance(seconds, int | float):
+        details["took"] = format_duration(seconds)
+    what = "the checkpoint is published, and was verified before."
+    return RunReport(place, RunState.SUCCEEDED, place, what, details)
+
+
+def _numbers(done: Done) -> dict[str, str]:
+    segments = str(done.segments) if done.of_segments is None else f"{done.segments} of {done.of_segments}"
+    size = format_size(done.nbytes)
+    nbytes = size if done.of_nbytes is None else f"{size} of {format_size(done.of_nbytes)}"
+    return {"segments": segments, "bytes": nbytes} | ({"before it": done.stage} if done.stage else {})
+
+
+def _receipts(record: Record) -> Iterator[Mapping[str, Any]]:
+    for entry in entries_of(record(NAME)):
+        receipt = entry.get("receipt")
+        if isinstance(receipt, dict) and isinstance(receipt.get("segment"), int):
+            yield receipt
+
+
+def _count(found: Mapping[str, Any], key: str) -> int:
+    value = found.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _known(found: Mapping[str, Any], key: str) -> int | None:
+    value = found.get(key)
+    return value if isinstance(value, int) else None

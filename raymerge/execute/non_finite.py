@@ -1,0 +1,123 @@
+"""Finds which stored value made a row NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from raymerge.checkpoints.codecs import load_scales
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.execute.decoding import numbers, tensor_scale
+from raymerge.execute.finite import first_non_finite
+from raymerge.execute.gathers import AssembledInput, Input, Raw, RawCodes, RawInput, RawRows, Taken
+from raymerge.execute.ops import RowJob
+from raymerge.execute.tiles import Load, TileJob
+from raymerge.merge_plan.expressions import Read, Term
+
+_LOST = "NaN or infinity"
+_FP8_NAN = 0x7F
+
+
+class StoredByte(NamedTuple):
+    """One byte of a source."""
+
+    source: int
+    """Index of the source."""
+    key: str
+    """Its file."""
+    byte: int
+    """Place in that file."""
+    is_finite: bool = False
+    """Whether it is a code whose product with its scale is too large for float32, and so no number."""
+
+
+def find_cause(row: RowJob, loads: Iterable[tuple[Load, Sequence[Raw]]], names: Sequence[str]) -> Problem:
+    """Why a row is not finite.
+
+    Args:
+        row: the row.
+        loads: all that it was made of, read again.
+        names: the names of the sources.
+    """
+    for load, raws in loads:
+        for tile, raw in zip(load.tiles, raws, strict=True):
+            for each, held in zip(row.inputs, raw, strict=True):
+                found = non_finite_byte(tile, each, held)
+                if found is not None:
+                    what = "codes with scales that make numbers beyond float32" if found.is_finite else _LOST
+                    return Problem(
+                        f"{names[found.source]}: {row.tensor}",
+                        f"the source holds {what}, here first at byte {found.byte} of {found.key}.",
+                        "Repair or replace that model; nothing was published.",
+                    )
+    # Codes can hold whatever float32 can: their scales are made to fit.
+    cast = DType.F32 if row.expression.encode is not None else row.expression.cast
+    wider = "a wider out_dtype (bfloat16, float32) or " if cast is DType.F16 else ""
+    return Problem(
+        row.tensor,
+        f"the sources are finite, but the merged values do not fit {cast.value}.",
+        f"Use {wider}smaller weights; nothing was published.",
+    )
+
+
+def non_finite_byte(tile: TileJob, source: Input, raw: RawInput) -> StoredByte | None:
+    """The first NaN or infinity of an input's bytes for a tile; None where all of them are finite."""
+    if isinstance(source, AssembledInput):
+        return _in_rows(source, raw) if isinstance(raw, RawRows) else None
+    if isinstance(raw, RawRows):
+        return None
+    if isinstance(raw, RawCodes):
+        return _in_codes(tile, source, raw)
+    found = first_non_finite(raw.numpy(), source.dtype)
+    return None if found is None else _at(source, tile.span(source)[0] + source.dtype.nbytes(found))
+
+
+def _in_codes(tile: TileJob, source: Read, raw: RawCodes) -> StoredByte | None:
+    """A scale that is not finite, or else a code that makes no finite number with its scale."""
+    scales = source.scales
+    if scales is None:
+        return None
+    whole = tensor_scale(raw, scales)
+    if whole is not None and not bool(whole.isfinite()):
+        return StoredByte(source.source, scales.tensor_key, scales.tensor_offset)
+    dtype = scales.encoding.scale_dtype
+    lost = torch.nonzero(~load_scales(dtype, raw.scales).isfinite())
+    if len(lost):
+        return StoredByte(source.source, scales.key, tile.scales_span(scales)[0] + dtype.nbytes(int(lost[0])))
+    values = numbers(raw, source._replace(view=None)).view(torch.uint8)
+    found = first_non_finite(values.numpy(), DType.F32)
+    if found is None:
+        return None
+    # Several codes may lie in one byte. In FP8 alone one of them may itself be no number.
+    byte = found * source.dtype.bits // 8
+    is_nan = scales.encoding.format.is_fp8 and (int(raw.codes[byte]) & _FP8_NAN) == _FP8_NAN
+    return _at(source, tile.span(source)[0] + byte)._replace(is_finite=not is_nan)
+
+
+def _in_rows(source: AssembledInput, raw: RawRows) -> StoredByte | None:
+    for number, term in enumerate(source.terms):
+        found = first_non_finite(raw.stored[number].numpy(), term.read.dtype)
+        if found is not None:
+            place = _element(term, raw.taken[number], found, source.num_columns)
+            return _at(term.read, term.read.offset + term.read.dtype.nbytes(place))
+        factors = term.product.factors if term.product is not None else ()
+        for factor, data in zip(factors, raw.factors[number], strict=True):
+            found = first_non_finite(data.numpy(), factor.dtype)
+            if found is not None:
+                return _at(factor, factor.offset + factor.dtype.nbytes(found))
+    return None
+
+
+def _at(read: Read, byte: int) -> StoredByte:
+    return StoredByte(read.source, read.key, byte)
+
+
+def _element(term: Term, taken: Taken, found: int, num_columns: int) -> int:
+    """Element of the stored tensor that lies at an index of the bytes read."""
+    if term.read.view is not None:
+        return found
+    row, column = divmod(found, num_columns)
+    return taken.stored_row(row) * num_columns + column

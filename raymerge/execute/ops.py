@@ -1,0 +1,298 @@
+"""One segment's rows, decoded from the plan's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.execute.gathers import AssembledInput, Input
+from raymerge.merge_plan.assembly_memory import assembly_need
+from raymerge.merge_plan.columns import RunReader, ints
+from raymerge.merge_plan.expressions import Expression, Read, repeated_reads
+from raymerge.merge_plan.gathers import read_term, read_view
+from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, row_need
+from raymerge.merge_plan.scales import read_scales
+from raymerge.merge_plan.tables import Plan
+
+Making: TypeAlias = tuple[int, tuple[int, ...]]
+"""A row to make, and those rows of the ones that it writes which are to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """One logical tensor of a row."""
+
+    logical: str
+    """Name by which chance is drawn."""
+    shape: tuple[int, ...]
+    """Logical shape."""
+    view: View | None
+    """Where its elements lie in the row, in elements; None: the row is this part."""
+    inputs: tuple[Input, ...]
+    """What feeds it, the base first where there is one."""
+
+    @property
+    def columns(self) -> int:
+        """Of a matrix, elements of a row of the tensor that it lies in."""
+        return self.shape[-1] if self.view is None else self.view.columns
+
+
+@dataclass(frozen=True, slots=True)
+class RowJob:
+    """One row to make."""
+
+    index: int
+    """Its number in the plan."""
+    tensor: str
+    """Its output tensor, for messages."""
+    check_finite: bool
+    """Whether NaN or infinity in it is an error."""
+    expression: Expression
+    """What is computed."""
+    first_element: int
+    """Index of its first element within the logical tensor."""
+    num_elements: int
+    """Its elements."""
+    is_flat: bool
+    """Whether it may be cut into tiles."""
+    parts: tuple[JobPart, ...]
+    """Its logical tensors."""
+    places: tuple[tuple[str, int], ...]
+    """Shard names and offsets that its bytes go to: its own, and those of rows with equal content."""
+    scales: RowJob | None = None
+    """The row of the scales that are made with it, where its bytes are codes."""
+    tensor_scale: RowJob | None = None
+    """The row of the one scale that all of its codes share, where there is one."""
+    joined_with: tuple[RowJob, ...] = ()
+    """Rows of codes that are to have the same one scale; they are made by themselves."""
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """All inputs, part by part."""
+        return tuple(each for part in self.parts for each in part.inputs)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether it is made of codes with scales, or made into them."""
+        is_read = any(isinstance(each, Read) and each.scales is not None for each in self.inputs)
+        return is_read or self.expression.encode is not None
+
+    @property
+    def repeated(self) -> list[bool]:
+        """Of each input whether its bytes are those of the part before, which are read once."""
+        return repeated_reads(self.inputs, len(self.parts))
+
+    @property
+    def need(self) -> Need:
+        """Memory that making it takes."""
+        shapes = [part.shape for part in self.parts]
+        size = RowSize(
+            self.num_elements,
+            len(shapes),
+            sum(max(1, shape[-1]) if shape else 1 for shape in shapes),
+            len(shapes[0]),
+            self.is_flat,
+            () if self.is_flat else tuple(PartSize(part.shape, part.view) for part in self.parts),
+        )
+        inputs = map(_input_need, self.inputs, self.repeated)
+        return row_need(self.expression, list(inputs), size)
+
+
+def _input_need(source: Input, is_repeated: bool) -> InputNeed:
+    if isinstance(source, Read):
+        return InputNeed(
+            source.dtype,
+            source.nbytes,
+            scales=source.scales,
+            view=source.view,
+            is_repeated=is_repeated,
+        )
+    read = source.terms[0].read
+    return InputNeed(read.dtype, read.nbytes, source.need)
+
+
+class _Row(NamedTuple):
+    """The columns of a plan's row that its job is made of."""
+
+    tensor: int
+    shard: int
+    offset: int
+    first_element: int
+    num_elements: int
+    expression: int
+    is_flat: bool
+    copy_of: int
+    made_with: int
+    scales: int
+    tensor_scale: int
+    joined_with: list[int]
+    also: list[int]
+    first_part: int
+    num_parts: int
+    first_input: int
+    num_inputs: int
+
+
+class _Input(NamedTuple):
+    """The columns of a plan's input that are read."""
+
+    part: int
+    source: int
+    key: str
+    offset: int
+    nbytes: int
+    dtype: str
+    view_offset: int
+    view_shape: list[int]
+    view_strides: list[int]
+    assembly: int
+    scales: int
+
+
+class Jobs:
+    """Reads jobs out of a plan; expressions and columns are made ready once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._expressions: Sequence[Expression] = plan.expressions
+        self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
+        self._dtypes: Mapping[str, DType] = {dtype.value: dtype for dtype in DType}
+        self._segments = RunReader(plan["segments"], "first_row", "num_rows")
+        self._tensors = RunReader(plan["tensors"], "name", "check_finite")
+        self._rows = RunReader(plan["rows"], *_Row._fields)
+        self._places = RunReader(plan["rows"], "shard", "offset")
+        self._copies = RunReader(plan["rows"], "copy_of")
+        self._parts = RunReader(plan["parts"], "logical", "shape", "view_offset", "view_strides")
+        self._inputs = RunReader(plan["inputs"], *_Input._fields)
+        self._scales = RunReader(plan["scales"], *plan["scales"].column_names)
+        self._encodings = plan.encodings
+
+    def rows(self, segment: int) -> tuple[RowJob, ...]:
+        """The rows that a segment makes, in order; those that another row writes are left out."""
+        return self._run(*self._segments.row(segment))
+
+    def these(self, segment: int, makings: Sequence[Making]) -> tuple[RowJob, ...]:
+        """Rows to make in this order, each with some of its places alone.
+
+        Args:
+            segment: most of them are its own.
+            makings: which rows, and which of the rows that each of them writes. Of what is made with a row
+                and not written, the place has no name.
+        """
+        own = {row.index: row for row in self.rows(segment)}
+        jobs = ((own.get(number) or self._run(number, 1)[0], written) for number, written in makings)
+        return tuple(self._aimed(row, written) for row, written in jobs)
+
+    def _aimed(self, row: RowJob, written: Sequence[int]) -> RowJob:
+        """A row with the places of these rows instead of all of its own."""
+        places: dict[int, list[tuple[str, int]]] = {}
+        for number in written:
+            (copy_of,), (shard, offset) = self._copies.row(number), self._places.row(number)
+            first = copy_of if copy_of >= 0 else number
+            places.setdefault(first, []).append((self._shards[shard], offset))
+
+        def aimed(job: RowJob) -> RowJob:
+            return replace(job, places=tuple(places.get(job.index, (("", job.places[0][1]),))))
+
+        scales, tensor_scale = row.scales and aimed(row.scales), row.tensor_scale and aimed(row.tensor_scale)
+        return replace(aimed(row), scales=scales, tensor_scale=tensor_scale)
+
+    def _run(self, first: int, count: int, *, is_alone: bool = False) -> tuple[RowJob, ...]:
+        """Some rows that follow on each other, but for those that another row writes.
+
+        Args:
+            first: number of the first one.
+            count: how many.
+            is_alone: whether they are taken without those that they are joined with.
+        """
+        rows = [_Row(*values) for values in self._rows.read(first, count)]
+        # Parts and inputs of consecutive rows stand together, so that each table is read once.
+        parts = self._parts.read(rows[0].first_part, sum(row.num_parts for row in rows))
+        inputs = self._inputs.read(rows[0].first_input, sum(row.num_inputs for row in rows))
+        made = [
+            (row, list(islice(parts, row.num_parts)), list(islice(inputs, row.num_inputs))) for row in rows
+        ]
+        found = (
+            self._row(first + position, row, self._job_parts(own, reads))
+            for position, (row, own, reads) in enumerate(made)
+            if row.copy_of < 0 and row.made_with < 0
+        )
+        return tuple(found) if is_alone else tuple(map(self._joined, found))
+
+    def _joined(self, job: RowJob) -> RowJob:
+        """A row with those that it shares the one scale of a matrix with."""
+        numbers = _Row(*self._rows.row(job.index)).joined_with if job.tensor_scale is not None else ()
+        others = tuple(self._run(number, 1, is_alone=True)[0] for number in numbers)
+        return replace(job, joined_with=others) if others else job
+
+    def _row(self, index: int, row: _Row, parts: tuple[JobPart, ...]) -> RowJob:
+        name, check_finite = self._tensors.row(row.tensor)
+        places = [(row.shard, row.offset), *map(self._places.row, row.also)]
+        return RowJob(
+            index=index,
+            tensor=name,
+            check_finite=check_finite,
+            expression=self._expressions[row.expression],
+            first_element=row.first_element,
+            num_elements=row.num_elements,
+            is_flat=row.is_flat,
+            parts=parts,
+            places=tuple((self._shards[shard], offset) for shard, offset in places),
+            scales=self._made_with(row.scales),
+            tensor_scale=self._made_with(row.tensor_scale),
+        )
+
+    def _made_with(self, index: int) -> RowJob | None:
+        """A row of scales by its number; None for -1."""
+        return self._row(index, _Row(*self._rows.row(index)), ()) if index >= 0 else None
+
+    def _job_parts(
+        self, parts: Sequence[tuple[Any, ...]], rows: Sequence[tuple[Any, ...]]
+    ) -> tuple[JobPart, ...]:
+        inputs: list[list[Input]] = [[] for _ in parts]
+        for values in rows:
+            row = _Input(*values)
+            inputs[row.part].append(self._input(row))
+        return tuple(
+            JobPart(logical, tuple(shape), read_view(offset, shape, strides), tuple(own))
+            for (logical, shape, offset, strides), own in zip(parts, inputs, strict=True)
+        )
+
+    def _input(self, row: _Input) -> Input:
+        if row.assembly >= 0:
+            return self._assembled(row.assembly)
+        view = read_view(row.view_offset, row.view_shape, row.view_strides)
+        dtype = self._dtypes[row.dtype]
+        scales = None
+        if row.scales >= 0:
+            scales = read_scales(self._scales.row(row.scales), self._encodings)
+        return Read(row.part, row.source, row.key, row.offset, row.nbytes, dtype, view, scales=scales)
+
+    def _assembled(self, number: int) -> AssembledInput:
+        (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()
+        terms = self._plan["terms"].slice(row["first_term"], row["num_terms"]).to_pylist()
+        first = terms[0]["first_factor"]
+        count = sum(term["num_factors"] for term in terms)
+        factors = self._plan["factors"].slice(first, count).to_pylist()
+        runs = self._plan["runs"].slice(row["first_run"], row["num_runs"])
+        return AssembledInput(
+            num_rows=row["num_rows"],
+            num_columns=row["num_columns"],
+            real_rows=row["real_rows"],
+            terms=tuple(read_term(term, _own_factors(term, factors, first)) for term in terms),
+            runs=np.stack([ints(runs, name) for name in ("to_row", "from_row", "count", "term")]),
+            need=assembly_need(row, terms, factors),
+        )
+
+
+def _own_factors(
+    term: Mapping[str, Any], factors: Sequence[Mapping[str, Any]], first: int
+) -> Sequence[Mapping[str, Any]]:
+    begin = term["first_factor"] - first
+    return factors[begin : begin + term["num_factors"]]

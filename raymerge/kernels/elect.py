@@ -1,0 +1,313 @@
+"""The base plus a sum of thinned, weighted deltas, in one loop over cache-sized runs.
+
+For ``raymerge.methods.task_arithmetic`` and ``raymerge.methods.trim``, which say what is computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raymerge.kernels.hashes import fill_factors, keep
+from raymerge.kernels.jit import compiled, inlined
+from raymerge.kernels.selection import RUN, Finder, make_finder, places, spread
+
+
+class Rows(NamedTuple):
+    """Vectors of one length in one array, each contiguous."""
+
+    flat: NDArray[np.float32]
+    """Row ``s`` lies from ``s * stride`` on."""
+    stride: int
+    """Elements from one row to the next."""
+
+
+class Sum(NamedTuple):
+    """What is done with the terms of all sources, float32 throughout."""
+
+    coefficients: NDArray[np.float32]
+    """What each thinned delta is multiplied by to make its term, ``[N]``."""
+    shares: NDArray[np.float32]
+    """What each term that agrees is multiplied by once more, ``[N]``."""
+    weights: NDArray[np.float32]
+    """What each term that agrees adds to the divisor, ``[N]``."""
+    factor: np.float32
+    """Factor on the sum."""
+    elects: bool
+    """Whether terms must agree with the sign of their sum."""
+    divides: bool
+    """Whether the sum is divided by the weights that went in."""
+
+
+class Cuts(NamedTuple):
+    """Which elements are among the largest; two cuts for each source, of which the second takes away."""
+
+    above: NDArray[np.float32]
+    """Elements of larger magnitude are, ``[2N]``; of a second cut with a level, the number just below it."""
+    tied: NDArray[np.float32]
+    """Of those of this magnitude some are, ``[2N]``; NaN for none."""
+    limits: NDArray[np.int64]
+    """How many, as ``hashes.keep`` takes it, ``[2N]``."""
+    words: NDArray[np.uint64]
+    """The two words of the key that chooses them, ``[2N, 2]``."""
+
+
+class Choice(NamedTuple):
+    """How a cut chooses among equals."""
+
+    tied: np.float32
+    """Their magnitude."""
+    limit: int
+    """As ``hashes.keep`` takes it, like the words of the key."""
+    first: np.uint64
+    second: np.uint64
+
+
+class Chances(NamedTuple):
+    """Which elements are kept by chance, and what makes up for the others."""
+
+    words: NDArray[np.uint64]
+    """The two words of the key, ``[N, 2]``."""
+    limits: NDArray[np.int64]
+    """As ``hashes.keep`` takes it, ``[N]``."""
+    factors: NDArray[np.float32]
+    """What the kept elements are multiplied by, ``[N]``."""
+
+
+BY_SIZE, BY_SPREAD, BY_CHANCE = range(3)
+"""By what elements are picked: their magnitude in each delta, how far the deltas lie apart there, chance."""
+
+
+class Picks(NamedTuple):
+    """Which elements of the deltas are added up."""
+
+    by: int
+    """One of the above."""
+    cuts: Cuts
+    """By size, for each delta; by spread, of which the first two hold for all."""
+    chances: Chances
+    """By chance."""
+
+
+_NONE, _NO_WORDS = np.empty(0, np.float32), np.empty((0, 2), np.uint64)
+NO_CUTS = Cuts(_NONE, _NONE, np.empty(0, np.int64), _NO_WORDS)
+"""Where chance picks."""
+NO_CHANCES = Chances(_NO_WORDS, np.empty(0, np.int64), _NONE)
+"""Where it does not."""
+
+
+class Room(NamedTuple):
+    """Arrays of one run, made once in a call."""
+
+    terms: NDArray[np.float32]
+    """Of each source, ``[N, RUN]``."""
+    votes: NDArray[np.float32]
+    """Sum of the terms, ``[RUN]``."""
+    merged: NDArray[np.float32]
+    """Sum of the terms that agree with it, ``[RUN]``."""
+    divisor: NDArray[np.float32]
+    """Sum of their weights, ``[RUN]``."""
+    finder: Finder
+    """Finds where an element lies at the level of a cut."""
+
+
+@compiled
+def make_room(num_sources: int) -> Room:
+    """Room for so many sources."""
+    votes, merged, divisor = np.empty(RUN, np.float32), np.empty(RUN, np.float32), np.empty(RUN, np.float32)
+    return Room(np.empty((num_sources, RUN), np.float32), votes, merged, divisor, make_finder())
+
+
+@compiled
+def merge_picked(
+    base: NDArray[np.float32], deltas: Rows, picks: Picks, start: int, how: Sum, out: NDArray[np.float32]
+) -> None:
+    """Write the merge of what is picked of the deltas; ``start`` is the first element's index."""
+    room = make_room(how.coefficients.size)
+    for begin in range(0, out.size, RUN):
+        end = min(begin + RUN, out.size)
+        _add_picked(deltas, begin, end - begin, picks, start, how, room)
+        _merge(base[begin:end], how, room, out[begin:end])
+
+
+@compiled
+def merge_factors(
+    base: NDArray[np.float32], deltas: Rows, factors: Rows, how: Sum, out: NDArray[np.float32]
+) -> None:
+    """Write the merge of deltas that are multiplied by factors element by element."""
+    num_sources = how.coefficients.size
+    room = make_room(num_sources)
+    for begin in range(0, out.size, RUN):
+        end = min(begin + RUN, out.size)
+        room.votes[:] = 0.0
+        for source in range(num_sources):
+            delta = deltas.flat[source * deltas.stride + begin : source * deltas.stride + end]
+            factor = factors.flat[source * factors.stride + begin : source * factors.stride + end]
+            _weigh(delta, factor, how.coefficients[source], room.terms[source], room.votes)
+        _merge(base[begin:end], how, room, out[begin:end])
+
+
+@compiled
+def write_selected(deltas: Rows, cuts: Cuts, start: int, out: NDArray[np.float32]) -> None:
+    """Write the deltas ``[N, n]`` with 0 where they are not picked by spread."""
+    num_sources, num_elements = out.shape
+    room, marks = make_room(1), np.empty(RUN, np.float32)
+    for begin in range(0, num_elements, RUN):
+        end = min(begin + RUN, num_elements)
+        spread(deltas.flat[begin:], deltas.stride, num_sources, room.merged[: end - begin])
+        _mark(room.merged[: end - begin], cuts, start + begin, marks, room.finder)
+        for source in range(num_sources):
+            delta = deltas.flat[source * deltas.stride + begin : source * deltas.stride + end]
+            for i in range(delta.size):
+                out[source, begin + i] = marks[i] * delta[i]
+
+
+@inlined
+def _add_picked(deltas: Rows, begin: int, size: int, picks: Picks, start: int, how: Sum, room: Room) -> None:
+    """Write the terms of a run, and add them up to the votes."""
+    num_sources, factors = how.coefficients.size, room.merged[:size]
+    room.votes[:] = 0.0
+    if picks.by == BY_SPREAD:
+        spread(deltas.flat[begin:], deltas.stride, num_sources, room.divisor[:size])
+        _mark(room.divisor[:size], picks.cuts, start + begin, factors, room.finder)
+    for source in range(num_sources):
+        first = source * deltas.stride + begin
+        delta, coefficient = deltas.flat[first : first + size], how.coefficients[source]
+        if picks.by == BY_SIZE:
+            _trim(delta, picks.cuts, source, start + begin, coefficient, room)
+            continue
+        if picks.by == BY_CHANCE:
+            key, limit = picks.chances.words[source], picks.chances.limits[source]
+            fill_factors(key[0], key[1], start + begin, limit, picks.chances.factors[source], factors)
+        _weigh(delta, factors, coefficient, room.terms[source], room.votes)
+
+
+@inlined
+def _trim(
+    delta: NDArray[np.float32], cuts: Cuts, source: int, start: int, coefficient: np.float32, room: Room
+) -> None:
+    """Write the source's terms, 0 where an element is not kept, and add them to the votes.
+
+    A product, not a choice: NaN must reach the result even where it is dropped, and infinity makes one there.
+    Elements at the level of a cut come last, since few of them have to be looked at one by one.
+    """
+    above, tied = cuts.above[2 * source], cuts.tied[2 * source]
+    over, level = cuts.above[2 * source + 1], cuts.tied[2 * source + 1]
+    terms, votes, flags = room.terms[source], room.votes, room.finder.flags
+    one, zero = np.float32(1.0), np.float32(0.0)
+    for i in range(delta.size):
+        size = np.abs(delta[i])
+        kept = one if (size > above) & (size <= over) else zero
+        is_level = (size == tied) | (size == level)
+        term = zero if is_level else kept * delta[i] * coefficient
+        terms[i] = term
+        votes[i] += term
+        flags[i] = is_level
+    if np.isnan(tied) and np.isnan(level):
+        return
+    flags[delta.size :] = 0
+    first, second = choice_of(cuts, 2 * source), choice_of(cuts, 2 * source + 1)
+    for place in room.finder.found[: places(room.finder)]:
+        size, index = np.abs(delta[place]), start + place
+        is_first, is_second = is_among(size, index, above, first), is_among(size, index, over, second)
+        term = (np.float32(is_first) - np.float32(is_second)) * delta[place] * coefficient
+        terms[place] = term
+        votes[place] += term
+
+
+@inlined
+def _mark(
+    values: NDArray[np.float32], cuts: Cuts, start: int, marks: NDArray[np.float32], finder: Finder
+) -> None:
+    """Write 1 where the first cut keeps an element and the second does not take it away, else 0."""
+    above, tied, over, level = cuts.above[0], cuts.tied[0], cuts.above[1], cuts.tied[1]
+    one, zero = np.float32(1.0), np.float32(0.0)
+    for i in range(values.size):
+        size = np.abs(values[i])
+        marks[i] = one if (size > above) & (size <= over) else zero
+        finder.flags[i] = (size == tied) | (size == level)
+    if np.isnan(tied) and np.isnan(level):
+        return
+    finder.flags[values.size :] = 0
+    first, second = choice_of(cuts, 0), choice_of(cuts, 1)
+    for place in finder.found[: places(finder)]:
+        size, index = np.abs(values[place]), start + place
+        is_first, is_second = is_among(size, index, above, first), is_among(size, index, over, second)
+        marks[place] = np.float32(is_first) - np.float32(is_second)
+
+
+@inlined
+def is_among(size: np.float32, index: int, above: np.float32, choice: Choice) -> bool:
+    """Whether an element of that size is among the largest by a cut.
+
+    Of which this takes the numbers: to hand on arrays for one element takes longer than all else.
+    """
+    chosen = keep(choice.first, choice.second, index, choice.limit)
+    return chosen if size == choice.tied else bool(size > above)
+
+
+@inlined
+def choice_of(cuts: Cuts, cut: int) -> Choice:
+    """How one of the cuts chooses among equals."""
+    return Choice(cuts.tied[cut], cuts.limits[cut], cuts.words[cut, 0], cuts.words[cut, 1])
+
+
+@inlined
+def _weigh(
+    delta: NDArray[np.float32],
+    factors: NDArray[np.float32],
+    coefficient: np.float32,
+    terms: NDArray[np.float32],
+    votes: NDArray[np.float32],
+) -> None:
+    """Write the terms ``factor * delta * coefficient`` and add them to the votes.
+
+    A product, not a choice: NaN must reach the result even where it is dropped.
+    """
+    for i in range(delta.size):
+        term = factors[i] * delta[i] * coefficient
+        terms[i] = term
+        votes[i] += term
+
+
+@inlined
+def _merge(base: NDArray[np.float32], how: Sum, room: Room, out: NDArray[np.float32]) -> None:
+    """Write the base plus the factor times the (elected) sum of the terms."""
+    if not how.elects:
+        _finish(base, room.votes, how.factor, out)
+        return
+    _elect(out.size, how, room)
+    merged, divisor, zero, one = room.merged, room.divisor, np.float32(0.0), np.float32(1.0)
+    if how.divides:
+        for i in range(out.size):
+            merged[i] = merged[i] / (divisor[i] if divisor[i] != zero else one)
+    _finish(base, merged, how.factor, out)
+
+
+@inlined
+def _finish(
+    base: NDArray[np.float32], merged: NDArray[np.float32], factor: np.float32, out: NDArray[np.float32]
+) -> None:
+    """Write the base plus the factor times what is merged.
+
+    Where nothing is added the base's very bits stay; a plain sum would make 0.0 of its -0.0.
+    """
+    for i in range(out.size):
+        out[i] = base[i] - (-(merged[i] * factor) + np.float32(0.0))
+
+
+@inlined
+def _elect(size: int, how: Sum, room: Room) -> None:
+    """Add up the terms that have the sign of the votes, and the weights of those that are not 0."""
+    votes, merged, divisor, zero = room.votes, room.merged, room.divisor, np.float32(0.0)
+    merged[:] = zero
+    divisor[:] = zero
+    for source in range(how.coefficients.size):
+        term, share, weight = room.terms[source], how.shares[source], how.weights[source]
+        for i in range(size):
+            # NaN makes NaN of the votes, and passes as not negative, like them.
+            agreeing = (term[i] if (term[i] < zero) == (votes[i] < zero) else zero) * share
+            merged[i] += agreeing
+            divisor[i] += weight if agreeing != zero else zero

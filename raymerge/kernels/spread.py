@@ -1,0 +1,213 @@
+"""How far the deltas of a few sources of bfloat16 lie apart: all sources of an element at once.
+
+``raymerge.kernels.selection.spread`` says how far they do, in float64 and with a root. Of nearly all
+elements float32 tells whether that is above a level: the sum of the squared differences of all pairs, divided
+by the number of deltas, is its square, but for a rounding that is a small part of it. What lies closer to the
+level is looked at one by one, so nothing depends on that sum.
+
+The number of sources is the length of tuples, as in ``raymerge.kernels.elect_stored``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raymerge.kernels.bf16 import CHUNK, widened
+from raymerge.kernels.elect import Cuts, Picks, Sum, choice_of, is_among
+from raymerge.kernels.elect_stored import FewInputs, Numbers, _merge_elected
+from raymerge.kernels.elect_stored_part import Inputs, add_squares_stored, merge_picked_stored
+from raymerge.kernels.jit import compiled, inlined
+from raymerge.kernels.selection import RUN, Bins, Finder, add_one, make_finder, places
+from raymerge.kernels.sums import LANES, RUNS, fold_piece, fold_run
+from raymerge.kernels.sums import RUN as FOLDED
+
+# Many times what rounding makes of a sum of squares of up to six deltas, for which 2**-19 would do.
+_MARGIN = 2.0**-16
+# Levels whose square float32 tells from 0 and from infinity.
+_LEAST, _MOST = np.float32(2.0**-50), np.float32(2.0**60)
+_LEAST_PATTERN, _INFINITY = np.uint32(0x2680_0000), np.uint32(0x7F80_0000)
+# Every source keeps the element.
+_ALL = np.uint16(0xFFFF)
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+
+
+@compiled
+def counts_few(bins: Bins) -> bool:
+    """Whether ``count_spread_few`` tells of most elements on which side of both ends they are."""
+    return bool((bins.low == 0 or bins.low >= _LEAST_PATTERN) and _LEAST_PATTERN <= bins.high <= _INFINITY)
+
+
+@inlined
+def _picks_few(cuts: Cuts) -> bool:
+    """Whether most elements are certain to be on one side of a cut."""
+    return bool(cuts.above[0] < 0 or cuts.above[0] >= _LEAST)
+
+
+@compiled
+def count_spread_few(inputs: FewInputs, size: int, bins: Bins, counts: NDArray[np.int64]) -> tuple[int, int]:
+    """``selection_stored.count_spread`` of few sources; ``bins`` are not everywhere."""
+    above, differing, marks, finder = 0, 0, np.empty(RUN, np.uint16), make_finder()
+    low, width = bins.low, np.uint32(bins.high - bins.low)
+    lowest, _ = _certain(np.uint32(low).view(np.float32), len(inputs.places))
+    _, highest = _certain(np.uint32(bins.high).view(np.float32), len(inputs.places))
+    for begin in range(0, size, RUN):
+        length, first, over = min(RUN, size - begin), np.uint64(begin), np.uint32(0)
+        differing += int(
+            _compare(inputs.words, inputs.places, first, length, lowest, highest, marks, finder.flags)
+        )
+        for i in range(length):
+            over = np.uint32(over + np.uint32(marks[i] != 0))
+        above += int(over)
+        finder.flags[length:] = 0
+        for place in finder.found[: places(finder)]:
+            deviation = _deviation(inputs, first + np.uint64(place))
+            pattern = np.float32(deviation).view(np.uint32) & _MAGNITUDE
+            distance = np.uint32(pattern - low)
+            if distance < width:
+                add_one(distance, bins.shift, counts)
+            else:
+                above += int(pattern >= bins.high)
+    return above, differing
+
+
+@compiled
+def add_squares_few(
+    inputs: FewInputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
+) -> None:
+    """``elect_stored.add_squares_stored`` of few sources."""
+    if not _picks_few(cuts):
+        add_squares_stored(_rows_of(inputs), size, cuts, selects, squares)
+        return
+    marks, run, finder = np.ones(RUN, np.uint16), np.empty(FOLDED), make_finder()
+    lanes = np.empty((squares.size, RUNS, LANES))
+    for begin in range(0, size, CHUNK):
+        end = min(begin + CHUNK, size)
+        for at in range(begin, end, RUN):
+            length = min(RUN, end - at)
+            if selects:
+                _mark(inputs, at, length, cuts, marks, finder)
+            for part in range(0, length, FOLDED):
+                own = marks[part : min(part + FOLDED, length)]
+                for source in range(squares.size):
+                    _load_marked(inputs, source, at + part, own, run)
+                    fold_run(lanes[source, (at + part - begin) // FOLDED], run, run)
+        for source in range(squares.size):
+            fold_piece(lanes[source], end - begin)
+            squares[source] += lanes[source, 0, 0]
+
+
+@compiled
+def merge_spread_few(
+    inputs: FewInputs, picks: Picks, how: Sum, numbers: Numbers, out: NDArray[np.uint16]
+) -> None:
+    """Write what ``elect_stored.merge_picked_stored`` writes of what is picked by spread and elected.
+
+    Args:
+        inputs: the elements.
+        picks: which of them.
+        how: what is done with them.
+        numbers: those of ``how``.
+        out: ``[n]``.
+    """
+    if not _picks_few(picks.cuts):
+        merge_picked_stored(_rows_of(inputs), picks, how, out)
+        return
+    marks, finder = np.empty(RUN, np.uint16), make_finder()
+    for begin in range(0, out.size, RUN):
+        size = min(RUN, out.size - begin)
+        _mark(inputs, begin, size, picks.cuts, marks, finder)
+        _merge_elected(
+            inputs.words, inputs.places, np.uint64(begin), marks, numbers, out[begin : begin + size]
+        )
+
+
+@inlined
+def _rows_of(inputs: FewInputs) -> Inputs:
+    """The same elements, for the loops that go source by source."""
+    return Inputs(inputs.words, np.array(inputs.places).astype(np.int64), inputs.start)
+
+
+@compiled
+def _certain(level: np.float32, num_inputs: int) -> tuple[np.float32, np.float32]:
+    """Below the first, and above the second, a sum of squared differences is of what lies below or above."""
+    if level < 0 or level == np.inf:
+        return level, level
+    square = np.float64(level) * level * (num_inputs - 1)
+    if not _LEAST <= level <= _MOST:
+        return np.float32(0.0), np.float32(np.inf)
+    return np.float32(square * (1.0 - _MARGIN)), np.float32(square * (1.0 + _MARGIN))
+
+
+@inlined
+def _compare(
+    words: NDArray[np.uint16],
+    starts: tuple[np.uint64, ...],
+    first: np.uint64,
+    size: int,
+    low: np.float32,
+    high: np.float32,
+    marks: NDArray[np.uint16],
+    flags: NDArray[np.uint8],
+) -> np.uint32:
+    """Mark what is certain to be above the high sum, and flag what is neither that nor certain to be below
+    the low one; in how many elements deltas differ."""
+    differing, none = np.uint32(0), np.uint16(0)
+    zero, infinity = np.float32(0.0), np.float32(np.inf)
+    for i in range(size):
+        at, total, differs = first + np.uint64(i), zero, np.uint32(0)
+        base = widened(words[starts[0] + at])
+        for left in range(1, len(starts)):
+            delta = widened(words[starts[left] + at]) - base
+            for right in range(left + 1, len(starts)):
+                distance = (widened(words[starts[right] + at]) - base) - delta
+                total += distance * distance
+                differs |= np.uint32(distance != zero)
+        is_above = (total > high) & (total < infinity)
+        marks[i] = _ALL if is_above else none
+        flags[i] = not (is_above | (total < low))
+        differing = np.uint32(differing + differs)
+    return differing
+
+
+@inlined
+def _mark(
+    inputs: FewInputs, begin: int, size: int, cuts: Cuts, marks: NDArray[np.uint16], finder: Finder
+) -> None:
+    """Write all bits of a mark where the first cut keeps the element, else 0."""
+    first, above, choice = np.uint64(begin), cuts.above[0], choice_of(cuts, 0)
+    low, high = _certain(above, len(inputs.places))
+    _compare(inputs.words, inputs.places, first, size, low, high, marks, finder.flags)
+    finder.flags[size:] = 0
+    for place in finder.found[: places(finder)]:
+        deviation = _deviation(inputs, first + np.uint64(place))
+        is_picked = is_among(deviation, inputs.start + begin + place, above, choice)
+        marks[place] = _ALL if is_picked else np.uint16(0)
+
+
+@inlined
+def _deviation(inputs: FewInputs, at: np.uint64) -> np.float32:
+    """``selection.spread`` of one element."""
+    words, starts, total, squares = inputs.words, inputs.places, 0.0, 0.0
+    base, count = widened(words[starts[0] + at]), len(starts) - 1
+    for source in range(count):
+        total += np.float64(widened(words[starts[source + 1] + at]) - base)
+    for source in range(count):
+        distance = count * np.float64(widened(words[starts[source + 1] + at]) - base) - total
+        squares += distance * distance
+    return np.float32(np.sqrt(squares) * (1.0 / count))
+
+
+@inlined
+def _load_marked(
+    inputs: FewInputs, source: int, begin: int, marks: NDArray[np.uint16], run: NDArray[np.float64]
+) -> None:
+    """A run of a delta in float64, times 0 where it is not marked, filled up with zeros."""
+    base, first = inputs.places[0] + np.uint64(begin), inputs.places[source + 1] + np.uint64(begin)
+    bases, words = inputs.words[base:][: marks.size], inputs.words[first:][: marks.size]
+    one, zero = np.float32(1.0), np.float32(0.0)
+    for i in range(marks.size):
+        # A product, not a choice: NaN makes NaN of the sum even where it is dropped.
+        run[i] = (one if marks[i] != 0 else zero) * (widened(words[i]) - widened(bases[i]))
+    for i in range(marks.size, run.size):
+        run[i] = 0.0

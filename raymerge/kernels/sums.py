@@ -1,0 +1,228 @@
+"""Sums and inner products in float64, in the order that ``raymerge.methods.reduce`` defines.
+
+That order suits a processor: a run of elements is read side by side and kept as float64 in its nearest cache
+while all products of it are taken, and each product is folded to a few lanes in registers. Elements are
+reached through slices, for an index into a slice cannot be negative: those that could be are looked up one by
+one, with many times the work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from raymerge.kernels.jit import compiled, inlined
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+PIECE, RUN, LANES = 16_384, 256, 16
+"""Elements of a piece, of a run, and sums that a run leaves."""
+RUNS = PIECE // RUN
+# Products whose lanes are kept at once: 256 KiB of them.
+AT_ONCE = 32
+_NOTHING = np.empty(0, dtype=np.float32)
+
+
+@compiled
+def add_values(total: float, values: Floats) -> float:
+    """``total`` plus the sum of ``values`` (``[n]``)."""
+    run, ones, lanes = np.empty(RUN), np.ones(RUN), np.empty((RUNS, LANES))
+    for begin in range(0, values.size, PIECE):
+        piece = values[begin : begin + PIECE]
+        for at in range(0, piece.size, RUN):
+            _load(run, piece[at : at + RUN], _NOTHING)
+            fold_run(lanes[at // RUN], run, ones)
+        fold_piece(lanes, piece.size)
+        total += lanes[0, 0]
+    return total
+
+
+@compiled
+def add_squares(total: float, values: Floats) -> float:
+    """``total`` plus the sum of the squares of ``values`` (``[n]``)."""
+    run, lanes = np.empty(RUN), np.empty((RUNS, LANES))
+    for begin in range(0, values.size, PIECE):
+        piece = values[begin : begin + PIECE]
+        for at in range(0, piece.size, RUN):
+            _load(run, piece[at : at + RUN], _NOTHING)
+            fold_run(lanes[at // RUN], run, run)
+        fold_piece(lanes, piece.size)
+        total += lanes[0, 0]
+    return total
+
+
+@compiled
+def add_pair(totals: Doubles, left: Floats, right: Floats) -> None:
+    """Add the inner products of left and left, left and right, right and right (``[n]`` both) to ``[3]``."""
+    lefts, rights, lanes = np.empty(RUN), np.empty(RUN), np.empty((RUNS, 3 * LANES))
+    for begin in range(0, left.size, PIECE):
+        piece, other = left[begin : begin + PIECE], right[begin : begin + PIECE]
+        for at in range(0, piece.size, RUN):
+            _load(lefts, piece[at : at + RUN], _NOTHING)
+            _load(rights, other[at : at + RUN], _NOTHING)
+            sums = lanes[at // RUN]
+            fold_run(sums[:LANES], lefts, lefts)
+            fold_run(sums[LANES : 2 * LANES], lefts, rights)
+            fold_run(sums[2 * LANES :], rights, rights)
+        fold_piece(lanes, piece.size)
+        for pair in range(3):
+            totals[pair] += lanes[0, pair * LANES]
+
+
+@compiled
+def add_grams(totals: Doubles, vectors: Floats, stride: int, count: int, origin: Floats) -> None:
+    """Add the inner products of all pairs of vectors, for each of the stretches that they are cut into.
+
+    Args:
+        totals: ``[stretches, count * (count + 1) / 2]``, written to: of each vector with those before it and
+            with itself.
+        vectors: elements of all vectors, each vector ``stride`` after the one before it.
+        stride: elements.
+        count: number of vectors.
+        origin: ``[n]``, what is subtracted from each of them first; empty for nothing.
+    """
+    num_pairs = totals.shape[1]
+    runs, lanes = np.empty((count, RUN)), np.empty((RUNS, LANES * min(AT_ONCE, num_pairs)))
+    length = (vectors.size - (count - 1) * stride) // max(1, totals.shape[0])
+    for stretch in range(totals.shape[0]):
+        for begin in range(stretch * length, (stretch + 1) * length, PIECE):
+            size = min(PIECE, (stretch + 1) * length - begin)
+            for first in range(0, num_pairs, AT_ONCE):
+                last = min(first + AT_ONCE, num_pairs)
+                used = runs[: num_vectors(last)]
+                for at in range(0, size, RUN):
+                    _load_all(used, vectors, stride, origin, begin + at, min(RUN, size - at))
+                    fold_pairs(lanes[at // RUN], runs, first, last)
+                fold_piece(lanes, size)
+                for pair in range(first, last):
+                    totals[stretch, pair] += lanes[0, (pair - first) * LANES]
+
+
+@compiled
+def add_columns(totals: Doubles, first: Floats, second: Floats, origin: Floats) -> None:
+    """Add to each column the inner products of two matrices' columns, in groups of RUN // LANES rows.
+
+    Args:
+        totals: ``[3, row_length]``, written to: first with first, first with second, second with second.
+        first: ``[rows * row_length]``; its first row begins a group.
+        second: the same.
+        origin: the same, subtracted from both first; empty for nothing.
+    """
+    length = totals.shape[1]
+    lefts, rights = np.empty(RUN), np.empty(RUN)
+    sums = np.empty((3, LANES))
+    group = RUN // LANES * length
+    for begin in range(0, first.size, group):
+        size = min(group, first.size - begin)
+        for column in range(0, length, LANES):
+            _load_block(lefts, first[begin : begin + size], origin[begin : begin + size], column, length)
+            _load_block(rights, second[begin : begin + size], origin[begin : begin + size], column, length)
+            fold_run(sums[0], lefts, lefts)
+            fold_run(sums[1], lefts, rights)
+            fold_run(sums[2], rights, rights)
+            for pair in range(3):
+                _add(totals[pair, column : column + LANES], sums[pair])
+
+
+@inlined
+def num_vectors(num_pairs: int) -> int:
+    """How many vectors the first so many pairs are made of."""
+    count = 0
+    while count * (count + 1) // 2 < num_pairs:
+        count += 1
+    return count
+
+
+@inlined
+def _load_all(runs: Doubles, vectors: Floats, stride: int, origin: Floats, begin: int, size: int) -> None:
+    """The same run of all vectors."""
+    for index in range(runs.shape[0]):
+        at = index * stride + begin
+        _load(runs[index], vectors[at : at + size], origin[begin : begin + size])
+
+
+@inlined
+def _load(run: Doubles, values: Floats, origin: Floats) -> None:
+    """Values (less an origin that is not empty, in float32) as float64, filled up with zeros."""
+    if origin.size:
+        for index in range(values.size):
+            run[index] = values[index] - origin[index]
+    else:
+        for index in range(values.size):
+            run[index] = values[index]
+    for index in range(values.size, run.size):
+        run[index] = 0.0
+
+
+@inlined
+def _load_block(run: Doubles, rows: Floats, origin: Floats, column: int, length: int) -> None:
+    """The LANES columns from one on as a run, row after row, filled up with zeros."""
+    width = min(LANES, length - column)
+    for row in range(RUN // LANES):
+        at, lanes = row * length + column, run[row * LANES : (row + 1) * LANES]
+        _load(lanes, rows[at : at + width], origin[at : at + width])
+
+
+@inlined
+def fold_pairs(lanes: Doubles, runs: Doubles, first: int, last: int) -> None:
+    """Fold the products of some of the pairs."""
+    left, right = 0, first
+    while right > left:
+        left += 1
+        right -= left
+    for at in range(0, (last - first) * LANES, LANES):
+        fold_run(lanes[at : at + LANES], runs[left], runs[right])
+        right += 1
+        if right > left:
+            left, right = left + 1, 0
+
+
+@inlined
+def fold_run(lanes: Doubles, left: Doubles, right: Doubles) -> None:
+    """The products of two runs, their rows of LANES elements folded in halves."""
+    for lane in range(LANES):
+        even = _four(left, right, lane) + _four(left, right, lane + 2 * LANES)
+        odd = _four(left, right, lane + LANES) + _four(left, right, lane + 3 * LANES)
+        lanes[lane] = even + odd
+
+
+@inlined
+def _four(left: Doubles, right: Doubles, at: int) -> float:
+    """The products of every fourth row, from an element on, folded in halves."""
+    return _two(left, right, at) + _two(left, right, at + RUN // 4)
+
+
+@inlined
+def _two(left: Doubles, right: Doubles, at: int) -> float:
+    """The products of two rows that lie half a run apart."""
+    total: float = left[at] * right[at] + left[at + RUN // 2] * right[at + RUN // 2]
+    return total
+
+
+@compiled
+def fold_piece(lanes: Doubles, size: int) -> None:
+    """Fold a piece's runs in halves, then what that leaves of each product, to the first of its lanes.
+
+    Of no more runs than it has elements for, rounded up to a power of two: the others would be zeros.
+    """
+    used, count = (size + RUN - 1) // RUN, 1
+    while count < used:
+        count *= 2
+    for index in range(used, count):
+        lanes[index, :] = 0.0
+    while count > 1:
+        count //= 2
+        for index in range(count):
+            _add(lanes[index], lanes[count + index])
+    for begin in range(0, lanes.shape[1], LANES):
+        width = LANES
+        while width > 1:
+            width //= 2
+            _add(lanes[0, begin : begin + width], lanes[0, begin + width : begin + 2 * width])
+
+
+@inlined
+def _add(total: Doubles, values: Doubles) -> None:
+    for index in range(total.size):
+        total[index] += values[index]

@@ -1,0 +1,27 @@
+"""What of a plan is moved and not computed: its bytes are the same whatever device they pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raymerge.merge_plan.columns import Flags, ints
+from raymerge.merge_plan.plan import Plan
+
+
+def computed_rows(plan: Plan) -> Flags:
+    """Whether something is computed for a row ``[rows]``; not for those that are written with another row.
+
+    Only of bytes that pass untouched, or stand in the plan, is it certain that devices agree. All else counts
+    as computed: also a change of dtype alone, and rows that are only put elsewhere, which go through float32.
+    """
+    rows = plan["rows"]
+    is_made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
+    computes = np.array([not (each.is_copy or each.is_constant) for each in plan.expressions], dtype=np.bool_)
+    return np.asarray(is_made & computes[ints(rows, "expression")])
+
+
+def copied_segments(plan: Plan) -> frozenset[int]:
+    """Numbers of the segments in which nothing is computed."""
+    before = np.concatenate([[0], np.cumsum(computed_rows(plan))])
+    first, count = (ints(plan["segments"], name) for name in ("first_row", "num_rows"))
+    return frozenset(np.flatnonzero(before[first + count] == before[first]).tolist())

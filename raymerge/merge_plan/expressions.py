@@ -1,0 +1,431 @@
+"""What is computed for an output: the method with its plain numbers, and the reads that feed it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.methods import Method, Settings, Takes, find_method
+
+COPY = "copy"
+CONSTANT = "constant"
+SCALES = "scales"
+TENSOR_SCALE = "tensor_scale"
+LARGEST = "largest"
+"""The method of scales of activations."""
+
+_BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A short list of operations: read, subtract, method, cast. A copy moves bytes and computes nothing; a
+    constant has its bytes in its settings."""
+
+    method: str
+    """Method name, or ``copy``, ``constant`` or ``scales``."""
+    has_base: bool
+    """Whether the first read of each part is the base."""
+    settings: str
+    """Canonical JSON of the settings: ``{"sources": [...], "values": {...}}``, and of a positional method
+    ``"position"`` too."""
+    cast: DType
+    """Dtype of the output's bytes; where they are codes, that of one code."""
+    encode: Encoding | None = None
+    """How numbers become codes with scales; None where they are written as they are."""
+
+    @property
+    def is_scales(self) -> bool:
+        """Whether the bytes are made with those of other rows."""
+        return self.method in (SCALES, TENSOR_SCALE)
+
+    @property
+    def is_tensor_scale(self) -> bool:
+        """Whether they are the one scale that all of a matrix shares."""
+        return self.method == TENSOR_SCALE
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the bytes are moved unread."""
+        return self.method == COPY
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the bytes stand in the settings."""
+        return self.method == CONSTANT
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing is read for it."""
+        return self.is_constant or self.is_scales
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of a constant.
+
+        Raises:
+            ValueError: they are none.
+        """
+        return bytes.fromhex(json.loads(self.settings)["values"][_BYTES])
+
+    def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
+        """The settings as a kernel takes them, for one logical tensor."""
+        decoded: Mapping[str, Any] = json.loads(self.settings)
+        return Settings(
+            values=decoded["values"],
+            sources=tuple(decoded["sources"]),
+            keys=keys,
+            shape=shape,
+            position=decoded.get("position", 0.0),
+        )
+
+    def text(self) -> str:
+        """Post-order text: ``read* subtract ties {...} cast BF16``."""
+        if self.is_copy:
+            return "read copy"
+        if self.is_scales:
+            return "scale of all codes" if self.is_tensor_scale else "scales of codes"
+        if self.is_constant:
+            return f"bytes {self.content.hex()}"
+        method = find_method(self.method)
+        deltas = "subtract " if method is not None and method.takes is Takes.DELTAS else ""
+        reads = "read(base) " if self.has_base else ""
+        written = f"encode {self.encode.format.word}" if self.encode else f"cast {self.cast.value}"
+        return f"{reads}read(sources) {deltas}{self.method} {self.settings} {written}"
+
+
+def make_expression(
+    method: Method, settings: Settings, *, has_base: bool, cast: DType, encode: Encoding | None = None
+) -> Expression:
+    """The expression of a method applied with these settings."""
+    numbers: dict[str, Any] = {
+        "sources": [dict(s) for s in settings.sources],
+        "values": dict(settings.values),
+    }
+    if method.positional:
+        numbers["position"] = settings.position
+    text = json.dumps(numbers, sort_keys=True, separators=(",", ":"))
+    return Expression(method.name, has_base, text, cast, encode)
+
+
+def copy_expression(dtype: DType) -> Expression:
+    """The expression of bytes that pass untouched."""
+    return Expression(COPY, False, '{"sources":[],"values":{}}', dtype)
+
+
+def constant_expression(dtype: DType, content: bytes) -> Expression:
+    """The expression of bytes that are known when the plan is made."""
+    settings = {"sources": [], "values": {_BYTES: content.hex()}}
+    return Expression(CONSTANT, False, json.dumps(settings, separators=(",", ":")), dtype)
+
+
+def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expression:
+    """The expression of one source's values written in another dtype or format."""
+    return Expression("passthrough", False, '{"sources":[{}],"values":{}}', dtype, encode)
+
+
+def scales_expression(dtype: DType, *, is_tensor_scale: bool = False) -> Expression:
+    """The expression of scales that are made with their codes, and not by themselves.
+
+    Args:
+        dtype: how they are stored.
+        is_tensor_scale: whether it is the one scale of a matrix.
+    """
+    return Expression(TENSOR_SCALE if is_tensor_scale else SCALES, False, '{"sources":[],"values":{}}', dtype)
+
+
+def scales_part(logical: str, *, is_tensor_scale: bool = False) -> str:
+    """What the scales of a logical tensor are called where they are made with its codes."""
+    return f"{logical} scale" if is_tensor_scale else f"{logical} scales"
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What makes numbers of codes: the scales of their blocks."""
+
+    encoding: Encoding
+    """What codes and scales mean."""
+    columns: int
+    """Columns of the matrix that the codes are rows of."""
+    key: str
+    """File of the source."""
+    offset: int
+    """First byte in that file: of the scales of the first row that is read."""
+    nbytes: int
+    """Bytes to read."""
+    tensor_key: str = ""
+    """File of the one scale of the whole tensor; "" where there is none."""
+    tensor_offset: int = 0
+    """First byte of that scale."""
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of that scale; 0 where there is none."""
+        dtype = self.encoding.tensor_scale_dtype
+        return 0 if dtype is None else dtype.nbytes(1)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes to read of all of them."""
+        return self.nbytes + self.tensor_nbytes
+
+    @property
+    def unit(self) -> int:
+        """Elements that scales are read for together: those of a band."""
+        return self.encoding.band * self.columns
+
+    def of(self, first: int, count: int) -> tuple[int, int]:
+        """First byte and number of bytes of the scales of a run of elements that begins at a unit."""
+        per_unit = self.encoding.scales_nbytes(self.columns)
+        begin, end = first // self.unit * per_unit, -(-(first + count) // self.unit) * per_unit
+        return self.offset + begin, end - begin
+
+
+class Read(NamedTuple):
+    """One source's bytes for one part of a row."""
+
+    part: int
+    """Position of the part in the row; 0 within an assembly."""
+    source: int
+    """Index of the source."""
+    key: str
+    """File of the source."""
+    offset: int
+    """First byte in that file."""
+    nbytes: int
+    """Bytes to read."""
+    dtype: DType
+    """How they are stored."""
+    view: View | None
+    """Where the logical elements lie within these bytes, in elements; None: row-major, all of them."""
+    assembly: Assembly | None = None
+    """What the input is assembled from; the other fields then name the bytes of its first term. None: the
+    input is these bytes."""
+    scales: Scales | None = None
+    """What makes numbers of these bytes where they are codes; None: they are numbers."""
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements lie in logical order, so that any run of them can be read by itself."""
+        if self.assembly is None:
+            return self.view is None
+        return self.view is None and all(term.read.view is None for term in self.assembly.terms)
+
+    def has_bytes_of(self, other: Read) -> bool:
+        """Whether it is made of the same bytes, whatever is taken of them."""
+        if self.assembly is not None or other.assembly is not None:
+            return False
+        mine = self.source, self.key, self.offset, self.nbytes, self.scales
+        return mine == (other.source, other.key, other.offset, other.nbytes, other.scales)
+
+    def bytes_for(self, num_elements: int) -> int:
+        """Bytes to read for a row of so many elements."""
+        if self.assembly is not None:
+            return self.assembly.bytes_for(num_elements)
+        return self.nbytes + (self.scales.read_nbytes if self.scales is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A low-rank addition ``scale * up @ down`` to a stored matrix ``[rows, columns]``, and DoRA's magnitude.
+
+    LoRA: arXiv 2106.09685; DoRA: arXiv 2402.09353.
+    """
+
+    up: Read
+    """``[rows, rank]``, or ``[columns, rank]`` where transposed."""
+    down: Read
+    """``[rank, columns]``, or ``[rank, rows]`` where transposed."""
+    rank: int
+    """Columns of ``up`` and rows of ``down``."""
+    scale: float
+    """Factor of the product."""
+    transposed: bool = False
+    """Whether the transpose of ``up @ down`` is added: to embeddings, to matrices stored ``[in, out]``."""
+    magnitude: Read | None = None
+    """``[rows]``: each row of the sum is given this length. Only where not transposed."""
+
+    @property
+    def factors(self) -> tuple[Read, ...]:
+        """What is read for it: up, down, magnitude."""
+        return (self.up, self.down) if self.magnitude is None else (self.up, self.down, self.magnitude)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One stored matrix that rows are taken from."""
+
+    read: Read
+    """The whole matrix, with its view where it lies within a fused tensor."""
+    num_rows: int
+    """Its rows; it has as many columns as the assembly."""
+    product: Product | None = None
+    """What is added to it before rows are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A matrix made of rows of stored ones.
+
+    A row that several terms give is their mean; one that none gives is zeros.
+    """
+
+    num_rows: int
+    """Its rows."""
+    num_columns: int
+    """Its columns; 1 for a vector whose elements are taken one by one."""
+    terms: tuple[Term, ...]
+    """What rows are taken from; the first one stands for all in messages."""
+    runs: tuple[tuple[int, int, int, int], ...]
+    """``(to_row, from_row, count, term)`` each, by ``to_row`` and then ``term``; a term gives a row once at
+    most."""
+    real_rows: int
+    """Rows from here on are padding: the mean of all rows before."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has rows that are the mean of the others."""
+        return self.real_rows < self.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that it is made of."""
+        reads = [read for term in self.terms for read in (term.read, *_factors(term))]
+        return sum(read.nbytes for read in reads)
+
+    def bytes_for(self, num_elements: int) -> int:
+        """Bytes to read for a row of so many elements: for the rows that they lie in, the average of all."""
+        rows = min(self.num_rows, -(-num_elements // self.num_columns))
+        return rows * (self.nbytes // max(1, self.num_rows))
+
+
+def assembled(part: int, assembly: Assembly) -> Read:
+    """The input of a part that is made of rows of stored matrices."""
+    return assembly.terms[0].read._replace(part=part, assembly=assembly)
+
+
+def _factors(term: Term) -> tuple[Read, ...]:
+    return term.product.factors if term.product is not None else ()
+
+
+class Part(NamedTuple):
+    """One logical tensor within a row."""
+
+    logical: str
+    """Its canonical name, by which chance is drawn."""
+    shape: tuple[int, ...]
+    """Logical shape."""
+    view: View | None
+    """Where its elements lie within the row; None: the row is this part, row-major."""
+
+    @property
+    def columns(self) -> int:
+        """Of a matrix, elements of a row of the tensor that it lies in."""
+        return self.shape[-1] if self.view is None else self.view.columns
+
+
+class Row(NamedTuple):
+    """A contiguous run of an output tensor that is made at once or in tiles."""
+
+    num_elements: int
+    """Elements in the run."""
+    expression: Expression
+    """What is computed."""
+    parts: tuple[Part, ...]
+    """Its logical tensors."""
+    reads: tuple[Read, ...]
+    """Their bytes, by part, the base first where there is one."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every element of output and inputs lies in the same order, so that any tile may be cut."""
+        return len(self.parts) == 1 and self.parts[0].view is None and all(r.is_row_major for r in self.reads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the run in the output."""
+        return self.expression.cast.nbytes(self.num_elements)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes to read for it."""
+        count, reads = self.num_elements, self.reads
+        if len(self.parts) > 1:
+            repeated = repeated_reads(reads, len(self.parts))
+            reads = tuple(read for read, again in zip(reads, repeated, strict=True) if not again)
+        return sum([read.bytes_for(count) for read in reads])
+
+    @property
+    def cost(self) -> int:
+        """Bytes read and written to make it."""
+        return self.read_bytes + self.nbytes
+
+    def content(self) -> tuple[object, ...]:
+        """Equal contents give equal bytes; unequal ones may."""
+        method = find_method(self.expression.method)
+        drawn = method is not None and method.random
+        names = tuple(part.logical for part in self.parts) if drawn else ()
+        return (self.expression, self.num_elements, self.reads, tuple(p.view for p in self.parts), names)
+
+
+def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
+    """Of each input of a row whether it is the bytes of that of the part before: then they are read once.
+
+    Args:
+        reads: of all parts, each with as many; only of a ``Read`` is known where its bytes are.
+        num_parts: logical tensors of the row.
+    """
+    if num_parts < 2:
+        return [False] * len(reads)
+    per_part = len(reads) // num_parts
+    found = [False] * per_part
+    for before, read in zip(reads, reads[per_part:], strict=False):
+        found.append(isinstance(before, Read) and isinstance(read, Read) and read.has_bytes_of(before))
+    return found[: len(reads)]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAs:
+    """The stored tensors that an output of codes with scales becomes."""
+
+    packing: Packing
+    """How its numbers are stored."""
+    codes: str
+    """Name of the tensor of codes."""
+    scales: str
+    """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
+    others: tuple[Output, ...] = ()
+    """What belongs to them beside that."""
+    tensor_scale: TensorSpec | None = None
+    """The tensor of the one scale of each matrix, where that is made with the codes."""
+    joined: str = ""
+    """The matrix that servers join this one to; those of one are made with the same scale. "" for none."""
+
+
+class Output(NamedTuple):
+    """One tensor of the output checkpoint."""
+
+    name: str
+    """Output name."""
+    dtype: DType
+    """Dtype in the file."""
+    shape: tuple[int, ...]
+    """Shape in the file."""
+    rows: tuple[Row, ...]
+    """Its runs in order; together they are the whole tensor."""
+    check_finite: bool
+    """Whether NaN or infinity in it is an error (not so for recomputed buffers)."""
+    packed: PackedAs | None = None
+    """How it is stored where it is codes with scales: name, dtype and shape are then those of the numbers."""
+    scales_of: str = ""
+    """The tensor of codes whose scales these are: each row is made with that one's row; "" for none."""
+    is_tensor_scale: bool = False
+    """Whether they are the one scale of each matrix, and not those of blocks."""
+    joined: str = ""
+    """Of codes: outputs with the same word here share the one scale of their matrices; "" for none."""

@@ -1,0 +1,77 @@
+"""Which files of its sources each segment of a plan reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.merge_plan.tables import Plan
+from raymerge.storage.addresses import shown
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that workers read."""
+
+    source: int
+    """Index of what it belongs to, in the plan."""
+    root: str
+    """Directory of that."""
+    key: str
+    """Its path within the directory."""
+    nbytes: int
+    """Its size in bytes."""
+    version: str
+    """What the driver's store says of when it was written; "" where any will do."""
+
+    @property
+    def path(self) -> str:
+        """Its full name, for messages."""
+        return f"{shown(self.root)}/{self.key}"
+
+
+Files = frozenset[tuple[int, str]]
+"""Files by the source's index and the key."""
+
+
+def files_read(plan: Plan) -> tuple[Files, ...]:
+    """The files that each segment reads; rows that another row writes read nothing."""
+    inputs = _of_inputs(plan)
+    of_rows = [
+        Files().union(*inputs[first : first + count]) if copy_of < 0 and made_with < 0 else Files()
+        for copy_of, made_with, first, count in _columns(
+            plan, "rows", "copy_of", "made_with", "first_input", "num_inputs"
+        )
+    ]
+    segments = _columns(plan, "segments", "first_row", "num_rows")
+    return tuple(Files().union(*of_rows[first : first + count]) for first, count in segments)
+
+
+def _of_inputs(plan: Plan) -> list[Files]:
+    """The files that each input is read from: with its scales, and with all terms that it is assembled of."""
+    assembled = _of_assemblies(plan)
+    scales = list(_columns(plan, "scales", "key", "tensor_key"))
+    found: list[Files] = []
+    for source, key, assembly, own in _columns(plan, "inputs", "source", "key", "assembly", "scales"):
+        keys = (key, *(scales[own] if own >= 0 else ()))
+        read = Files((source, each) for each in keys if each)
+        found.append(assembled[assembly] if assembly >= 0 else read)
+    return found
+
+
+def _of_assemblies(plan: Plan) -> list[Files]:
+    factors = list(_columns(plan, "factors", "source", "key"))
+    terms = [
+        Files(((source, key), *factors[first : first + count]))
+        for source, key, first, count in _columns(
+            plan, "terms", "source", "key", "first_factor", "num_factors"
+        )
+    ]
+    spans = _columns(plan, "assemblies", "first_term", "num_terms")
+    return [Files().union(*terms[first : first + count]) for first, count in spans]
+
+
+def _columns(plan: Plan, table: str, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Rows of a table, as far as these columns go."""
+    return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)

@@ -1,0 +1,412 @@
+"""The memory contract: what a worker needs for every row of a plan, and how its tiles are cut.
+
+A worker has one segment in each of its *lanes*. A lane has its share of the worker's budget, and holds of it
+
+- a buffer of stored bytes: the load that is read, then computed;
+- a buffer of finished bytes: filled, then written;
+- what computing takes: float32 inputs, result and temporaries of one *piece* at a time, and statistics.
+
+A piece is what a kernel is given at once. On a processor it is a BLOCK of a tile, so that it stays in the
+cache; where a row cannot be streamed (rows gathered by token, whole matrices) it is the whole tile. A row
+whose logical tensors lie across each other (views) is one tile, and computed in pieces of one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.merge_plan.assembly_memory import AssemblyNeed, group_multiple
+from raymerge.merge_plan.expressions import Expression, Scales
+from raymerge.methods import (
+    BLOCK,
+    ROW_GROUP,
+    SAMPLE_LENGTH,
+    SAMPLE_RUNS,
+    Access,
+    Method,
+    Settings,
+    find_method,
+)
+from raymerge.storage.local.buffers import ALIGNMENT, round_up
+
+LOAD_MOST = 8 << 20
+"""Stored bytes that are read at once; more only costs cache. A row that is read once for several passes may
+be more."""
+WRITE_MOST = 4 << 20
+"""Finished bytes that are written at once."""
+TILE_MOST = 1 << 20
+"""Elements of the largest tile of a row that is not computed in pieces."""
+_CODES_PIECE = 1 << 18
+"""Elements of a piece of a row with codes: whole bands, at least one. Several calls go into each."""
+READ_ROOM = 12288
+"""Bytes by which what is read of an input may be more than what is wanted: it is read in whole blocks."""
+
+_LOAD_SHARE, _WRITE_SHARE = 8, 16
+_DECODING, _ENCODING = 8, 6
+"""Bytes of temporaries for an element: of an input that is decoded before its view is taken, and of codes
+with scales until they are handed over, with the numbers that they are decoded to for the error report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One lane's share of a worker's budget, and its buffers."""
+
+    budget: int
+    """Bytes that the lane may use."""
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of the buffer for what is read; it grows for larger loads."""
+        return min(LOAD_MOST, _whole_pages(self.budget // _LOAD_SHARE))
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the buffer for what is written."""
+        return min(WRITE_MOST, _whole_pages(self.budget // _WRITE_SHARE))
+
+    def room(self, need: Need, piece: int) -> int:
+        """Bytes that a load may have while pieces of so many elements are computed."""
+        return self.budget - self.write_bytes - need.work_bytes(piece)
+
+    def peak(self, need: Need, elements: int) -> int:
+        """Bytes in use while tiles of so many elements are made."""
+        load = max(self.load_bytes, need.load_bytes(elements))
+        return self.write_bytes + need.work_bytes(need.piece_of(elements)) + load
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a row asks of a lane."""
+
+    stored_per_element: float
+    """Stored bytes of all inputs."""
+    work_per_element: float
+    """Bytes that live while a piece is computed, for each of its elements."""
+    scratch_per_element: float
+    """The part of them that the method's temporaries take: never less than for a piece of BLOCK elements."""
+    read_room: int
+    """Bytes that reading a tile may take beside the stored bytes."""
+    fixed_bytes: int
+    """Bytes of statistics, held whatever the tile."""
+    least_elements: int
+    """Elements of the smallest tile that the row can be cut into."""
+    unit: int = BLOCK
+    """Elements that tiles are multiples of, but for a last one."""
+    piece: int = BLOCK
+    """Most elements of a piece; 0: a tile is one piece."""
+    in_place: bool = False
+    """Whether results take the place of the first input's bytes, element by element."""
+
+    def piece_of(self, elements: int) -> int:
+        """Elements of the largest piece of a tile."""
+        return min(elements, self.piece) if self.piece else elements
+
+    def load_bytes(self, elements: int) -> int:
+        """Bytes of a tile as it is read; whole pages, as buffers are."""
+        return round_up(math.ceil(self.stored_per_element * elements) + self.read_room)
+
+    def work_bytes(self, piece: int) -> int:
+        """Bytes that computing a piece of so many elements takes."""
+        short = max(0, BLOCK - piece)
+        return math.ceil(self.work_per_element * piece + self.scratch_per_element * short) + self.fixed_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the smallest lane that the row can be made in."""
+        elements = max(1, self.least_elements)
+        load, work = self.load_bytes(elements), self.work_bytes(self.piece_of(elements))
+        # Both buffers are shares of the lane, up to what they are at most; the least load may take more.
+        beside = 1 - 1 / _WRITE_SHARE
+        in_shares = math.ceil(max((load + work) / beside, work / (beside - 1 / _LOAD_SHARE))) + 1
+        return min(in_shares, max(load, LOAD_MOST) + work + WRITE_MOST)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return nbytes // ALIGNMENT * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class InputNeed:
+    """What one input of a row asks of a worker."""
+
+    dtype: DType
+    """How it is stored; of an assembled one its first term."""
+    nbytes: int
+    """Bytes read; of an assembled one its first term's."""
+    assembly: AssemblyNeed | None = None
+    """What assembling it takes; None where it is read as it is stored."""
+    scales: Scales | None = None
+    """What makes numbers of it where it is codes."""
+    view: View | None = None
+    """Where its elements lie in what is read; None: row-major, all of it."""
+    is_repeated: bool = False
+    """Whether its bytes are those of the part before, which are read once."""
+
+    def raw_bytes(self, num_elements: int, *, is_flat: bool) -> float:
+        """Stored bytes of it that a row of so many elements is made of."""
+        if self.assembly is None:
+            return self.nbytes + (0 if self.scales is None else self.scales.read_nbytes)
+        return self.assembly.raw_bytes(num_elements, is_flat=is_flat)
+
+    def kept_bytes(self, num_elements: int, *, is_flat: bool) -> float:
+        """Stored bytes of it that all tiles of such a row hold together."""
+        overlap = self.assembly.overlap if self.assembly is not None and is_flat else 1.0
+        return overlap * self.raw_bytes(num_elements, is_flat=is_flat)
+
+
+class PartSize(NamedTuple):
+    """One logical tensor of a row that is not row-major."""
+
+    shape: tuple[int, ...]
+    """Its logical shape."""
+    view: View | None
+    """Where its elements lie within the row; None: all of it, row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """What of a row's size sets its need."""
+
+    num_elements: int
+    """Elements of the row."""
+    num_parts: int
+    """Logical tensors in it."""
+    columns: int
+    """Elements of a logical row, summed over its parts."""
+    num_dimensions: int
+    """Dimensions of its parts."""
+    is_flat: bool
+    """Whether tiles may be cut; otherwise the row is one tile."""
+    parts: tuple[PartSize, ...] = ()
+    """Its logical tensors, where it is not flat."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A shape of so many dimensions, elements and columns: methods decide by it on access and passes."""
+        if self.num_dimensions < 2:
+            return (self.num_elements,) * self.num_dimensions
+        ones = (1,) * (self.num_dimensions - 2)
+        return (*ones, self.num_elements // max(1, self.columns), self.columns)
+
+
+def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize) -> Need:
+    """Memory of one row.
+
+    Args:
+        expression: what is computed.
+        inputs: every input, of all parts.
+        size: the row's size.
+    """
+    num_elements, is_flat = size.num_elements, size.is_flat
+    read = [each for each in inputs if not each.is_repeated]
+    stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
+    packed = [each.scales for each in inputs if each.scales is not None]
+    beside = sum((each.nbytes > 0) + (each.tensor_nbytes > 0) for each in packed)
+    room = READ_ROOM * (len(inputs) + beside)
+    method = find_method(expression.method)
+    if expression.is_copy or method is None:
+        return Need(stored, 0, 0, room, 0, min(num_elements, BLOCK))
+    if size.parts and _goes_in_pieces(expression, method, inputs, size.parts):
+        return _need_in_pieces(expression, method, inputs, size, Need(stored, 0, 0, room, 0, num_elements))
+    per_part = len(inputs) // size.num_parts
+    scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
+    assemblies = [each.assembly for each in inputs if each.assembly is not None]
+    out = expression.cast.bits / 8
+    # Float32 inputs and the result, and a part of it as it is written.
+    work = 4 * per_part + scratch + 4 + out
+    if packed and not is_flat:
+        work += _DECODING
+    if expression.encode is not None:
+        work += _ENCODING
+    if assemblies or not is_flat:
+        # A view is gathered in its stored dtype before it is widened, and so are rows before they are placed;
+        # the result is placed in its row.
+        placed = [each.placed_per_element(num_elements, is_flat=is_flat) for each in assemblies]
+        work += max(each.dtype.bits / 8 for each in inputs) + max(placed, default=0) + 4
+    state = method.state_bytes * len(inputs) + method.state_bytes_per_column * per_part * size.columns
+    fixed = (
+        state + sum(each.fixed_bytes for each in assemblies) + _sample_bytes(method, per_part, stored, size)
+    )
+    unit = _unit(expression, method, size, assemblies)
+    bands = [each.unit for each in packed]
+    if expression.encode is not None:
+        bands.append(expression.encode.band * size.columns // size.num_parts)
+    if is_flat and bands:
+        unit = math.lcm(
+            unit if method.access_with(_settings(expression, size)) is not Access.ELEMENT else 1, *bands
+        )
+    usual = _CODES_PIECE if bands else BLOCK
+    piece = 0 if assemblies or not is_flat else max(1, usual // unit) * unit
+    return Need(stored, work, scratch, room, fixed, min(num_elements, unit), unit, piece)
+
+
+def _goes_in_pieces(
+    expression: Expression, method: Method, inputs: Sequence[InputNeed], parts: Sequence[PartSize]
+) -> bool:
+    """Whether a row that is read whole can be computed piece by piece: not if a piece is a matrix, and not if
+    codes would have to be taken out of the middle of rows."""
+    settings = expression.bind(keys=(), shape=parts[0].shape)
+    if method.access_with(settings) is Access.MATRIX or any(each.assembly is not None for each in inputs):
+        return False
+    columns = parts[0].shape[-1] if parts[0].shape else 1
+    coded = [
+        (each.view, each.scales.encoding, each.scales.columns) for each in inputs if each.scales is not None
+    ]
+    if expression.encode is not None:
+        coded += [(part.view, expression.encode, columns) for part in parts]
+    return all(
+        columns > 0
+        and encoding.band == 1
+        and encoding.tensor_scale_dtype is None
+        and width == columns
+        and (view is None or view.has_whole_rows)
+        for view, encoding, width in coded
+    )
+
+
+def _need_in_pieces(
+    expression: Expression, method: Method, inputs: Sequence[InputNeed], size: RowSize, read: Need
+) -> Need:
+    """The need of a row that is read whole and computed in pieces of its parts, one after the other.
+
+    Args:
+        expression: what is computed.
+        method: by which method.
+        inputs: every input, of all parts.
+        size: the row's size.
+        read: what reading it takes.
+    """
+    per_part, encode = len(inputs) // size.num_parts, expression.encode
+    settings = expression.bind(keys=(), shape=size.parts[0].shape)
+    access, columns = method.access_with(settings), settings.row_length
+    is_coded = encode is not None or any(each.scales is not None for each in inputs)
+    unit = BLOCK if access is Access.ELEMENT and not is_coded else method.granule(settings)
+    unit = math.lcm(unit, columns) if is_coded else unit
+    scratch = 4 * (method.scratch + method.scratch_per_source * per_part)
+    # Float32 inputs and the result, and a part of both as they are stored.
+    work = 4 * per_part + scratch + 4 + expression.cast.bits / 8 + max(each.dtype.bits / 8 for each in inputs)
+    work += _DECODING * any(each.scales is not None for each in inputs) + _ENCODING * (encode is not None)
+    state = per_part * (method.state_bytes + method.state_bytes_per_column * columns)
+    in_place = encode is None and _takes_places(expression, inputs[::per_part], size)
+    made = 0 if in_place else expression.cast.nbytes(size.num_elements)
+    if encode is not None:
+        made += size.num_elements // columns * encode.scales_nbytes(columns)
+    piece = max(1, _CODES_PIECE // unit) * unit
+    return replace(
+        read,
+        work_per_element=work,
+        scratch_per_element=scratch,
+        fixed_bytes=state + made,
+        unit=unit,
+        piece=piece,
+        in_place=in_place,
+    )
+
+
+def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowSize) -> bool:
+    """Whether each element of the result has the place that it has in the first input, and is as wide.
+
+    Args:
+        expression: what is computed.
+        first: the first input of each part.
+        size: the row's size.
+    """
+    bits = expression.cast.bits
+    return first[0].nbytes * 8 == size.num_elements * bits and all(
+        each.scales is None
+        and each.dtype.bits == bits
+        and each.view == part.view
+        and each.is_repeated == (n > 0)
+        for n, (each, part) in enumerate(zip(first, size.parts, strict=True))
+    )
+
+
+def _settings(expression: Expression, size: RowSize) -> Settings:
+    return expression.bind(keys=(), shape=size.shape)
+
+
+def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -> int:
+    """Bytes of a sample as stored, in float32, and of what is made of it."""
+    elements = SAMPLE_RUNS * SAMPLE_LENGTH
+    if method.sampler is None or size.num_elements // size.num_parts <= elements:
+        return 0
+    return math.ceil((stored + 4 * (2 * per_part + 2)) * elements)
+
+
+def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Sequence[AssemblyNeed]) -> int:
+    """Elements that a row's tiles are multiples of."""
+    if not size.is_flat:
+        return max(1, size.num_elements)
+    settings = _settings(expression, size)
+    columns = max((each.columns for each in assemblies), default=0)
+    match method.access_with(settings):
+        case Access.ELEMENT:
+            return group_multiple(columns) if columns else BLOCK
+        case Access.TENSOR:
+            padded = max((each.columns for each in assemblies if each.is_padded), default=0)
+            return BLOCK * -(-ROW_GROUP * padded // BLOCK) if padded else BLOCK
+        case Access.ROW | Access.MATRIX:
+            return method.granule(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one row is cut under a budget."""
+
+    elements: int
+    """Elements of a tile: a multiple of the row's unit, or the whole of a smaller row."""
+    peak: int
+    """Bytes that a lane uses while the row is made."""
+
+    def is_whole(self, num_elements: int) -> bool:
+        """Whether a row of so many elements is one tile, read once for all passes."""
+        return self.elements >= num_elements
+
+
+def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
+    """Cut a row so that it fits a lane; where it has several passes, whole if that fits.
+
+    Args:
+        need: the row's need.
+        num_elements: its elements.
+        lane: what it is to fit into.
+        passes: passes before the last one.
+    """
+    least = max(1, min(num_elements, need.least_elements))
+    whole = max(1, num_elements)
+    if passes and lane.peak(need, whole) <= lane.budget:
+        return Tiling(whole, lane.peak(need, whole))
+    elements = max(least, min(whole, _affordable(need, lane) // need.unit * need.unit))
+    return Tiling(elements, lane.peak(need, elements))
+
+
+def _affordable(need: Need, lane: Lane) -> int:
+    """Elements of a tile whose load fits."""
+    stored = max(need.stored_per_element, 1e-9)
+    if need.piece:
+        room = lane.room(need, need.piece)
+        if room < lane.load_bytes:
+            # Not even a full piece fits beside the buffer.
+            return need.least_elements
+        return int((lane.load_bytes - need.read_room - ALIGNMENT) / stored)
+    spare = lane.budget - lane.write_bytes - need.fixed_bytes
+    spare -= math.ceil(need.scratch_per_element * BLOCK)
+    fitting = (spare - need.read_room - ALIGNMENT) / (stored + need.work_per_element)
+    # The buffer has a usual load's length even where a tile is shorter.
+    beside = (spare - lane.load_bytes) / max(need.work_per_element, 1e-9)
+    return int(min(TILE_MOST, fitting, beside, lane.load_bytes / stored))
+
+
+def expression_passes(expression: Expression, shape: tuple[int, ...] = ()) -> int:
+    """Passes that an expression makes over inputs of a shape before the last one: for statistics, and for the
+    one scale of all codes."""
+    method = find_method(expression.method)
+    if expression.is_copy or method is None:
+        return 0
+    shares = expression.encode is not None and expression.encode.tensor_scale_dtype is not None
+    return method.kernel.passes(expression.bind(keys=(), shape=shape)) + shares

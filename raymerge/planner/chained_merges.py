@@ -1,0 +1,356 @@
+"""Merges that use each other's results, planned together before the first of them is made.
+
+What a merge will write is known from its plan, but for the numbers in the tensors. So a plan stands for its
+checkpoint where the next merge is planned, whose plan comes out as it would over the finished checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, Unwritten, WeightFile, natural_key
+from raymerge.documents.yaml_text import in_order
+from raymerge.dtypes import DType
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
+from raymerge.merge_plan.plan import Plan, make_plan
+from raymerge.planner.dispatch import plan_of, recipe_problems, stages_of, with_prepared
+from raymerge.planner.inputs.sources import (
+    OpenedModels,
+    Opener,
+    Source,
+    open_models,
+    opener_of,
+    unread_problems,
+)
+from raymerge.planner.inputs.stages import Stage
+from raymerge.planner.recipe_check import neutral_recipe
+from raymerge.recipes import AnyRecipe, Draft, ModelReference, Recipe, did_you_mean, references
+from raymerge.storage.resolve import USUAL, Lookup
+
+_LENGTH_NBYTES = 8
+"""Bytes of a file before the JSON of its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMerge:
+    """One of several merges, decided."""
+
+    recipe: AnyRecipe
+    """What is asked."""
+    plan: Plan
+    """What will be done."""
+    sources: tuple[Source, ...]
+    """What is read; results of other merges and of stages as they will be."""
+    stages: tuple[Stage, ...] = ()
+    """What has to be made of weights before it, in order; the sources' ``prepared`` are their results."""
+
+    @property
+    def uses(self) -> Mapping[int, str]:
+        """Names of the merges whose results are read, by the index of the source."""
+        return {
+            source.index: source.reference.path
+            for source in self.sources
+            if source.checkpoint.unwritten is not None
+        }
+
+
+def plan_merges(
+    recipes: Sequence[AnyRecipe],
+    root: Path,
+    *,
+    version: str,
+    opener: Opener | None = None,
+    lookup: Lookup = USUAL,
+) -> tuple[PlannedMerge, ...]:
+    """Plan recipes of which later ones may use the results of earlier ones by their names.
+
+    The last plan is returned with its problems, so that it can be shown; the others have none.
+
+    Args:
+        recipes: in the order of ``merge_order``.
+        root: directory that the results which others use will be in, each by its name.
+        version: raymerge's version, kept in the manifests.
+        opener: how models are opened that are no results; None for each recipe's own way.
+        lookup: how adapters are found, and models too where the opener is a recipe's own.
+
+    Raises:
+        PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
+            the problems of all merges that could be looked at.
+    """
+    names = tuple(recipe.name for recipe in recipes if recipe.name is not None)
+    planner = _Planner(names, root, version, opener, lookup, is_alone=len(recipes) == 1)
+    looks = [planner.look(recipe) for recipe in recipes]
+    merges = tuple(look.merge for look in looks if look.merge is not None)
+    if len(merges) < len(looks) or any(look.problems for look in looks[:-1]):
+        cause = next((look.cause for look in looks if look.cause is not None), None)
+        problems = in_order(problem for look in looks for problem in look.problems)
+        if not problems:
+            raise RuntimeError("a merge has no plan, and nothing says why") from cause
+        raise PlanError(problems) from cause
+    return merges
+
+
+def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
+    """All that is wrong with recipes that cannot be read as a whole, their models included.
+
+    Args:
+        draft: what could be read of them.
+        root: as of ``plan_merges``.
+        version: as of ``plan_merges``.
+        lookup: as of ``plan_merges``; but nothing is fetched before the recipes can be read.
+    """
+    lookup = replace(lookup, fetches=False)
+    planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
+    looks = [planner.look(recipe, is_partial=draft.is_partial(recipe)) for recipe in draft.recipes]
+    later = (each for look in looks for each in look.problems if each.where not in draft.guessed)
+    return in_order([*draft.problems, *later])
+
+
+def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> Checkpoint:
+    """The checkpoint that a plan makes, as it will be when it is opened.
+
+    Only the versions of its files are not known yet, and are empty.
+
+    Args:
+        plan: what is made; it has no problems.
+        root: directory that it will be in.
+        name: what messages call it.
+        donor: the source of the plan that gives companion files.
+    """
+    given = donor.checkpoint
+    written = {row["name"]: row["content"] for row in plan["files"].to_pylist()}
+    copied = {*given.companions} - {*written, *plan.manifest["left_out"]}
+    before = given.unwritten
+    if before is not None:
+        written = {key: text for key, text in before.written.items() if key in copied} | written
+    return Checkpoint(
+        name=name,
+        root=str(root),
+        config=plan.manifest["config"],
+        tensors=_tensors(plan),
+        files=_files(plan),
+        companions=tuple(sorted({*copied, *written})),
+        notes=(),
+        unwritten=Unwritten(
+            companions_root=given.root if before is None else before.companions_root,
+            written=written,
+            twins=frozenset(_twins(plan, donor)),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is known of one merge after it was looked at."""
+
+    merge: PlannedMerge | None
+    """Its plan; None where there is none to show."""
+    problems: tuple[Problem, ...]
+    """What is wrong."""
+    cause: UserError | None = None
+    """Why there is no plan."""
+
+
+class _Planner:
+    """Plans one recipe after the other and knows what they make."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        root: Path,
+        version: str,
+        opener: Opener | None,
+        lookup: Lookup,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self._root = root
+        self._version = version
+        self._opener = opener
+        self._lookup = lookup
+        self._names = tuple(names)
+        self._is_alone = is_alone
+        self._made: dict[str, PlannedMerge] = {}
+
+    def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
+        """Plan a recipe; where that cannot be, find all that is wrong with it.
+
+        Args:
+            recipe: what is asked.
+            is_partial: whether it lacks something on which the rest may depend.
+        """
+        refused = () if self._is_alone else tuple(_foreign(recipe, self._names))
+        opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
+        error: UserError | None = None
+        if not (refused or is_partial):
+            try:
+                merge = self._planned(recipe, opened.require())
+                return _Look(merge, merge.plan.problems)
+            except UserError as failure:
+                error = failure
+        places = tuple(each.where for each in refused)
+        absences = [each for each in opened.problems if not each.where.startswith(places)]
+        rest = () if refused or is_partial else self._rest(recipe, opened)
+        problems = (*refused, *recipe_problems(recipe), *absences, *rest)
+        return _Look(None, in_order(self.placed(recipe, problems)), error)
+
+    def _rest(self, recipe: AnyRecipe, opened: OpenedModels) -> Iterator[Problem]:
+        """What else is wrong, as far as it does not come of models that are absent."""
+        if not opened.sources:
+            return
+        try:
+            found = self._unplaced(recipe, opened.sources)[0].problems
+        except UserError as error:
+            found = error.problems
+            neutral = neutral_recipe(recipe) if isinstance(recipe, Recipe) else None
+            if neutral is not None:
+                with suppress(UserError):
+                    found += plan_of(neutral, opened.sources, version=self._version).problems
+        places = {
+            recipe.where(*path[:-1], key) for path, _ in opened.absent for key in (path[-1], "layer_range")
+        }
+        names = "|".join(re.escape(str(reference)) for _, reference in opened.absent)
+        name = re.compile(rf"(?<![\w./-])({names})(?![\w/-])")
+        for problem in (*unread_problems(recipe, opened.sources), *found):
+            is_of_absent = names and name.search(f"{problem.where} {problem.what}")
+            if not is_of_absent and problem.where not in places:
+                yield problem
+
+    def _planned(self, recipe: AnyRecipe, sources: Sequence[Source]) -> PlannedMerge:
+        """The plan of a recipe and its sources; the problems have their places in the file.
+
+        Raises:
+            PlanError: there is no plan to show.
+        """
+        plan, sources, stages = self._unplaced(recipe, sources)
+        unread = unread_problems(recipe, sources)
+        plan = replace(plan, problems=in_order((*unread, *self.placed(recipe, plan.problems))))
+        merge = PlannedMerge(recipe, plan, tuple(sources), stages)
+        merge = replace(merge, plan=self._signed(merge))
+        if recipe.name is not None and not plan.problems:
+            self._made[recipe.name] = merge
+        return merge
+
+    def _unplaced(
+        self, recipe: AnyRecipe, sources: Sequence[Source]
+    ) -> tuple[Plan, Sequence[Source], tuple[Stage, ...]]:
+        """The plan of a recipe, with its sources as they will be and with its stages."""
+        unwritten = (s.reference.path for s in sources if s.checkpoint.unwritten is not None)
+        made_by = tuple(self._made[name].plan.digest for name in unwritten if name in self._made)
+        stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
+        sources = with_prepared(sources, stages, self._root)
+        return plan_of(recipe, sources, version=self._version), sources, stages
+
+    def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        """Problems that say which of several merges they are about."""
+        place = recipe.where()
+        file = place.split(":")[0]
+        if self._is_alone:
+            return tuple(problems)
+        return tuple(
+            each if each.where.startswith(file) else replace(each, where=f"{place}: {each.where}")
+            for each in problems
+        )
+
+    def _opener_for(self, recipe: AnyRecipe) -> Opener:
+        """How a recipe's models are opened: results as they will be, others as they are."""
+        opener = self._opener or opener_of(recipe, self._lookup)
+
+        def open_one(reference: ModelReference) -> Checkpoint:
+            merge = self._made.get(reference.path)
+            if merge is not None:
+                return self._result(merge, reference)
+            if reference.path in self._names:
+                raise PlanError(())  # Why it cannot be made is told where it is.
+            try:
+                return opener(reference)
+            except NotCachedError:
+                raise
+            except CheckpointError as error:
+                raise CheckpointError([self._hinted(reference, each) for each in error.problems]) from error
+
+        return open_one
+
+    def _result(self, merge: PlannedMerge, reference: ModelReference) -> Checkpoint:
+        donor = merge.sources[int(merge.plan.manifest["donor"])]
+        return planned_checkpoint(merge.plan, self._root / reference.path, name=str(reference), donor=donor)
+
+    def _hinted(self, reference: ModelReference, problem: Problem) -> Problem:
+        """What a name that is no directory's may have been meant to be."""
+        if self._is_alone or "/" in reference.path or Path(reference.path).exists():
+            return problem
+        listed = ", ".join(f"'{name}'" for name in self._names)
+        guess = did_you_mean(reference.path, self._names)
+        hint = f"{guess} The merges of this file are {listed}.".strip()
+        return replace(problem, remedy=f"{problem.remedy} {hint}".strip())
+
+    def _signed(self, merge: PlannedMerge) -> Plan:
+        """The plan with the digests of those that its sources are made by.
+
+        The headers of a result do not tell its numbers, which another plan changes and they stay the same.
+        """
+        if not merge.uses:
+            return merge.plan
+        sources = [dict(each) for each in merge.plan.manifest["sources"]]
+        for index, name in merge.uses.items():
+            sources[index]["made_by"] = self._made[name].plan.digest
+        manifest = {**merge.plan.manifest, "sources": sources}
+        return make_plan(manifest, merge.plan.tables, merge.plan.problems)
+
+
+def _foreign(recipe: AnyRecipe, names: Sequence[str]) -> Iterator[Problem]:
+    """What cannot stand among several merges."""
+    if isinstance(recipe, Recipe) and recipe.adapter is not None:
+        what = "this merge makes an adapter, and merges of adapters are carried out one by one."
+        yield Problem(recipe.where("adapter"), what, "Put it into a file of its own.")
+    for path, reference in references(recipe):
+        if reference.lora_path in names:
+            what = f"'{reference.lora_path}' is a merge of this file: its result is a model, and no adapter."
+            yield Problem(recipe.where(*path), what, "Name the directory of an adapter behind the '+'.")
+
+
+def _tensors(plan: Plan) -> dict[str, StoredTensor]:
+    shards = plan["shards"].column("name").to_pylist()
+    found = [
+        StoredTensor(
+            row["name"],
+            DType(row["dtype"]),
+            tuple(row["shape"]),
+            shards[row["shard"]],
+            row["offset"],
+            row["nbytes"],
+        )
+        for row in plan["tensors"].to_pylist()
+    ]
+    return {tensor.name: tensor for tensor in sorted(found, key=lambda tensor: natural_key(tensor.name))}
+
+
+def _files(plan: Plan) -> tuple[WeightFile, ...]:
+    """The shards as files whose headers were read; a header's digest leaves out the length before it."""
+    found = [
+        WeightFile(
+            shard["name"], shard["nbytes"], xxhash.xxh3_128_hexdigest(shard["header"][_LENGTH_NBYTES:]), ""
+        )
+        for shard in plan["shards"].to_pylist()
+    ]
+    return tuple(sorted(found, key=lambda file: file.key))
+
+
+def _twins(plan: Plan, donor: Source) -> Iterator[tuple[str, str]]:
+    """Head and embedding, where both are written and the config goes on to say that they are one.
+
+    Where the plan makes them differ, it has the config say so. A text model that is copied has what the donor
+    has.
+    """
+    tie = plan.manifest["tie"]
+    if tie["head"]:
+        yield tie["head"], tie["embedding"]
+    elif donor.pair is not None and donor.stored_head_is_embedding:
+        yield donor.pair.head, donor.pair.embedding

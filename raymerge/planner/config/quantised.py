@@ -1,0 +1,302 @@
+"""What the output's config says of quantisation: the same as the tensors that are written."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.architectures.sections import text_path
+from raymerge.checkpoints.quantisation.activation_scales import CACHE_SCALES, INPUT_SCALES
+from raymerge.checkpoints.quantisation.config import Declared, read_declared
+from raymerge.checkpoints.quantisation.detect import Packed
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of
+from raymerge.errors import Problem
+from raymerge.merge_plan.expressions import Output, PackedAs
+from raymerge.planner.config.fresh_table import fresh_table
+from raymerge.planner.inputs.sources import Source
+
+_TABLES = ("quantization_config", "compression_config")
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""Fields that list modules which are not quantised; compressed-tensors has the second."""
+_WEIGHT = ".weight"
+_EXPERTS = re.compile(r"(.*\.experts)\.")
+_TOGETHER, _BELOW = ".experts", r"\..*"
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What of the output is stored as codes."""
+
+    packed: Mapping[str, PackedAs]
+    """By module, what is codes with scales."""
+    unread: Mapping[str, str]
+    """Tensors that are copied and whose format is not read, with what that is called."""
+
+
+def quantisation_config(
+    config: Mapping[str, Any],
+    donor: Source,
+    sources: Sequence[Source],
+    outputs: Sequence[Output],
+    *,
+    where: str,
+    is_common: bool,
+) -> tuple[Mapping[str, Any], Problem | None]:
+    """The config with tables of quantisation that fit the output, none where nothing is quantised; and what
+    no table can say.
+
+    The donor's tables stay wherever they are true of the output, but for their lists of plain modules.
+
+    Args:
+        config: the donor's, with what else the merge changes.
+        donor: which source it comes from.
+        sources: all, in recipe order.
+        outputs: every tensor of the output.
+        where: the place in the recipe that a problem is told of.
+        is_common: whether the donor's tables may stay: those of all sources say the same.
+    """
+    stored, packs = _stored(outputs, sources), donor.checkpoint.packs
+    known = packs.packed if packs is not None else {}
+    tables = _found(config if is_common else donor.checkpoint.config)
+    declared = read_declared(tables)
+    # Without any table codes of unread formats may be no codes at all: tables of numbers, lists of tokens.
+    is_unread = bool(stored.unread) and (bool(declared.method) or not is_common)
+    if packs is None or not (known or stored.packed or is_unread or not is_common):
+        return config, None
+    if not (stored.packed or is_unread):
+        return without_tables(config), None
+    if is_common and _is_true_of(declared, stored, known):
+        return _with_plain(config, declared, stored, donor, outputs), None
+    if is_unread:
+        return config, _unread(stored, where)
+    if len({_kind(each.packing) for each in stored.packed.values()}) > 1:
+        return config, _several_formats(stored, where)
+    scaled = next((module for module, each in stored.packed.items() if _has_input_scale(each)), None)
+    if scaled is not None:
+        return config, _input_scales(scaled, stored, where)
+    # Scales that may be any numbers may also be powers of two.
+    packing = min((each.packing for each in stored.packed.values()), key=lambda each: each.power_of_two)
+    has_cache = any(each.name.endswith(CACHE_SCALES) for each in outputs)
+    cache = next((each.get("kv_cache_scheme") for each in tables), None) if has_cache else None
+    plain = _plain_matrices(stored, outputs)
+    plain += _plain_experts(stored, outputs, plain)
+    fresh = fresh_table(packing, plain, cache=cache)
+    _list_plain(fresh, plain, replaced=True)
+    return {**without_tables(config), _TABLES[0]: fresh}, None
+
+
+def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Mapping[str, Any]:
+    """The config without tables of quantisation where no tensor of the output can be codes.
+
+    Args:
+        config: as the donor has it, with what else changes.
+        outputs: every tensor of the output; codes among them are copied as they are stored.
+    """
+    return without_tables(config) if all(output.dtype.is_mergeable for output in outputs) else config
+
+
+def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what it says of quantisation."""
+    result = copy.deepcopy(dict(config))
+    for table, section in _tables(result):
+        del section[table]
+    return result
+
+
+def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of each table of quantisation, and the section that it is in."""
+    section, path = config, text_path(config)
+    for depth in range(len(path) + 1):
+        section = section[path[depth - 1]] if depth else config
+        yield from ((table, section) for table in _TABLES if section.get(table))
+
+
+def _found(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [section[table] for table, section in _tables(dict(config))]
+
+
+def _stored(outputs: Sequence[Output], sources: Sequence[Source]) -> _Stored:
+    packed = {_module(each): each.packed for each in outputs if each.packed is not None}
+    unknown = {
+        (source.index, tensor.key, tensor.offset): form
+        for source in sources
+        if source.checkpoint.packs is not None
+        for name, form in source.checkpoint.packs.unknown.items()
+        for tensor in (source.checkpoint.packs.stored[name],)
+    }
+    unread: dict[str, str] = {}
+    for output in outputs if unknown else ():
+        reads = [read for row in output.rows for read in row.reads]
+        places = [(read.source, read.key, read.offset) for read in reads]
+        if output.packed is None and len(places) == 1 and places[0] in unknown:
+            unread[output.name] = unknown[places[0]]
+    return _Stored(packed, unread)
+
+
+def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]) -> bool:
+    """Whether what a config says, of a checkpoint with known codes, is true of how tensors are stored."""
+    formats = {each.packing.format for each in known.values()}
+    scaled = [_has_input_scale(each) for each in known.values()]
+    kinds = {name.removesuffix(_WEIGHT): _kind(each.packing) for name, each in known.items()}
+    for module, packed in stored.packed.items():
+        packing, said = packed.packing, declared.of(module)
+        if said is None:
+            # Of modules that a loader calls otherwise the table says what it said.
+            if kinds.get(module) != _kind(packing):
+                return False
+            continue
+        if packing.format not in formats or not said.allows(packing.format, packing.block, packing.shape):
+            return False
+        # A checkpoint without any such scales does not follow its own table; copies are as they were.
+        is_needed = said.scales_inputs and any(scaled) and (all(scaled) or _is_made(packed))
+        if is_needed and not _has_input_scale(packed):
+            return False
+    return declared.is_stored
+
+
+def _with_plain(
+    config: Mapping[str, Any],
+    declared: Declared,
+    stored: _Stored,
+    donor: Source,
+    outputs: Sequence[Output],
+) -> dict[str, Any]:
+    """The config with its tables, which list what is plain now."""
+    result = copy.deepcopy(dict(config))
+    is_replaced = any(declared.plain.lists(module) for module in stored.packed)
+    modules = _plain_matrices(stored, outputs) if is_replaced else _freed(declared, donor, outputs)
+    modules += _plain_experts(stored, outputs if is_replaced else (), modules)
+    for table, section in _tables(result) if modules or is_replaced else ():
+        _list_plain(section[table], modules, replaced=is_replaced)
+    return result
+
+
+def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list[str]:
+    """Modules of plain numbers that a table does not list, though the donor has such as codes somewhere, and
+    that are not plain in the donor, whose table did without them."""
+    packs = donor.checkpoint.packs
+    known = packs.packed if packs is not None else {}
+    before = donor.checkpoint.tensors.keys() - known.keys()
+    named = [each for each in outputs if each.packed is None and each.name not in before]
+    plain = [_module(each) for each in named if each.dtype.is_mergeable]
+    alike = {_NUMBER.sub(".*", name.removesuffix(_WEIGHT)) for name in known}
+    return [each for each in plain if _NUMBER.sub(".*", each) in alike and not declared.plain.lists(each)]
+
+
+def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[str]) -> list[str]:
+    """Experts of a layer that are all plain, as one module: loaders that fuse them ask for that.
+
+    Args:
+        stored: what is not plain.
+        outputs: tensors of which stacks are to be listed as well.
+        listed: modules that are to be listed anyway.
+    """
+    coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}
+    stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
+    found = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
+    return [each for each in found if each not in coded and each not in listed]
+
+
+def _experts_of(name: str) -> str:
+    """The path of the experts that a tensor is of; "" for none."""
+    found = _EXPERTS.match(name)
+    return found.group(1) if found else ""
+
+
+def _several_formats(stored: _Stored, where: str) -> Problem:
+    are_alike = len({each.packing.format.word for each in stored.packed.values()}) == 1
+    examples: dict[str, str] = {}
+    for module, packed in stored.packed.items():
+        blocks = f" in blocks of {packed.packing.block[0]}x{packed.packing.block[1]}" if are_alike else ""
+        examples.setdefault(f"{packed.packing.format.word}{blocks}", module)
+    told = " and ".join(f"as {form} (such as {name})" for form, name in examples.items())
+    return Problem(
+        where,
+        f"tensors would be stored {told}, which no quantization_config that raymerge writes says together.",
+        "Choose one format for all that is quantised, such as 'out_format: fp8_block', or have lines of "
+        "out_format with 'value: bf16' for all but one.",
+    )
+
+
+def _unread(stored: _Stored, where: str) -> Problem:
+    name, form = next(iter(stored.unread.items()))
+    what = f"{len(stored.unread)} tensors would be copied as {form} (such as {name})"
+    if stored.packed:
+        module, packed = next(iter(stored.packed.items()))
+        what = f"{what}, and others stored as {packed.packing.format.word} (such as {module})"
+    return Problem(
+        where,
+        f"{what}: the config's quantization_config does not hold for all that is quantised, and raymerge can "
+        f"write no other one, as it does not read {form}.",
+        "Keep what is quantised as it is ('value: same'), have plain numbers of the rest ('value: bf16'), or "
+        "use a checkpoint converted to bfloat16.",
+    )
+
+
+def _input_scales(scaled: str, stored: _Stored, where: str) -> Problem:
+    bare = next((module for module, each in stored.packed.items() if not _has_input_scale(each)), "")
+    beside = f", and {bare} has none" if bare else ""
+    return Problem(
+        where,
+        f"{scaled} has a stored scale of its inputs (a static activation scheme){beside}: the config's "
+        "quantization_config does not hold for all tensors, and scales of inputs cannot be made of weights.",
+        "Choose another format for all that is quantised, such as 'out_format: fp8_block', which makes all "
+        "anew without them, or have 'value: bf16' for what has no such scale.",
+    )
+
+
+def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
+    """Modules whose matrices are stored as plain numbers."""
+    plain = (each for each in outputs if each.packed is None and each.name not in stored.unread)
+    return [_module(each) for each in plain if len(each.shape) == 2 and each.name.endswith(_WEIGHT)]
+
+
+def _list_plain(table: dict[str, Any], modules: Sequence[str], *, replaced: bool) -> None:
+    """Add modules to those that a table leaves plain, or have them take the place of these.
+
+    Experts that are plain together are one entry: a list of all would have to change with their number.
+    """
+    is_exact = "config_groups" in table
+    usual = "ignore" if is_exact else "modules_to_not_convert"
+    key = next((each for each in _LISTS if each in table), usual)
+    listed = [] if replaced else list(table.get(key) or ())
+    known = frozenset(listed)
+    table[key] = [*listed, *(each for each in _in_short(modules, is_exact=is_exact) if each not in known)]
+
+
+def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
+    """Modules without the experts that are listed together as well.
+
+    Args:
+        modules: paths.
+        is_exact: whether a path means one module alone, as in compressed-tensors: a pattern then stands for
+            what is below it.
+    """
+    together = {each for each in modules if each.endswith(_TOGETHER)}
+    short = [each for each in modules if _experts_of(each) not in together]
+    below = [f"re:{re.escape(each)}{_BELOW}" for each in short if each in together]
+    return [*short, *below] if is_exact else short
+
+
+def _is_made(packed: PackedAs) -> bool:
+    """Whether codes and scales are made, and not copied."""
+    return bool(packed.scales) or packed.tensor_scale is not None
+
+
+def _has_input_scale(packed: Packed | PackedAs) -> bool:
+    others = (each if isinstance(each, str) else each.name for each in packed.others)
+    return any(name.endswith(INPUT_SCALES) for name in others)
+
+
+def _kind(packing: Packing) -> tuple[Format, tuple[int, int]]:
+    """What tensors that one scheme speaks of have in common."""
+    encoding = encoding_of(packing)
+    return encoding.format, encoding.block
+
+
+def _module(output: Output) -> str:
+    return output.name.removesuffix(_WEIGHT)

@@ -1,0 +1,93 @@
+"""The kinds of recipes, and how each is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from raymerge.errors import PlanError, Problem
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import AlignSpec, Stage, prepared_of
+from raymerge.planner.moe.build import build_moe_plan, moe_stages, moe_trunk
+from raymerge.planner.moe.expert_permutation import align_stages
+from raymerge.planner.moe.expert_set import expert_set_plan
+from raymerge.planner.outputs.build import build_plan
+from raymerge.planner.recipe_check import check_recipe
+from raymerge.recipes import AnyRecipe, ExpertSetRecipe, MoeRecipe
+
+
+def stages_of(
+    recipe: AnyRecipe, sources: Sequence[Source], *, version: str, made_by: Sequence[str] = ()
+) -> tuple[Stage, ...]:
+    """What has to be made of weights before a recipe can be carried out, in order.
+
+    Args:
+        recipe: what is asked.
+        sources: its models, opened.
+        version: raymerge's version.
+        made_by: digests of the plans that make those sources which are not there yet: their headers do not
+            tell their numbers.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is nothing to show.
+    """
+    match recipe:
+        case MoeRecipe():
+            stages = moe_stages(recipe, sources, version=version)
+        case ExpertSetRecipe():
+            stages = ()
+        case _:
+            stages = tuple(align_stages(recipe, sources, version=version))
+    return tuple(_salted(stage, made_by) for stage in stages) if made_by else stages
+
+
+def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path) -> tuple[Source, ...]:
+    """The sources with the results of stages as they will be below ``root``, each with the model it is of."""
+    made: dict[int, list[Stage]] = {}
+    for stage in stages:
+        owner = stage.spec.other if isinstance(stage.spec, AlignSpec) else stage.spec.base
+        made.setdefault(owner.index, []).append(stage)
+    return tuple(
+        replace(source, prepared=tuple(prepared_of(stage, root) for stage in made[source.index]))
+        if source.index in made
+        else source
+        for source in sources
+    )
+
+
+def plan_of(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Plan:
+    """The plan of a recipe over its sources, which have the results of its stages; it carries its problems.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
+    match recipe:
+        case MoeRecipe():
+            return build_moe_plan(recipe, sources, version=version)
+        case ExpertSetRecipe():
+            return expert_set_plan(recipe, sources, version=version)
+        case _:
+            return build_plan(recipe, sources, version=version)
+
+
+def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:
+    """What is wrong with the methods and parameters of a recipe, whatever its models are."""
+    match recipe:
+        case MoeRecipe():
+            merge = moe_trunk(recipe)
+        case ExpertSetRecipe():
+            return ()
+        case _:
+            merge = recipe
+    try:
+        return check_recipe(merge).problems
+    except PlanError as error:
+        return error.problems
+
+
+def _salted(stage: Stage, made_by: Sequence[str]) -> Stage:
+    return replace(stage, digest=xxhash.xxh3_128_hexdigest("/".join((stage.digest, *made_by)).encode()))

@@ -1,0 +1,414 @@
+"""Whether config and headers agree: sizes, experts, and layers that are all there and alike.
+
+Only what holds for every architecture is checked. Where a config tells kinds of layers apart, layers are
+compared within a kind; what a config does not say is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.architectures import (
+    Role,
+    Rules,
+    Stack,
+    TensorInfo,
+    describe,
+    fused_layout,
+    load_rules,
+    logical_name,
+    stacks,
+    tied_pair,
+)
+from raymerge.architectures.depth import count_mtp_layers
+from raymerge.architectures.sections import class_names, config_int, text_section
+from raymerge.architectures.ties import TiedPair
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import Checkpoint, main_dtype
+from raymerge.dtypes import DType, config_name
+from raymerge.errors import Problem
+from raymerge.planner.inputs.config_values import value_problems
+from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.tokenizer.tensors import counts_tokens
+
+_REMEDY = "Correct the config, or merge again from complete models."
+_SHOWN = 3
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+Layers = Sequence[Mapping[str, StoredTensor]]
+"""For each layer of the main stack its tensors, by what follows the layer number in their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A checkpoint as its layers."""
+
+    checkpoint: Checkpoint
+    rules: Rules
+    stack: Stack
+    layers: Layers
+    where: str
+
+    def describe(self, suffix: str) -> TensorInfo:
+        """What the tensor of that suffix is in the first layer."""
+        return describe(f"{self.stack.prefix}.0.{suffix}", self.rules, stacks=(self.stack,))
+
+    def is_quantised(self) -> bool:
+        """Whether some tensors hold codes, whose shapes and companions may differ from layer to layer."""
+        config = self.checkpoint.config
+        keys = ("quantization_config", "compression_config")
+        return any(section.get(key) for section in (config, text_section(config)) for key in keys)
+
+
+def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Everything in which a checkpoint's config and its tensors' names, shapes and dtypes disagree.
+
+    Nothing, where there is no config.
+    """
+    if checkpoint.is_raw:
+        return
+    where = f"{checkpoint.name}/config.json"
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    yield from value_problems(checkpoint.config, rules, where)
+    found = stacks(checkpoint.tensors, checkpoint.config)
+    yield from _count_problems(checkpoint, found, where)
+    yield from _dtype_problems(checkpoint, where)
+    yield from _head_problems(checkpoint, where)
+    yield from _layer_problems(checkpoint, found, where)
+    yield from quantised_tensors(checkpoint).faults
+
+
+def _count_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
+    """The number of layers that the config counts must be there; unknown layouts are left alone."""
+    config = checkpoint.config
+    rules = load_rules(str(config.get("model_type") or "") or None)
+    section = text_section(config)
+    counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
+    if not counts or not found or any(stack.is_main for stack in found):
+        return
+    if all(stack.num_layers not in counts.values() for stack in found):
+        have = ", ".join(f"{stack.prefix} has {stack.num_layers}" for stack in found)
+        said = ", ".join(f"{key} is {value}" for key, value in counts.items())
+        yield Problem(where, f"{said}, but {have} layers.", "Correct the config, or merge again.")
+
+
+def _dtype_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+    said = declared_dtype(checkpoint.config)
+    mergeable = any(tensor.dtype.is_mergeable for tensor in checkpoint.tensors.values())
+    if said is None or not mergeable or checkpoint.config.get("quantization_config"):
+        return
+    main = main_dtype(checkpoint)
+    known = {config_name(dtype) for dtype in DType if dtype.is_mergeable}
+    if said in known and said != config_name(main):
+        yield Problem(
+            where, f"it says {said}, but most tensors are {config_name(main)}.", "Correct the config's dtype."
+        )
+
+
+def declared_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config says, without ``torch.``, or None."""
+    for section in (config, text_section(config)):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(section.get(key), str):
+                return str(section[key]).removeprefix("torch.")
+    return None
+
+
+def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+    pair = tied_pair(checkpoint.tensors, checkpoint.config)
+    if pair is None:
+        return
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in class_names(checkpoint.config))
+    if pair.declared is False and generates and not _is_held(checkpoint, pair.head):
+        yield Problem(
+            where,
+            f"tie_word_embeddings is false, but {pair.head} is not stored.",
+            "A loader would start it at random: store the head, or tie it.",
+        )
+    yield from size_problems(checkpoint, pair, where)
+
+
+def _is_held(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a matrix is there, as numbers or as codes of some format."""
+    module = name.removesuffix(".weight")
+    codes = (name, f"{name}_packed", f"{module}.qweight")
+    return any(each in checkpoint.tensors for each in codes)
+
+
+def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterator[Problem]:
+    """The width and the rows of embedding and head against the config's sizes."""
+    config = checkpoint.config
+    rules = load_rules(str(config.get("model_type") or "") or None)
+    embedding = _matrix(checkpoint, pair.embedding)
+    head = _matrix(checkpoint, pair.head)
+    widths = {size for key in rules.sizes["hidden"] if (size := config_int(config, [key])) is not None}
+    # Some families embed in another width than the layers have, and say so.
+    allowed = widths | _sizes(config, "emb")
+    if embedding is not None and widths and embedding.shape[1] not in allowed:
+        said = ", ".join(map(str, sorted(widths)))
+        what = f"the hidden size is {said}, but {embedding.name} is {embedding.shape[1]} wide."
+        yield Problem(where, what, _REMEDY)
+    size = text_section(config).get("vocab_size")
+    own = [tensor for tensor in (embedding, head) if tensor is not None]
+    for tensor in (*own, *_more_rows(checkpoint, rules, pair)):
+        # More rows than tokens are padding. A smaller vocabulary of its own has a field of its own.
+        if (
+            isinstance(size, int)
+            and tensor.shape[0] < size
+            and tensor.shape[0] not in _sizes(config, "vocab")
+        ):
+            what = f"vocab_size is {size}, but {tensor.name} has {tensor.shape[0]} rows."
+            yield Problem(where, what, "Correct vocab_size.")
+
+
+def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator[StoredTensor]:
+    """Embeddings and heads beside the pair, and the biases of heads, of the same text model's vocabulary."""
+    others = set(_nested_sizes(checkpoint.config, "vocab"))
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for name, tensor in checkpoint.tensors.items():
+        # Tensors of many layers and experts whose names differ in numbers alone are looked at once.
+        key = _NUMBER.sub(".", name), tensor.shape
+        is_known = name in (pair.embedding, pair.head) or not name.endswith((".weight", ".bias"))
+        if is_known or key in seen or not tensor.shape or tensor.shape[0] in others:
+            continue
+        seen.add(key)
+        info = describe(name, rules)
+        is_plain = tensor.dtype.is_mergeable and len(tensor.shape) == (1 if info.is_bias else 2)
+        if is_plain and info.role is not Role.VISION and counts_tokens(name, info):
+            yield tensor
+
+
+def _layer_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
+    """The main stack's layers: all there, alike within a kind, with the experts that the config counts."""
+    stack = next((each for each in found if each.is_main), None)
+    if stack is None:
+        return
+    if stack.num_layers > len(checkpoint.tensors):
+        stored = len(checkpoint.tensors)
+        what = f"the config counts {stack.num_layers} layers, but only {stored} tensors are stored."
+        yield Problem(where, what, _REMEDY)
+        return
+    model = _model(checkpoint, stack, where)
+    count = len(model.layers)
+    said = [_kind(checkpoint.config, model.rules, layer, count) for layer in range(count)]
+    yield from _absent_layers(model)
+    yield from _holes(model, said)
+    yield from _unequal(model, said)
+    yield from _expert_problems(model)
+    yield from _mtp_problems(model)
+
+
+def _model(checkpoint: Checkpoint, stack: Stack, where: str) -> _Model:
+    layers: list[dict[str, StoredTensor]] = [{} for _ in range(stack.num_layers)]
+    head = f"{stack.prefix}." if stack.prefix else ""
+    for name, tensor in checkpoint.tensors.items():
+        number, _, suffix = name.removeprefix(head).partition(".")
+        if name.startswith(head) and number.isdecimal() and int(number) < len(layers):
+            layers[int(number)][suffix] = tensor
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    return _Model(checkpoint, rules, stack, layers, where)
+
+
+def _absent_layers(model: _Model) -> Iterator[Problem]:
+    """Layers without any tensor, unless the config gives each layer a table that may say so."""
+    absent = [layer for layer, tensors in enumerate(model.layers) if not tensors]
+    section = text_section(model.checkpoint.config).values()
+    tables = any(
+        isinstance(value, list)
+        and len(value) == len(model.layers)
+        and all(isinstance(v, dict) for v in value)
+        for value in section
+    )
+    if absent and not tables:
+        what = f"the config counts {len(model.layers)} layers, but no tensors of {model.stack.prefix} are in "
+        yield Problem(model.where, f"{what}layers {_some(absent)}.", _REMEDY)
+
+
+def _holes(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
+    """A layer that alone lacks what others of its kind have, where no usual design explains it."""
+    section = text_section(model.checkpoint.config)
+    if any(section.get(key) for key in model.rules.depth.fixed):
+        return
+    sets = [frozenset(tensors) for tensors in model.layers]
+    times = Counter(zip(said, sets, strict=True))
+    for layer, (kind, names) in enumerate(zip(said, sets, strict=True)):
+        fuller = [
+            more for (other, more), count in times.items() if other == kind and count > 1 and names < more
+        ]
+        if not names or times[kind, names] > 1 or not fuller:
+            continue
+        whole = min(fuller, key=len)
+        missing = [name for name in sorted(whole - names) if _is_needed(model, name)]
+        alike = [number for number, each in enumerate(sets) if names <= each]
+        if layer in (alike[0], alike[-1]):
+            missing = _unusual(missing, names, model.layers[sets.index(whole)])
+        if missing:
+            lacks = f"{model.stack.prefix}.{layer} lacks {_some(missing)}, which the other layers have."
+            yield Problem(model.checkpoint.name, lacks, "Take a complete checkpoint, or merge again.")
+
+
+def _unusual(missing: Sequence[str], names: Collection[str], whole: Mapping[str, StoredTensor]) -> list[str]:
+    """What the first or last layer of its kind lacks and no usual design leaves out there.
+
+    Designs leave out what has to do with a layer before or after: ZAYA the scale of earlier router states, a
+    vector, RWKV-7 the matrices that mix in the first layer's values, which are all of a part of a module.
+    """
+    present = {part for name in names for part in _parts(name)}
+    matrices = [name for name in missing if len(whole[name].shape) > 1]
+    counts = Counter(part for name in matrices for part in _parts(name) if part not in present)
+    return [name for name in matrices if all(counts[part] < 2 for part in _parts(name))]
+
+
+def _parts(name: str) -> list[str]:
+    """The parts of modules that a tensor is in, but for what has a number, such as a single expert."""
+    words = name.split(".")
+    return [".".join(words[:depth]) for depth in range(2, len(words)) if not words[depth - 1].isdecimal()]
+
+
+def _is_needed(model: _Model, suffix: str) -> bool:
+    if model.is_quantised() and not suffix.endswith(("weight", "bias")):
+        return False
+    return model.describe(suffix).part not in (Role.NORM, Role.BUFFER)
+
+
+def _unequal(model: _Model, said: Sequence[str]) -> Iterator[Problem]:
+    """Tensors of one name whose shapes differ between layers with the same tensors."""
+    first: dict[tuple[str, frozenset[str]], int] = {}
+    quantised = model.is_quantised()
+    for layer, tensors in enumerate(model.layers):
+        like = first.setdefault((said[layer], frozenset(tensors)), layer)
+        differing = [
+            suffix
+            for suffix, tensor in tensors.items()
+            if tensor.shape != model.layers[like][suffix].shape and not (quantised and _is_code(tensor))
+        ]
+        if differing:
+            one, other = model.layers[like][differing[0]], tensors[differing[0]]
+            more = f" and {len(differing) - 1} more tensors alike" if len(differing) > 1 else ""
+            what = f"{other.name} is {list(other.shape)}, but {one.name} is {list(one.shape)}{more}."
+            yield Problem(model.checkpoint.name, what, "Merge models of one size.")
+
+
+def _is_code(tensor: StoredTensor) -> bool:
+    """Whether a tensor of a quantised model may be packed, or the scale of such a one."""
+    return not tensor.name.endswith(("weight", "bias")) or not tensor.dtype.value.startswith(("F", "BF"))
+
+
+def _expert_problems(model: _Model) -> Iterator[Problem]:
+    """Router rows and stored experts against the config's number of experts."""
+    wanted = config_int(model.checkpoint.config, model.rules.sizes["num_experts"])
+    if wanted is None or wanted < 2:
+        return
+    # Experts that compute nothing have router rows and no tensors.
+    rows = {wanted} | {wanted + size for size in _sizes(model.checkpoint.config, "zero_expert")}
+    infos = {suffix: model.describe(suffix) for suffix in {name for each in model.layers for name in each}}
+    wrong: dict[str, list[int]] = {}
+    for layer, tensors in enumerate(model.layers):
+        for suffix, tensor in tensors.items():
+            if _is_router(model, infos[suffix], tensor) and rows.isdisjoint(tensor.shape):
+                wrong.setdefault(f"{suffix} has {tensor.shape[0]} rows", []).append(layer)
+        found = _stored_experts(model, tensors, infos)
+        if found != 0 and found not in rows:
+            wrong.setdefault(f"{found} are stored", []).append(layer)
+    for what, layers in wrong.items():
+        place = f"in layers {_some(layers)} of {model.stack.prefix}"
+        yield Problem(model.where, f"the config counts {wanted} experts, but {place} {what}.", _REMEDY)
+
+
+def _is_router(model: _Model, info: TensorInfo, tensor: StoredTensor) -> bool:
+    """Whether a tensor is the matrix that scores experts, and not one of several in a deeper router."""
+    if info.part is not Role.ROUTER or len(tensor.shape) != 2 or not tensor.dtype.is_mergeable:
+        return False
+    return logical_name(tensor.name, model.rules, info=info).endswith(".gate.weight")
+
+
+def _stored_experts(
+    model: _Model, tensors: Mapping[str, StoredTensor], infos: Mapping[str, TensorInfo]
+) -> int:
+    """Experts of a layer, per expert or fused; 0 where there are none or their layout is not known."""
+    numbers = {info.expert for suffix in tensors if (info := infos[suffix]).expert is not None}
+    if numbers:
+        return len(numbers)
+    config = model.checkpoint.config
+    for suffix, tensor in tensors.items():
+        if infos[suffix].part is Role.EXPERT:
+            layout = fused_layout(tensor.name, tensor.shape, config, model.rules)
+            if layout is not None and layout.kind != "unknown":
+                return layout.num_experts
+    return 0
+
+
+def _mtp_problems(model: _Model) -> Iterator[Problem]:
+    """Stored multi-token-prediction layers against their number; many are published with none of them."""
+    keys = model.rules.depth.mtp_counts
+    said = config_int(model.checkpoint.config, keys)
+    stored = count_mtp_layers(
+        model.checkpoint.tensors, {model.stack.prefix}, model.stack.num_layers, model.rules
+    )
+    if stored and said is not None and stored != said:
+        key = next(key for key in keys if config_int(model.checkpoint.config, [key]) is not None)
+        what = f"{key} is {said}, but {stored} multi-token-prediction layers are stored."
+        yield Problem(model.where, what, f"Set {key} to {stored}.")
+
+
+def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> str:
+    """Everything in a config that may set a layer apart from others."""
+    section = text_section(config)
+    told: list[Any] = []
+    for key in rules.depth.per_layer_strings:
+        text = section.get(key)
+        told.append(text[layer] if isinstance(text, str) and len(text) == count else "")
+    for key, value in _fields(section):
+        if rules.depth.not_per_layer.search(key):
+            continue
+        if isinstance(value, list) and len(value) == count:
+            told.append(value[layer])
+        elif isinstance(value, list) and all(isinstance(number, int) for number in value):
+            # Lists of layer numbers, whether they count from 0 or from 1.
+            told.append([layer in value, layer + 1 in value])
+    for rule in rules.depth.periodic:
+        period = section.get(rule.key)
+        told.append(layer % period if isinstance(period, int) and period > 1 else 0)
+    return json.dumps(told, sort_keys=True, default=str)
+
+
+def _fields(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a section and of the tables in it."""
+    for key, value in section.items():
+        yield key, value
+        if isinstance(value, Mapping):
+            yield from value.items()
+
+
+def _matrix(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
+    tensor = checkpoint.tensors.get(name)
+    return tensor if tensor is not None and len(tensor.shape) == 2 and tensor.dtype.is_mergeable else None
+
+
+def _sizes(config: Mapping[str, Any], word: str) -> set[int]:
+    """Whole numbers of the fields, besides ``vocab_size``, whose name has a word in it."""
+    fields = [item for section in (config, text_section(config)) for item in section.items()]
+    return {
+        value
+        for key, value in fields
+        if word in key and key != "vocab_size" and isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
+    """Whole numbers of all fields of a config and its sections whose name has a word in it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _nested_sizes(value, word)
+        elif word in key and type(value) is int:
+            yield value
+
+
+def _some(things: Collection[Any]) -> str:
+    listed = ", ".join(str(each) for each in list(things)[:_SHOWN])
+    return f"{listed} and {len(things) - _SHOWN} more" if len(things) > _SHOWN else listed

@@ -1,0 +1,180 @@
+"""Recognises quantised tensors, so that nothing is ever computed on raw codes.
+
+A quantised weight and its scale are one logical tensor. Those of a format that has a codec are numbers
+(``raymerge.checkpoints.quantisation.detect``); those of another may be copied from one source, bytes and scales alike, and
+combining them is refused by the format's name.
+
+Codes are found by their dtypes, not by a list of formats: integers and narrow floats that lie in one module
+with other tensors. Names of tensors only tell what the format is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raymerge.architectures import Role, load_rules
+from raymerge.architectures.sections import text_section
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.source import Checkpoint
+from raymerge.dtypes import DType
+
+CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
+"""What helps wherever plain numbers are needed and codes of a format that is read are stored."""
+USE_PLAIN = "Use a checkpoint converted to bfloat16."
+"""What helps where the codes are of a format that is not read."""
+
+_PARTNER_ENDINGS = (
+    *("_scale_inv", ".weight_scale", ".input_scale", ".qscale_weight", "_blocks", "_scales"),
+    *(".weight_packed", ".weight_shape", ".weight_global_scale", ".qweight", ".qzeros", ".g_idx", ".scales"),
+    *(".absmax", ".quant_map", ".SCB"),
+)
+# What quantisers store beside codes; such tensors count wherever the config declares a quantisation.
+_FUSED_ENDING = re.compile(r"_(blocks|scales|scale|scale_inv|packed|qweight|bias)$")
+_CODEBOOK_MODULES = frozenset({"centroids", "res_centroids", "outlier_centroids"})
+_TABLES = ("quantization_config", "compression_config")
+_LONGEST_NAME = 40
+_WIDE_BITS = 32
+_FP8 = "fp8"
+
+
+def quantised_tensors(checkpoint: Checkpoint) -> PackedTensors:
+    """What is stored as codes with scales, and under ``unknown`` whatever else is quantised in some way."""
+    found = packed_tensors(checkpoint, declared_tables(checkpoint.config))
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found.members}
+    formats = quantised_formats(replace(checkpoint, tensors=rest))
+    return replace(found, unknown={**formats, **found.unknown})
+
+
+def stored_formats(found: PackedTensors) -> Mapping[str, str]:
+    """What to call the format of each stored tensor of formats that are read, by its name."""
+    return {part: found.tensors[name].packing.format.word for part, name in found.members.items()}
+
+
+def quantised_formats(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Names of the quantised formats that tensors belong to, as code or as scale, by tensor.
+
+    Plain numbers are not in it: a plain tensor that happens to be called ``scales`` is none, nor are integers
+    that stand alone, masks and what loaders recompute.
+    """
+    tables = [each for each in declared_tables(checkpoint.config) if isinstance(each, Mapping)]
+    method = next((str(t["quant_method"])[:_LONGEST_NAME] for t in tables if t.get("quant_method")), "")
+    integers = _integers(checkpoint)
+    codes = {
+        name
+        for name, tensor in integers.items()
+        if _is_code(tensor, declared=bool(tables)) and not _is_table(tensor, checkpoint.tensors)
+    }
+    modules = {_module(name, checkpoint) for name in codes}
+    if not modules and not tables:
+        return {}
+    groups: dict[str, list[StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        module = _module(name, checkpoint)
+        belongs = module in modules or (tables and name.endswith(_PARTNER_ENDINGS))
+        if belongs and (tensor.dtype.is_mergeable or name in integers):
+            groups.setdefault(module, []).append(tensor)
+    return {
+        tensor.name: form
+        for group in groups.values()
+        if tables or len(group) > 1 or group[0].dtype.is_narrow_float
+        for form in (_format(group, method),)
+        for tensor in group
+    }
+
+
+def declared_tables(config: Mapping[str, Any]) -> list[Any]:
+    """What a config says of quantisation, at the top and in its text section: tables, or what is none."""
+    found = [section.get(key) for section in (config, text_section(config)) for key in _TABLES]
+    return [table for table in found if table]
+
+
+def _integers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Tensors of integers and narrow floats, but for masks and what loaders recompute."""
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    buffers = [pattern for role, pattern in rules.roles if role is Role.BUFFER]
+    return {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not tensor.dtype.is_mergeable
+        and tensor.dtype is not DType.BOOL
+        and (tensor.dtype.is_narrow_float or not any(pattern.search(name) for pattern in buffers))
+    }
+
+
+def _is_code(tensor: StoredTensor, *, declared: bool) -> bool:
+    """Whether elements are no numbers by themselves. A counter is a long integer of no or one dimension."""
+    may_count = not declared or tensor.dtype in (DType.I64, DType.U64)
+    return tensor.dtype.is_narrow_float or not may_count or len(tensor.shape) > 1
+
+
+def _is_table(tensor: StoredTensor, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether wide integers lie beside the plain matrix of their module, in whose place codes would be.
+
+    DeepSeek-V4's routers have such: the experts of each token.
+    """
+    matrix = tensors.get(f"{tensor.name.rpartition('.')[0]}.weight")
+    is_wide = not tensor.dtype.is_narrow_float and tensor.dtype.bits >= _WIDE_BITS
+    return is_wide and matrix is not None and matrix.dtype.is_mergeable and len(matrix.shape) > 1
+
+
+def _module(name: str, checkpoint: Checkpoint) -> str:
+    """The path by which a code and its partners belong together."""
+    parent, _, leaf = name.rpartition(".")
+    if not parent or parent.endswith("experts"):
+        # Several matrices lie side by side here, each with its own scales.
+        return f"{parent}.{_FUSED_ENDING.sub('', leaf)}"
+    above, _, word = parent.rpartition(".")
+    return above if word in _CODEBOOK_MODULES or parent in checkpoint.tensors else parent
+
+
+def _format(group: Sequence[StoredTensor], method: str) -> str:
+    """What to call the format of a module's tensors; ``method`` is what the config declares, or ""."""
+    if method == _FP8 and not any(tensor.dtype is DType.F8_E4M3 for tensor in group):
+        # The table of DeepSeek-V4 says nothing of its experts, which are in another format.
+        method = ""
+    return next(_by_names(group), None) or method or _by_codes(group)
+
+
+def _by_names(group: Sequence[StoredTensor]) -> Iterator[str]:
+    """Formats whose names no other format uses."""
+    names = [tensor.name for tensor in group]
+
+    def has(*endings: str) -> bool:
+        return all(any(name.endswith(ending) for name in names) for ending in endings)
+
+    narrow = [t.name for t in group if t.dtype.is_narrow_float and t.name.endswith(".weight")]
+    exponents = any(tensor.dtype in (DType.F8_E8M0, DType.U8) for tensor in group)
+    if any(t.dtype is DType.I8 and t.name.endswith(".weight") for t in group) and has(".scale") and exponents:
+        yield "FP4 by 32 columns in bytes, as DeepSeek-V4 has it"
+    if has(".weight_scale_2"):
+        yield "NVFP4 in ModelOpt's names"
+    if narrow and has(".weight_scale") and any(t.dtype is DType.U8 for t in group):
+        yield "MXFP8"
+    if has("_scale_inv"):
+        yield "block FP8"
+    if has("_blocks", "_scales"):
+        yield "MXFP4"
+    if has(".weight_global_scale"):
+        yield "NVFP4"
+    if has(".weight_packed"):
+        yield "packed INT4"
+    if has(".qscale_weight"):
+        yield "FP8 with qscale_weight"
+    if has(".absmax") or has(".quant_map") or has(".SCB"):
+        yield "bitsandbytes"
+    if any(f"{name}_scale" in names for name in narrow):
+        yield "FP8 with weight_scale"
+
+
+def _by_codes(group: Sequence[StoredTensor]) -> str:
+    if any(tensor.name.endswith(".qweight") for tensor in group):
+        return "GPTQ or AWQ"
+    narrow = next((tensor for tensor in group if tensor.dtype.is_narrow_float), None)
+    if narrow is not None:
+        return f"{narrow.dtype.value} without a scale beside it"
+    code = next((tensor for tensor in group if not tensor.dtype.is_mergeable), None)
+    return f"{code.dtype.value} codes" if code is not None else "a format that has no name"

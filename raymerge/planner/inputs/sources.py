@@ -1,0 +1,308 @@
+"""The sources of a recipe, opened: each distinct model reference once, in recipe order.
+
+This is the reading half of planning. It reads headers and configs only, with one exception: a checkpoint that
+declares tied embeddings and stores the head all the same is compared byte for byte, because nothing else
+tells whether dropping that head would lose weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
+from raymerge.architectures.sections import class_names
+from raymerge.checkpoints.adapters import Adapter, open_adapter
+from raymerge.checkpoints.pickles import read_pickled
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, same_bytes
+from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
+from raymerge.merge_plan.dispositions import Holding
+from raymerge.planner.collector import collector_paused
+from raymerge.planner.inputs.config_values import value_problems
+from raymerge.planner.inputs.raw import names_file, open_raw, raw_problems
+from raymerge.planner.inputs.unread import refuse_unread, unread_problem
+from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
+from raymerge.storage.addresses import is_remote
+from raymerge.storage.resolve import USUAL, Lookup, resolve_source
+
+if TYPE_CHECKING:
+    from raymerge.planner.inputs.stages import Prepared
+
+Path_ = tuple[str | int, ...]
+
+_CHOOSING = frozenset({"methods", "router"})
+# Keys below which models are chosen that are named elsewhere.
+_NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
+# Keys below which models are named that are merged only if they are named elsewhere too.
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One distinct model of the recipe, with its headers."""
+
+    index: int
+    """Position among the recipe's distinct models; the first is 0."""
+    reference: ModelReference
+    """What the recipe calls it."""
+    checkpoint: Checkpoint
+    """Its headers and config."""
+    adapter: Adapter | None
+    """What is laid over it."""
+    rules: Rules
+    """Naming rules of its family."""
+    stacks: tuple[Stack, ...]
+    """Its layer stacks."""
+    pair: TiedPair | None
+    """Its language-model head and embedding, where it has them."""
+    stored_head_is_embedding: bool
+    """True when the stored head was found byte-equal to the embedding that the config ties it to."""
+    prepared: tuple[Prepared, ...] = ()
+    """Results of stages that are read with it: aligned experts, router rows."""
+
+    @property
+    def name(self) -> str:
+        """The reference as text, for messages."""
+        return self.checkpoint.name
+
+    @property
+    def model_type(self) -> str:
+        """``model_type`` of the config, or "" where it is silent."""
+        return str(self.checkpoint.config.get("model_type") or "")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Class names that the config, or the recipe's override, gives this model."""
+        override = self.reference.override_architecture
+        return (override,) if override else class_names(self.checkpoint.config)
+
+    def layer_stack(self, module: str | None) -> Stack | None:
+        """The one stack of layers that a slice of this module counts, or None where there is no such one."""
+        if module in (None, "default"):
+            return next((stack for stack in self.stacks if stack.is_main), None)
+        find = module_finder(self.checkpoint.config, self.stacks)
+        own = [stack for stack in self.stacks if find(f"{stack.prefix}.0.weight") == module]
+        return own[0] if len(own) == 1 else None
+
+
+def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
+    """Everything that a plan over these sources may read from, by its index there.
+
+    Models come first, then adapters, then what stages prepared.
+    """
+    models: list[Holding] = [source.checkpoint for source in sources]
+    adapters = (source.adapter for source in sources if source.adapter is not None)
+    return (*models, *adapters, *(each for source in sources for each in source.prepared))
+
+
+def reads_far(sources: Sequence[Source]) -> bool:
+    """Whether a plan over these sources reads from servers."""
+    return any(is_remote(each.root) for each in holdings(sources))
+
+
+Opener = Callable[[ModelReference], Checkpoint]
+
+
+def open_reference(
+    reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL, is_merged: bool = False
+) -> Checkpoint:
+    """Open the model that a reference names, without its adapter.
+
+    Args:
+        reference: a local directory, a Hub repository, a local file of tensors, or an address.
+        pickled: whether pickled weights are read where there are no safetensors.
+        lookup: how it is found.
+        is_merged: whether all its weights are to be merged, so that one with others is not fetched.
+
+    Raises:
+        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+    """
+    if names_file(reference) and not is_remote(reference.path):
+        return open_raw(reference.path, str(reference), revision=reference.revision, pickled=pickled)
+    if is_merged:
+        refuse_unread(reference, pickled=pickled, lookup=lookup)
+    root = resolve_source(reference.path, reference.revision, pickled=pickled, lookup=lookup)
+    if is_remote(root) and names_file(ModelReference(root)):
+        return open_raw(root, str(reference), revision=None, pickled=pickled)
+    return open_checkpoint(root, str(reference), read_pickle=read_pickled if pickled else None)
+
+
+def open_adapter_reference(
+    reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL
+) -> Adapter:
+    """Open the adapter that a reference names; arguments and errors as of ``open_reference``."""
+    refuse_unread(reference, pickled=pickled, lookup=lookup, is_adapter=True)
+    root = resolve_source(reference.path, reference.revision, lookup=lookup)
+    return open_adapter(root, str(reference), read_pickle=read_pickled if pickled else None)
+
+
+def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
+    """Whether recipes have pickled weights read."""
+    return all(recipe.pickled_weights == "read" for recipe in recipes)
+
+
+def opener_of(recipe: AnyRecipe, lookup: Lookup = USUAL) -> Opener:
+    """How a recipe has its models opened."""
+    merged = {reference for _, reference in _merged(recipe)}
+    pickled = pickles_read([recipe])
+    return lambda each: open_reference(each, pickled=pickled, lookup=lookup, is_merged=each in merged)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModels:
+    """The models of a recipe, as far as they can be opened."""
+
+    sources: tuple[Source, ...]
+    """In recipe order. In the place of one that cannot be opened stands another under its name, so that the
+    rest can be planned to tell what is wrong with it; empty where there is none to stand for it."""
+    problems: tuple[Problem, ...] = ()
+    """Why models cannot be opened, each with the model and its place."""
+    absent: tuple[tuple[Path_, ModelReference], ...] = ()
+    """Models that are not open, with every place in the recipe at which they are named."""
+    cause: UserError | None = None
+    """The first error."""
+
+    def require(self) -> tuple[Source, ...]:
+        """The models, if all are open.
+
+        Raises:
+            PlanError: with every problem.
+        """
+        if self.problems or self.absent:
+            raise PlanError(self.problems) from self.cause
+        return self.sources
+
+
+def open_sources(
+    recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL
+) -> tuple[Source, ...]:
+    """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
+
+    Models of which only the tokenizer is taken come last.
+
+    Args:
+        recipe: what is asked.
+        opener: how models are opened; None for the recipe's own way.
+        lookup: how adapters are found, and models too where the opener is the recipe's own.
+
+    Raises:
+        PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
+            problem names the model and its place.
+    """
+    return open_models(recipe, opener=opener, lookup=lookup).require()
+
+
+def open_models(recipe: AnyRecipe, *, opener: Opener | None = None, lookup: Lookup = USUAL) -> OpenedModels:
+    """The models of ``open_sources`` as far as they can be opened, with what is wrong with the others."""
+    with collector_paused():
+        found, failures = _opened(recipe, opener or opener_of(recipe, lookup), lookup)
+    problems = [_placed(each, recipe.where(*path)) for path, error in failures for each in error.problems]
+    sound = [each for each in found.values() if each is not None]
+    raw = tuple(raw_problems(recipe, {source.reference: source.checkpoint for source in sound}))
+    return OpenedModels(
+        sources=() if raw or not sound else tuple(_complete(found, sound[0])),
+        problems=(*problems, *raw),
+        absent=tuple(each for each in references(recipe) if found.get(each[1], sound) is None),
+        cause=next((error for _, error in failures), None),
+    )
+
+
+def _complete(found: Mapping[ModelReference, Source | None], other: Source) -> Iterator[Source]:
+    """The models, with another under the names of those that are absent."""
+    for index, (reference, source) in enumerate(found.items()):
+        if source is None:
+            checkpoint = replace(other.checkpoint, name=str(reference))
+            source = replace(other, reference=reference, checkpoint=checkpoint, adapter=None)
+        yield replace(source, index=index)
+
+
+def _opened(
+    recipe: AnyRecipe, opener: Opener, lookup: Lookup
+) -> tuple[dict[ModelReference, Source | None], list[tuple[Path_, UserError]]]:
+    """Every distinct model, None for one that cannot be opened; and what failed, with its path."""
+    opened: dict[ModelReference, Source | None] = {}
+    failures: list[tuple[Path_, UserError]] = []
+    pickled = pickles_read([recipe])
+    for path, reference in references(recipe):
+        # Rules choose among models that are named elsewhere; others are refused in planning.
+        if reference in opened or path[0] in _CHOOSING or path[:2] == ("trunk", "methods"):
+            continue
+        opened[reference] = None
+        try:
+            source = _open(len(opened) - 1, reference, opener)
+            opened[reference] = source
+            opened[reference] = replace(source, adapter=_open_adapter(reference, lookup, pickled=pickled))
+        except (UserError, TransientError) as error:
+            # Where nothing is fetched, nothing is known of these models: that is no fault of the recipe.
+            if not lookup.fetches and isinstance(error, (NotCachedError, TransientError)):
+                continue
+            if isinstance(error, TransientError):
+                raise
+            failures.append((path, error))
+    return opened, failures
+
+
+def model_references(recipe: Recipe) -> Iterator[tuple[Path_, ModelReference]]:
+    """Every model that is merged, with its path in the recipe: the base first, then in written order."""
+    return ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
+
+
+def _merged(recipe: AnyRecipe) -> Iterator[tuple[Path_, ModelReference]]:
+    """Every model and adapter of which all is merged, with its path in the recipe."""
+    named = ((path, each) for path, each in references(recipe) if path[0] not in _NOT_MERGED)
+    return ((path, each) for path, each in named if path[:2] != ("trunk", "methods"))
+
+
+def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Problem]:
+    """Weights of the models and adapters that are merged which no rule leaves out, and which are not read."""
+    found = {source.reference: source for source in sources}
+    for path, reference in _merged(recipe):
+        source = found.pop(reference, None)
+        if source is None:
+            continue
+        for each in (source.checkpoint, source.adapter):
+            unknown = [] if each is None else [file.key for file in each.left_out if file.rule is None]
+            if each is not None and unknown:
+                yield unread_problem(f"{recipe.where(*path)}: {each.name}", unknown)
+
+
+def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
+    """A model without its adapter."""
+    checkpoint = opener(reference)
+    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
+    impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
+    if impossible:
+        raise CheckpointError(impossible)
+    # What has no config ties nothing: in a file of tensors a head is a tensor like any other.
+    pair = None if checkpoint.is_raw else tied_pair(checkpoint.tensors, checkpoint.config)
+    return Source(
+        index=index,
+        reference=reference,
+        checkpoint=checkpoint,
+        adapter=None,
+        rules=rules,
+        stacks=stacks(checkpoint.tensors, checkpoint.config),
+        pair=pair,
+        stored_head_is_embedding=_stored_head_is_embedding(checkpoint, pair),
+    )
+
+
+def _open_adapter(reference: ModelReference, lookup: Lookup, *, pickled: bool) -> Adapter | None:
+    if reference.lora_path is None:
+        return None
+    adapter = ModelReference(reference.lora_path, reference.lora_revision)
+    return open_adapter_reference(adapter, pickled=pickled, lookup=lookup)
+
+
+def _stored_head_is_embedding(checkpoint: Checkpoint, pair: TiedPair | None) -> bool:
+    if pair is None or not pair.declared or pair.head not in checkpoint.tensors:
+        return False
+    head, embedding = checkpoint.tensors[pair.head], checkpoint.tensors.get(pair.embedding)
+    if embedding is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return False
+    return same_bytes(checkpoint, head, embedding)
+
+
+def _placed(problem: Problem, place: str) -> Problem:
+    where = problem.where if problem.where.startswith(place) else f"{place}: {problem.where}"
+    return Problem(where, problem.what, problem.remedy)

@@ -1,0 +1,259 @@
+"""Work on weights that comes before a merge, decided: what goes in, and the header of what comes out.
+
+Some numbers cannot be known from headers: router rows for given prompts, which expert of one model belongs
+with which of another. A stage makes them and leaves a small checkpoint. Its names, dtypes and shapes are
+known beforehand, so the merge that reads it is planned before any stage runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
+from raymerge.checkpoints.source import WeightFile
+from raymerge.dtypes import DType
+from raymerge.merge_plan.dispositions import Holding
+from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.storage.open import open_store
+
+RESULT_FILE = "model.safetensors"
+"""The one file of a stage's result."""
+
+_LENGTH_NBYTES = 8
+"""Bytes of a file before the JSON of its header."""
+_TOKENIZER = (
+    "token*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor of one value that the output needs and no source has, such as zero biases."""
+
+    name: str
+    """Its name in the result."""
+    dtype: DType
+    """How it is stored."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    value: float
+    """The value of every element."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPrompts:
+    """What tells a router when to choose an expert."""
+
+    name: str
+    """What messages call the expert."""
+    positive: tuple[str, ...] = ()
+    """Texts for which it should be chosen."""
+    negative: tuple[str, ...] = ()
+    """Texts for which it should not."""
+    text: str = ""
+    """The content of its prompt file; "" without one."""
+    held_out: tuple[str, ...] = ()
+    """Texts that the report alone looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """Router rows of a mixture of experts to be made.
+
+    The result has ``router.{layer}`` float32 ``[experts, hidden]`` for each layer; where shared experts have
+    gates ``shared_gate.{layer}`` float32 ``[shared, hidden]``; and the constants.
+    """
+
+    base: Source
+    """The model that reads the prompts."""
+    mode: str
+    """``gate_mode`` of the recipe."""
+    experts: tuple[ExpertPrompts, ...]
+    """The routed experts, in the order of the rows."""
+    shared: tuple[ExpertPrompts, ...]
+    """Shared experts with a gate of their own."""
+    layers: tuple[int, ...]
+    """Layers that get rows."""
+    hidden_size: int
+    """Elements of a row."""
+    seed: int
+    """Chooses random rows."""
+    scale: float
+    """Factor on every finished row of routed experts."""
+    penalty: float
+    """Of ridge: the penalty, relative to the mean of the Gram matrix's diagonal."""
+    constants: tuple[Constant, ...]
+    """Other tensors of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignSpec:
+    """Experts of one model to be put into the order of another's.
+
+    The result has every expert's matrices and biases, the router's rows and its biases, layer by layer, by
+    their canonical names and in the other model's dtypes.
+    """
+
+    reference: Source
+    """The model whose order is kept."""
+    other: Source
+    """The model that is put in order."""
+    layers: tuple[int, ...]
+    """Layers of experts that both have."""
+    neurons: bool
+    """Whether the neurons inside an expert are matched as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One piece of work on weights, decided."""
+
+    name: str
+    """Directory of the result below the steps."""
+    title: str
+    """What people are told."""
+    place: str
+    """Where the recipe asks for it."""
+    spec: GateSpec | AlignSpec
+    """What is asked."""
+    layout: FileLayout
+    """The file of the result, but for its data."""
+    digest: str
+    """Of everything that its bytes depend on, as far as headers tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result of a stage, as a holding that a plan reads from."""
+
+    name: str
+    """What messages call it."""
+    root: str
+    """Its directory."""
+    tensors: Mapping[str, StoredTensor]
+    """Every tensor by name."""
+    files: tuple[WeightFile, ...]
+    """Its one file; without a version as long as it is not made."""
+    stage: Stage
+    """What makes it."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that a tensor consists of: itself."""
+        return (name,)
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one belongs to: itself."""
+        return stored
+
+
+def make_stage(
+    *,
+    name: str,
+    title: str,
+    place: str,
+    spec: GateSpec | AlignSpec,
+    tensors: Sequence[TensorSpec],
+    version: str,
+) -> Stage:
+    """A stage with the digest of what it does.
+
+    Args:
+        name: directory of the result.
+        title: what people are told.
+        place: where the recipe asks for it.
+        spec: what is asked.
+        tensors: what the result will hold.
+        version: raymerge's version.
+    """
+    layout = lay_out(tensors)
+    asked = {"raymerge": version, "spec": _plain(spec), "header": layout.header.hex()}
+    text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+    return Stage(name, title, place, spec, layout, xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def prepared_of(stage: Stage, root: Path) -> Prepared:
+    """The result of a stage as it will be below ``root``."""
+    layout = stage.layout
+    found = sorted(layout.tensors, key=lambda tensor: tensor.name)
+    digest = xxhash.xxh3_128_hexdigest(layout.header[_LENGTH_NBYTES:])
+    return Prepared(
+        name=stage.title,
+        root=str(root / stage.name),
+        tensors={
+            each.name: StoredTensor(each.name, each.dtype, each.shape, RESULT_FILE, each.offset, each.nbytes)
+            for each in found
+        },
+        files=(WeightFile(RESULT_FILE, layout.nbytes, digest, ""),),
+        stage=stage,
+    )
+
+
+def fingerprint(holding: Holding) -> dict[str, Any]:
+    """What tells one holding from another without reading its weights."""
+    found: dict[str, Any] = {
+        "name": holding.name,
+        "num_tensors": len(holding.stored),
+        "files": [[file.key, file.nbytes, file.header_digest] for file in holding.files],
+    }
+    return found | {"made_by": holding.stage.digest} if isinstance(holding, Prepared) else found
+
+
+def _plain(spec: GateSpec | AlignSpec) -> dict[str, Any]:
+    """A spec as JSON values, its sources by their fingerprints."""
+    if isinstance(spec, AlignSpec):
+        sources = [_fingerprints(spec.reference), _fingerprints(spec.other)]
+        return {"kind": "align", "sources": sources, "layers": spec.layers, "neurons": spec.neurons}
+    return {
+        "kind": "gates",
+        "base": _fingerprints(spec.base),
+        "mode": spec.mode,
+        "experts": [asdict(each) for each in spec.experts],
+        "shared": [asdict(each) for each in spec.shared],
+        "layers": spec.layers,
+        "hidden_size": spec.hidden_size,
+        "seed": spec.seed,
+        "scale": spec.scale,
+        "penalty": spec.penalty,
+        "constants": [[e.name, e.dtype.value, e.shape, e.value] for e in spec.constants],
+    }
+
+
+def _fingerprints(source: Source) -> list[Any]:
+    """A source as far as a stage depends on it: headers, config, tokenizer files, adapter."""
+    weights = [fingerprint(holding) for holding in holdings([source])]
+    factors = source.adapter.factors if source.adapter is not None else {}
+    scales = [[module, factor.scale, factor.transposed] for module, factor in factors.items()]
+    return [weights, source.checkpoint.config, _tokenizer_digests(source), scales]
+
+
+def _tokenizer_digests(source: Source) -> dict[str, str]:
+    """Digests of what tokens are made by, and what stands beside it."""
+    checkpoint, promised = source.checkpoint, source.checkpoint.unwritten
+    keys = [key for key in checkpoint.companions if any(fnmatchcase(key, each) for each in _TOKENIZER)]
+    written = promised.written if promised is not None else {}
+    found = {key: xxhash.xxh3_128_hexdigest(written[key]) for key in keys if key in written}
+    with open_store(checkpoint.root if promised is None else promised.companions_root) as store:
+        for key in keys:
+            info = store.info(key) if key not in found else None
+            if info is not None:
+                found[key] = xxhash.xxh3_128_hexdigest(store.read(key, 0, info.nbytes))
+    return found

@@ -1,0 +1,125 @@
+"""Whole logical tensors of one source in memory, for work that is not a merge of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from raymerge.errors import CheckpointError, Problem
+from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.expressions import Product, Read
+from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.storage.open import open_store
+from raymerge.storage.store import ReadStore
+
+
+class Weights:
+    """Reads logical tensors of one source by their canonical names, with what an adapter adds to them.
+
+    Close it, or use it as a context.
+    """
+
+    def __init__(self, source: Source) -> None:
+        alone = replace(source, index=0, prepared=())
+        self._logical = LogicalTensors(alone)
+        self._supplies = Supplies([alone], [self._logical])
+        self._source = alone
+        self._stores: list[ReadStore] = [open_store(each.root) for each in holdings([alone])]
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back open files; reading opens them again."""
+        for store in self._stores:
+            store.close()
+
+    def names(self) -> Collection[str]:
+        """Canonical names of all logical tensors."""
+        return self._logical.names()
+
+    def shape(self, logical: str) -> tuple[int, ...]:
+        """Shape of a logical tensor; KeyError where it is absent."""
+        return self._supply(logical).place.shape
+
+    def nbytes(self, logical: str) -> int:
+        """Stored bytes that loading reads; KeyError where it is absent."""
+        supply = self._supply(logical)
+        term = supply.term()
+        factors = term.product.factors if term.product is not None else ()
+        return sum(read.nbytes for read in (term.read, *factors))
+
+    def load(self, logical: str, *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor with all that an adapter adds: float32, memory of its own; KeyError where absent.
+
+        Raises:
+            CheckpointError: it holds no plain numbers, or cannot be read.
+        """
+        supply = self._supply(logical)
+        term = supply.term()
+        found = self._elements(term.read, supply.place.shape).to(device, torch.float32, copy=True)
+        return found if term.product is None else self._added(found, term.product)
+
+    def raw(self, logical: str) -> torch.Tensor:
+        """The tensor as it is stored, in its own dtype; KeyError where it is absent.
+
+        Raises:
+            CheckpointError: an adapter changes it, it holds no plain numbers, or cannot be read.
+        """
+        supply = self._supply(logical)
+        if supply.factor is not None:
+            what = f"an adapter adds to {logical}, so there are no stored values of it."
+            raise CheckpointError(Problem(self._source.name, what, "Merge the adapter into the model first."))
+        return self._elements(supply.term().read, supply.place.shape).clone()
+
+    def rows(self, logical: str, indices: Sequence[int]) -> torch.Tensor:
+        """Rows of a matrix, read one by one: float32 ``[len(indices), columns]``; KeyError where absent."""
+        supply = self._supply(logical)
+        read, (_, columns) = supply.term().read, supply.place.shape
+        if read.view is not None or supply.factor is not None:
+            return self.load(logical)[list(indices)]
+        width = read.dtype.nbytes(columns)
+        found = torch.empty(len(indices), columns)
+        for place, index in enumerate(indices):
+            one = read._replace(offset=read.offset + index * width, nbytes=width)
+            found[place] = self._elements(one, (columns,)).float()
+        return found
+
+    def _supply(self, logical: str) -> Supply:
+        found = self._supplies.find(0, logical, logical)
+        if found is None:
+            raise KeyError(logical)
+        return found
+
+    def _elements(self, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
+        """The stored elements in logical shape."""
+        if not read.dtype.is_mergeable:
+            what = f"it holds {read.dtype.value} where plain numbers are needed ({read.key})."
+            raise CheckpointError(
+                Problem(self._source.name, what, "Use a checkpoint in bfloat16 or float32.")
+            )
+        buffer = torch.empty(read.nbytes, dtype=torch.uint8)
+        self._stores[read.source].read_into(read.key, read.offset, buffer.numpy().data)
+        flat = buffer.view(torch_dtype(read.dtype))
+        return flat.view(shape) if read.view is None else strided(flat, read.view)
+
+    def _added(self, weight: torch.Tensor, product: Product) -> torch.Tensor:
+        """The weight with a low-rank addition, and the magnitudes of DoRA."""
+        up, down = (self._factor(each).to(weight.device) for each in (product.up, product.down))
+        delta = (up.view(-1, product.rank) @ down.view(product.rank, -1)).mul_(product.scale)
+        weight += delta.T if product.transposed else delta
+        if product.magnitude is not None:
+            lengths = weight.norm(dim=1, keepdim=True)
+            wanted = self._factor(product.magnitude).to(weight.device).view(-1, 1)
+            weight *= torch.where(lengths > 0, wanted / lengths, 0.0)
+        return weight
+
+    def _factor(self, read: Read) -> torch.Tensor:
+        return self._elements(read, (read.nbytes // read.dtype.nbytes(1),)).float()

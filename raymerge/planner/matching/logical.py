@@ -1,0 +1,448 @@
+"""Where logical tensors lie in stored ones.
+
+A statistic (norm, angle, top-k) is defined on one logical matrix: one projection of one expert. The same
+matrix is stored alone, or as a part of a fused tensor, possibly transposed or interleaved. This module finds
+it by its canonical name, so that a result does not depend on file layout and parents of different layouts
+merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import lcm, prod
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from raymerge.architectures import (
+    CanonicalNames,
+    FusedLayout,
+    LayoutKind,
+    NameReader,
+    Role,
+    TensorInfo,
+    fused_layout,
+    logical_names,
+    other_names,
+)
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.config import USUAL_FP8_BLOCK
+from raymerge.checkpoints.quantisation.detect import Packed
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of
+from raymerge.checkpoints.views import Block as Run
+from raymerge.checkpoints.views import View, blocks, fused_views
+from raymerge.merge_plan.expressions import Scales
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.sources import Source
+
+_WEIGHT = ".weight"
+_NOTHING: Mapping[str, TensorInfo] = MappingProxyType({})
+
+ElementOrder: TypeAlias = tuple[LayoutKind, tuple[str, ...], int, tuple[int, ...]]
+"""Kind, projections, number of experts and shape of a fused tensor."""
+
+
+class Place(NamedTuple):
+    """One logical tensor inside a contiguous block of a stored tensor. Counts are in elements.
+
+    A tuple, as ``StoredTensor``: planning makes one for each tensor of each source.
+    """
+
+    tensor: StoredTensor
+    """The stored tensor."""
+    start: int
+    """First element of the block within the stored tensor."""
+    num_elements: int
+    """Elements of the block."""
+    shape: tuple[int, ...]
+    """Logical shape."""
+    view: View | None
+    """Where its elements lie within the block; None: the block is the logical tensor, row-major."""
+    scales: Scales | None = None
+    """What makes numbers of the block where it is codes."""
+
+
+class Block(NamedTuple):
+    """The smallest contiguous run of a stored tensor that holds complete logical tensors."""
+
+    start: int
+    """First element within the stored tensor."""
+    num_elements: int
+    """Its elements."""
+    members: tuple[tuple[str, Place], ...]
+    """Logical names and their places."""
+
+
+class LogicalTensors:
+    """The logical tensors of one source."""
+
+    def __init__(self, source: Source, like: LogicalTensors | None = None) -> None:
+        """
+        Args:
+            source: whose tensors.
+            like: those of another source of the same rules and stacks, in which names mean the same.
+        """
+        self._source = source
+        self._reader = NameReader(source.rules, stacks=source.stacks)
+        known = _NOTHING if like is None else like.infos
+        self.infos: Mapping[str, TensorInfo] = {
+            name: known.get(name) or self._reader.describe(name) for name in source.checkpoint.tensors
+        }
+        packs = source.checkpoint.packs
+        self._packed: Mapping[str, Packed] = {} if packs is None else packs.packed
+        self._canonical = CanonicalNames(source.rules)
+        self._names: dict[str, str] = {} if like is None else like._names
+        self._stacked = frozenset(
+            name
+            for name, tensor in source.checkpoint.tensors.items()
+            if _may_be_stacked(self.infos[name], tensor)
+        )
+        self._places: Mapping[str, Place] | None = None
+        # Of fused tensors, which are asked for once for each of their experts.
+        self._layouts: dict[str, FusedLayout | None] = {}
+        self._blocks: dict[tuple[str, Format | None], tuple[Block, ...] | None] = {}
+        self._members: dict[str, Mapping[str, Place]] = {}
+        self._likes: dict[tuple[Format, bool], Packed | None] = {}
+
+    def part(self, name: str) -> Role:
+        """What a stored tensor does within its layer."""
+        return self.infos[name].part
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The stored tensor of that very name."""
+        return self._source.checkpoint.tensors.get(name)
+
+    def is_alone(self, name: str) -> bool:
+        """Whether a stored tensor is one logical tensor, and not fused of several."""
+        return self._layout(name) is None
+
+    def kind(self, name: str) -> LayoutKind | None:
+        """How a stored tensor holds the matrices of many experts; None where it is one logical tensor."""
+        layout = self._layout(name)
+        return None if layout is None else layout.kind
+
+    def logical_name(self, name: str) -> str:
+        """Canonical name of a stored tensor that is not fused; found out once, for it is asked for often."""
+        found = self._names.get(name)
+        if found is None:
+            found = self._canonical.of(name, self.infos[name])
+            # Of equal texts one is kept.
+            found = self._names[name] = name if found == name else found
+        return found
+
+    def member_names(self, name: str) -> tuple[str, ...]:
+        """Canonical names of the logical tensors of a stored one, also where their order in it is unknown."""
+        layout = self._layout(name)
+        if layout is None or not layout.projections:
+            return (self.logical_name(name),)
+        return logical_names(layout)
+
+    def other_names(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """What each logical tensor of a stored one is called in other layouts, in the order of its blocks."""
+        layout, info, rules = self._layout(name), self.infos[name], self._source.rules
+        if layout is None or layout.kind == "unknown":
+            members: tuple[str, ...] = (self.logical_name(name),)
+        else:
+            members = logical_names(layout)
+        return tuple(other_names(name, logical, info, rules) for logical in members)
+
+    def info(self, name: str) -> TensorInfo:
+        """What a name says, whether a tensor is stored by it or not."""
+        return self.infos.get(name) or self._reader.describe(name)
+
+    def blocks(self, name: str) -> tuple[Block, ...] | None:
+        """The blocks of a stored tensor in order; None when it is fused in a way that cannot be told."""
+        return self.blocks_in(name, self._format(name))
+
+    def blocks_in(self, name: str, form: Format | None) -> tuple[Block, ...] | None:
+        """The blocks that a tensor has where it is stored in a format; None for plain numbers.
+
+        A block of codes begins and ends where a row of scales does: where a matrix has one scale, no block is
+        less than a matrix.
+        """
+        layout = self._layout(name)
+        if layout is None:
+            return self._blocks_in(name, form, None)
+        key = name, form
+        if key not in self._blocks:
+            self._blocks[key] = self._blocks_in(name, form, layout)
+        return self._blocks[key]
+
+    def members(self, name: str) -> Mapping[str, Place] | None:
+        """The logical tensors of a stored tensor with their places; None where its layout is not known."""
+        own = self.blocks(name)
+        if own is None:
+            return None
+        if self.is_alone(name):
+            return dict(own[0].members)
+        if name not in self._members:
+            self._members[name] = dict(member for block in own for member in block.members)
+        return self._members[name]
+
+    def element_order(self, name: str, form: Format | None) -> ElementOrder | None:
+        """Where a fused tensor has which element where it is stored in a format. Of two tensors with equal
+        ones, elements at equal places belong together. None for one that is not fused, or in a way that
+        cannot be told."""
+        layout = self._layout(name)
+        if layout is None or layout.kind == "unknown":
+            return None
+        kind = _TURNED[layout.kind] if self.is_turned(name, form) else layout.kind
+        return kind, layout.projections, layout.num_experts, self.shape_in(name, form)
+
+    def _blocks_in(
+        self, name: str, form: Format | None, layout: FusedLayout | None
+    ) -> tuple[Block, ...] | None:
+        tensor, shape = self._source.checkpoint.tensors[name], self.shape_in(name, form)
+        if shape != tensor.shape:
+            tensor = tensor._replace(shape=shape)
+        if layout is None:
+            place = self.whole(tensor)
+            return (Block(0, place.num_elements, ((self.logical_name(name), place),)),)
+        if self.is_turned(name, form):
+            layout = replace(layout, kind=_TURNED[layout.kind])
+        if layout.kind == "unknown":
+            return None
+        views = fused_views(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
+        names = logical_names(layout)
+        runs = blocks(layout.kind, tensor.shape, len(layout.projections), layout.num_experts)
+        return tuple(
+            Block(
+                start, count, tuple((names[i], self._place(tensor, start, count, views[i])) for i in members)
+            )
+            for start, count, members in _joined(
+                runs, prod(tensor.shape[-2:]), self._band(name, form, tensor.shape[-1])
+            )
+        )
+
+    def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
+        """The shape that a tensor's numbers have where it is stored in a format; None for plain numbers."""
+        shape = self._source.checkpoint.tensors[name].shape
+        if name not in self._stacked:
+            return shape
+        own = self._format(name)
+        differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
+        return _swapped(shape) if differs else shape
+
+    @property
+    def model_type(self) -> str:
+        """What the source's config calls its family; "" where it is silent."""
+        return self._source.model_type
+
+    def whole(self, tensor: StoredTensor) -> Place:
+        """One of the tensors as one logical tensor."""
+        count = tensor.num_elements
+        return Place(tensor, 0, count, tensor.shape, None, self._scales(tensor, 0, count))
+
+    def packing(self, name: str) -> Packing | None:
+        """How a tensor is stored where it is codes with scales."""
+        packed = self._packed.get(name)
+        return None if packed is None else packed.packing
+
+    def packed_like(self, name: str, form: Format) -> Packed | None:
+        """The first tensor in a format, a module's weight if this one is and else not; None for none."""
+        key = form, name.endswith(_WEIGHT)
+        if key not in self._likes:
+            packed = self._packed.values()
+            alike = (each for each in packed if (each.packing.format, each.name.endswith(_WEIGHT)) == key)
+            self._likes[key] = next(alike, None)
+        return self._likes[key]
+
+    def find(self, logical: str) -> Place | None:
+        """The place of a logical tensor, whatever stored tensor holds it."""
+        return self._all().get(logical)
+
+    def names(self) -> Collection[str]:
+        """The logical tensors' names."""
+        return self._all().keys()
+
+    def _format(self, name: str) -> Format | None:
+        packing = self.packing(name)
+        return None if packing is None else packing.format
+
+    def _band(self, name: str, form: Format | None, columns: int) -> int:
+        """Elements at whose multiples a matrix can be cut, as it is stored and in a format; 0 for none."""
+        if form in _SCALED_BY_MATRIX:
+            return 0
+        packing = self.packing(name)
+        own = 1 if packing is None else packing.band * columns
+        if form is not Format.FP8_BLOCK or form is self._format(name):
+            return own
+        like = self.packed_like(name, form)
+        return lcm(own, columns * (USUAL_FP8_BLOCK[0] if like is None else like.packing.band))
+
+    def _layout(self, name: str) -> FusedLayout | None:
+        """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
+        if name not in self._stacked:
+            return None
+        if name not in self._layouts:
+            self._layouts[name] = self._fused_layout(name)
+        return self._layouts[name]
+
+    def _fused_layout(self, name: str) -> FusedLayout | None:
+        rules, config = self._source.rules, self._source.checkpoint.config
+        shape = self._source.checkpoint.tensors[name].shape
+        if self._format(name) is Format.MXFP4 and len(shape) > 2:
+            layout = fused_layout(name, _swapped(shape), config, rules)
+            if layout is not None and layout.kind in _TURNED:
+                return layout
+        return fused_layout(name, shape, config, rules)
+
+    def is_turned(self, name: str, form: Format | None) -> bool:
+        """Whether a format has matrices [rows, columns] that the family has [columns, rows] in bfloat16.
+
+        Of the published formats MXFP4 alone does that: its groups run along what is summed over.
+        """
+        if form is not Format.MXFP4 or len(self._source.checkpoint.tensors[name].shape) < 3:
+            return False
+        layout = self._layout(name)
+        return layout is not None and layout.kind in _TURNED
+
+    def _place(self, tensor: StoredTensor, start: int, count: int, view: View) -> Place:
+        inside = View(view.offset - start, view.shape, view.strides)
+        is_whole = inside.is_flat and inside.num_elements == count
+        scales = self._scales(tensor, start, count)
+        return Place(tensor, start, count, view.shape, None if is_whole else inside, scales)
+
+    def _scales(self, tensor: StoredTensor, start: int, count: int) -> Scales | None:
+        """What makes numbers of a run of codes; the run must begin at a band of a matrix and end at one."""
+        packs, packed = self._source.checkpoint.packs, self._packed.get(tensor.name)
+        if packs is None or packed is None:
+            return None
+        stored, one = packs.stored[packed.scales], packed.tensor_scale
+        of_tensor = None if one is None else packs.stored[one]
+        return scales_of_run(packed.packing, stored, start, count, of_tensor=of_tensor)
+
+    def _all(self) -> Mapping[str, Place]:
+        if self._places is None:
+            self._places = {
+                member: place
+                for name in self._source.checkpoint.tensors
+                for block in self.blocks(name) or ()
+                for member, place in block.members
+            }
+        return self._places
+
+
+def open_logical(sources: Sequence[Source], findings: Findings) -> tuple[LogicalTensors, ...]:
+    """The logical tensors of each source; what a name means is found out once for sources that are alike.
+
+    Findings say which of them are stored twice.
+    """
+    opened: list[tuple[Source, LogicalTensors]] = []
+    for source in sources:
+        alike = (
+            tensors
+            for other, tensors in opened
+            if (other.rules, other.stacks) == (source.rules, source.stacks)
+        )
+        opened.append((source, LogicalTensors(source, next(alike, None))))
+    for source, tensors in opened:
+        _report_twice(source, tensors, findings)
+    return tuple(tensors for _, tensors in opened)
+
+
+def _report_twice(source: Source, tensors: LogicalTensors, findings: Findings) -> None:
+    """Report experts' matrices that several tensors hold: by two names, alone and in a stack, or in two."""
+    experts = [name for name, info in tensors.infos.items() if info.part is Role.EXPERT]
+    members = [(member, name) for name in experts for member in tensors.member_names(name)]
+    if len(dict(members)) == len(members):
+        return
+    holders: dict[str, str] = {}
+    for member, name in members:
+        other = holders.setdefault(member, name)
+        if other != name:
+            findings.tensor(
+                ("stored twice", source.name),
+                where=source.name,
+                what="{count} matrices of experts are stored twice, and nothing says which counts",
+                remedy="Use a checkpoint that stores each expert once: by itself, or in a stack.",
+                example=f"{member} in {' and in '.join(sorted((other, name)))}",
+            )
+
+
+def _may_be_stacked(info: TensorInfo, tensor: StoredTensor) -> bool:
+    """Whether a tensor may hold matrices of several experts."""
+    return info.expert is None and (info.part is Role.EXPERT or len(tensor.shape) == 3)
+
+
+def whole_place(tensor: StoredTensor) -> Place:
+    """A stored tensor that is one logical tensor."""
+    return Place(tensor, 0, tensor.num_elements, tensor.shape, None)
+
+
+_SCALED_BY_MATRIX = frozenset({Format.FP8_TENSOR, Format.NVFP4})
+_TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
+    {"in_out": "out_in", "in_out_interleaved": "out_in_interleaved"}
+)
+
+
+def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
+    """The runs, those as one of which one would end within a band; counts are of elements.
+
+    Args:
+        runs: one behind the other.
+        matrix: elements of a matrix, with which its last band ends.
+        band: elements of a band; 0 where a matrix is one.
+    """
+    held: list[Run] = []
+    for run in runs:
+        held.append(run)
+        within = (run.start + run.num_elements) % matrix
+        if not within or (band and not within % band):
+            count = sum(each.num_elements for each in held)
+            yield Run(held[0].start, count, tuple(index for each in held for index in each.members))
+            held = []
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def scales_of_run(
+    packing: Packing,
+    stored: StoredTensor,
+    start: int,
+    count: int,
+    *,
+    of_tensor: StoredTensor | None = None,
+) -> Scales:
+    """The scales of a run of elements of a packed tensor.
+
+    Args:
+        packing: how it is stored.
+        stored: its tensor of scales.
+        start: first element of the run, at the beginning of a band.
+        count: elements of the run, which ends at the end of a band.
+        of_tensor: the tensor of the one scale of each matrix, where there is one; it is named in the result
+            if the run lies within one matrix.
+
+    Raises:
+        ValueError: it begins or ends elsewhere.
+    """
+    encoding = encoding_of(packing)
+    first, last = (_bands_before(packing, each) for each in (start, start + count))
+    per_band = encoding.scales_nbytes(packing.columns)
+    found = Scales(
+        encoding,
+        packing.columns,
+        stored.key,
+        stored.offset + first * per_band,
+        (last - first) * per_band,
+    )
+    size = packing.rows * packing.columns
+    matrix = start // size
+    if of_tensor is None or start + count > (matrix + 1) * size:
+        return found
+    place = of_tensor.offset + of_tensor.dtype.nbytes(matrix)
+    return replace(found, tensor_key=of_tensor.key, tensor_offset=place)
+
+
+def _bands_before(packing: Packing, element: int) -> int:
+    """Bands of a packed tensor that lie before an element, which begins one or ends the tensor."""
+    row, within = divmod(element, packing.columns)
+    matrix, row = divmod(row, packing.rows)
+    if within or row % packing.band:
+        raise ValueError(
+            f"element {element} of {list(packing.shape)} does not begin a band of {packing.band} rows"
+        )
+    return matrix * packing.grid[0] + row // packing.band

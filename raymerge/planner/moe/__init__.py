@@ -1,0 +1,1 @@
+"""Mixtures of experts: built, cut, extended, made dense, and put into one order."""

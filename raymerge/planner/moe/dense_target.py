@@ -1,0 +1,200 @@
+"""Makes dense feed-forward layers of experts: of one, of the mean of several, or of several side by side.
+
+A gated feed-forward layer of experts side by side gives the sum of what they give: gate and up projections
+stand one under the other, down projections one beside the other. A factor on an expert's output is put on its
+up projection, which is the same for such layers, and lies in rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from raymerge.architectures import Role
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
+from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.expressions import (
+    Assembly,
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    assembled,
+    conversion_expression,
+    copy_expression,
+    make_expression,
+)
+from raymerge.methods import Settings
+from raymerge.methods.passthrough import PASSTHROUGH
+from raymerge.planner.matching.input_resolver import Supply
+from raymerge.planner.moe.expert_blocks import ExpertBlock
+from raymerge.planner.moe.expert_inputs import BASE, ExpertSupplies
+from raymerge.planner.moe.expert_moves import Origin
+from raymerge.planner.moe.expert_shares import fate_of, matrix_row, mean_expression
+from raymerge.recipes import ExpertChange
+
+SHARED_FACTOR = 0.5
+"""What a shared expert's gate is taken to be: the sigmoid of 0. A dense layer cannot look at each token."""
+
+_SHARED_WORDS = ("shared_expert", "shared_experts")
+_PROJECTIONS = ("gate", "up", "down")
+_RUN_ELEMENTS = 1 << 24
+# Elements of a run of rows in which matrices lie side by side. Such a run is made at once.
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of the neurons of a dense layer."""
+
+    experts: tuple[int, ...]
+    """The routed experts whose mean it is; () for the shared expert."""
+    factor: float
+    """Factor on what it gives."""
+
+
+def dense_width(block: ExpertBlock, change: ExpertChange, supplies: ExpertSupplies) -> int:
+    """Neurons that the dense layer of a block gets; 0 with a finding where that is not to be told."""
+    found = [_found(supplies, block, piece, "gate") for piece in _pieces(block, change)]
+    return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
+
+
+def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertSupplies) -> Iterator[Output]:
+    """The three matrices of the dense layer that takes the place of a block of experts.
+
+    One that cannot be made is left out, with a finding.
+    """
+    pieces = _pieces(block, change)
+    place = f"{block.path.rpartition('.')[0]}.mlp"
+    for projection in _PROJECTIONS:
+        name = f"{place}.{projection}_proj.weight"
+        found = [_found(supplies, block, piece, projection) for piece in pieces]
+        held = [each for each in found if each is not None]
+        if len(held) < len(found) or not _all_fit(supplies, held, projection):
+            continue
+        dtype = supplies.dtype_of(held[0][0].place.tensor, Role.EXPERT)
+        make = _beside if projection == "down" and len(pieces) > 1 else _under
+        rows, shape = make(name, held, [_factor(piece, projection) for piece in pieces], dtype)
+        _settle(supplies, name, held, [_factor(piece, projection) for piece in pieces])
+        yield Output(name, dtype, shape, rows, True)
+
+
+def settle_routers(block: ExpertBlock, supplies: ExpertSupplies) -> None:
+    """Leave out what chooses among experts, and what weighs shared ones."""
+    for name in (*block.routers, *(name for name in block.shared if _is_gate(supplies, name))):
+        supplies.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
+
+
+def _pieces(block: ExpertBlock, change: ExpertChange) -> tuple[_Piece, ...]:
+    chosen = tuple(range(block.num_experts)) if change.of is None else change.of
+    routed: tuple[_Piece, ...]
+    if change.dense == "concatenated":
+        routed = tuple(_Piece((expert,), 1 / len(chosen)) for expert in chosen)
+    elif change.dense == "mean":
+        routed = (_Piece(chosen, 1.0),)
+    else:
+        routed = (_Piece((int(change.dense or 0),), 1.0),)
+    return (*routed, _Piece((), SHARED_FACTOR)) if block.shared else routed
+
+
+def _factor(piece: _Piece, projection: str) -> float:
+    return piece.factor if projection == "up" else 1.0
+
+
+def _found(
+    supplies: ExpertSupplies, block: ExpertBlock, piece: _Piece, projection: str
+) -> list[Supply] | None:
+    """Where the matrices of a piece are, or None with a finding."""
+    if not piece.experts:
+        shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
+        found = [supply for name in shared if (supply := supplies.named(BASE, name)) is not None]
+        if not found:
+            supplies.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
+        return found[:1] or None
+    logical = f"{block.canonical}.experts.0.{projection}_proj.weight"
+    matrices = [supplies.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts]
+    return None if None in matrices else [each for each in matrices if each is not None]
+
+
+def _all_fit(supplies: ExpertSupplies, held: Sequence[Sequence[Supply]], projection: str) -> bool:
+    """Whether all matrices are plain numbers of one hidden size, with findings where they are not."""
+    side = 0 if projection == "down" else 1
+    hidden = held[0][0].place.shape[side]
+    fits = True
+    for supply in (each for own in held for each in own):
+        shape = supply.place.shape
+        wanted = (hidden, shape[1]) if side == 0 else (shape[0], hidden)
+        fits = supplies.fits(BASE, supply, wanted, supply.place.tensor.name) and fits
+    return fits
+
+
+def _under(
+    name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float], dtype: DType
+) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+    """Matrices one under the other: a row of the plan for each."""
+    rows: list[Row] = []
+    height = 0
+    for number, (own, factor) in enumerate(zip(held, factors, strict=True)):
+        shape = own[0].place.shape
+        reads = [supply.read(0) for supply in own]
+        rows.append(matrix_row(reads, shape, f"{name}#{number}", _expression(reads, factor, dtype)))
+        height += shape[0]
+    return tuple(rows), (height, held[0][0].place.shape[1])
+
+
+def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expression:
+    if len(reads) > 1:
+        return mean_expression((1.0,) * len(reads), dtype)
+    if factor != 1:
+        settings = Settings(values={}, sources=({"scale": factor},))
+        return make_expression(PASSTHROUGH, settings, has_base=False, cast=dtype)
+    is_plain = reads[0].view is None and reads[0].assembly is None and reads[0].dtype is dtype
+    return copy_expression(dtype) if is_plain else conversion_expression(dtype)
+
+
+def _beside(
+    name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float], dtype: DType
+) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+    """Matrices one beside the other, in runs of rows that fit into memory; no factor is on them."""
+    del factors
+    height = held[0][0].place.shape[0]
+    width = sum(own[0].place.shape[1] for own in held)
+    step = max(1, _RUN_ELEMENTS // width)
+    rows = tuple(
+        _run(f"{name}#{first}", held, (first, min(step, height - first)), dtype)
+        for first in range(0, height, step)
+    )
+    return rows, (height, width)
+
+
+def _run(name: str, held: Sequence[Sequence[Supply]], span: tuple[int, int], dtype: DType) -> Row:
+    """Some rows of all matrices; what several experts give is their mean."""
+    first, count = span
+    width = sum(own[0].place.shape[1] for own in held)
+    parts: list[Part] = []
+    reads: list[Read] = []
+    column = 0
+    for number, own in enumerate(held):
+        columns = own[0].place.shape[1]
+        runs = tuple((0, first, count, term) for term in range(len(own)))
+        rows = Assembly(count, columns, tuple(supply.term() for supply in own), runs, count)
+        reads.append(assembled(number, rows))
+        parts.append(Part(f"{name}#{number}", (count, columns), View(column, (count, columns), (width, 1))))
+        column += columns
+    elements = sum(prod(part.shape) for part in parts)
+    return Row(elements, conversion_expression(dtype), tuple(parts), tuple(reads))
+
+
+def _settle(
+    supplies: ExpertSupplies, name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float]
+) -> None:
+    for own, factor in zip(held, factors, strict=True):
+        fate = fate_of(len(own) if factor == 1 else 2, name)
+        for supply in own:
+            supplies.settle(supply, BASE, fate)
+
+
+def _is_gate(supplies: ExpertSupplies, name: str) -> bool:
+    return supplies.logical.part(name) is Role.SHARED_EXPERT_GATE

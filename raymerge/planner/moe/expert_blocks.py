@@ -1,0 +1,334 @@
+"""The mixture-of-experts blocks of a checkpoint: which stored tensors hold what for each of its experts.
+
+A tensor either belongs to one expert, whose number is in its name, or has an equal share for each expert, one
+behind the other: fused matrices, codes and scales of quantised ones, router rows, router biases. To leave out
+an expert, or to move it, no more has to be known of either kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+from raymerge.architectures import Role, Stack, TensorInfo, canonical_block, fused_layout
+from raymerge.architectures.roles import EXPERT_NUMBER
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.matching.logical import LogicalTensors
+
+_ROUTER_PARTS = (Role.ROUTER, Role.ROUTER_BIAS)
+_SHARED_PARTS = (Role.SHARED_EXPERT, Role.SHARED_EXPERT_GATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A stored tensor with an equal share for each expert, one behind the other."""
+
+    tensor: StoredTensor
+    """The whole."""
+    part: Role
+    """``EXPERT``, ``ROUTER`` or ``ROUTER_BIAS``."""
+    share: tuple[int, ...]
+    """Shape of one share."""
+    is_flattened: bool
+    """Whether shares lie under one another as rows; else the first or only dimension counts experts."""
+
+    @property
+    def is_router(self) -> bool:
+        """Whether it belongs to the router."""
+        return self.part is not Role.EXPERT
+
+    @property
+    def first(self) -> int:
+        """The first expert that has a share."""
+        return 0
+
+    def name(self, expert: int) -> str:  # noqa: ARG002 - as ``Numbered.name``, where it makes a difference
+        """Name of the tensor that holds the share of an expert."""
+        return self.tensor.name
+
+    def start(self, expert: int) -> int:
+        """The first element of an expert's share."""
+        return expert * prod(self.share)
+
+    def shape(self, num_experts: int) -> tuple[int, ...]:
+        """Shape of such a tensor with another number of experts."""
+        whole = self.tensor.shape
+        if self.is_flattened:
+            return (num_experts * self.share[0], *whole[1:])
+        axis = len(whole) - len(self.share) - 1
+        return (*whole[:axis], num_experts, *whole[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Stored tensors of one kind, one for each expert, whose number stands in their names."""
+
+    before: str
+    """What stands before the number."""
+    after: str
+    """What stands behind it."""
+    tensors: Mapping[int, StoredTensor]
+    """By expert, in order. Some may have none, where codes and plain numbers are mixed."""
+
+    @property
+    def part(self) -> Role:
+        """``EXPERT``, as ``Stacked.part``."""
+        return Role.EXPERT
+
+    @property
+    def is_router(self) -> bool:
+        """Whether it belongs to the router; single experts do not."""
+        return False
+
+    @property
+    def first(self) -> int:
+        """The first expert that has one."""
+        return next(iter(self.tensors))
+
+    @property
+    def share(self) -> tuple[int, ...]:
+        """Shape of the tensor of an expert."""
+        return self.tensors[self.first].shape
+
+    def name(self, expert: int) -> str:
+        """Name of the tensor of an expert."""
+        return f"{self.before}{expert}{self.after}"
+
+    def start(self, expert: int) -> int:  # noqa: ARG002 - as ``Stacked.start``
+        """The first element of an expert's tensor."""
+        return 0
+
+    def shape(self, num_experts: int) -> tuple[int, ...]:  # noqa: ARG002 - as ``Stacked.shape``
+        """Shape of the tensor of an expert, whatever the number of experts."""
+        return self.share
+
+
+Kind: TypeAlias = Stacked | Numbered
+"""How one kind of tensor (a projection, a scale, router rows) is stored for all experts of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlock:
+    """One layer's experts with their router."""
+
+    path: str
+    """Path before ``experts`` in the checkpoint's names."""
+    canonical: str
+    """The same in canonical spelling."""
+    layer: int
+    """Its layer; multi-token-prediction layers are numbered after all others."""
+    name_layer: int
+    """The layer's number in the names of its stack."""
+    is_mtp: bool
+    """Whether it is in a multi-token-prediction layer."""
+    num_experts: int
+    """Routed experts."""
+    stacked: tuple[Stacked, ...]
+    """Tensors with a share for each expert."""
+    numbered: tuple[Numbered, ...]
+    """Tensors of single experts."""
+    routers: tuple[str, ...]
+    """Names of everything that belongs to the router, shares or not."""
+    shared: tuple[str, ...]
+    """Names of what belongs to shared experts, gates included."""
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """Whether experts are chosen by more than the router's scores."""
+        return any(each.part is Role.ROUTER_BIAS for each in self.stacked)
+
+    def names(self) -> Iterator[str]:
+        """Every stored tensor that changes with the experts."""
+        yield from (each.tensor.name for each in self.stacked)
+        for each in self.numbered:
+            yield from (tensor.name for tensor in each.tensors.values())
+
+
+def expert_blocks(
+    source: Source, logical: LogicalTensors, num_experts: int, findings: Findings
+) -> tuple[ExpertBlock, ...]:
+    """The blocks of the text decoder and of its multi-token-prediction layers, by layer.
+
+    Findings say which tensors cannot be split into experts, and where codes do not fit the config.
+
+    Args:
+        source: the checkpoint.
+        logical: its logical tensors.
+        num_experts: routed experts that its config counts.
+        findings: receives what is wrong.
+    """
+    main = source.layer_stack(None)
+    quantised = quantised_tensors(source.checkpoint)
+    for fault in quantised.faults:
+        findings.add(fault)
+    codes = quantised.members.keys() | quantised.unknown.keys()
+    members: dict[str, list[tuple[StoredTensor, TensorInfo]]] = {}
+    for name, info in logical.infos.items():
+        if info.block is not None and main is not None and _is_text(info, main):
+            members.setdefault(info.block, []).append((source.checkpoint.tensors[name], info))
+    found = [
+        _block(source, path, own, num_experts, codes, findings)
+        for path, own in members.items()
+        if any(info.part is Role.EXPERT for _, info in own)
+    ]
+    num_layers = main.num_layers if main is not None else 0
+    prefix = main.prefix if main is not None else ""
+    placed = [
+        replace(block, layer=block.layer + (0 if _is_in(block.path, prefix) else num_layers))
+        for block in found
+    ]
+    return tuple(sorted(placed, key=lambda block: block.layer))
+
+
+def _is_text(info: TensorInfo, main: Stack) -> bool:
+    return info.layer is not None and (info.stack == main.prefix or info.role is Role.MTP)
+
+
+def _is_in(path: str, prefix: str) -> bool:
+    return not prefix or path.startswith(f"{prefix}.")
+
+
+def _block(
+    source: Source,
+    path: str,
+    members: Sequence[tuple[StoredTensor, TensorInfo]],
+    num_experts: int,
+    codes: Collection[str],
+    findings: Findings,
+) -> ExpertBlock:
+    experts = [(tensor, info) for tensor, info in members if info.part is Role.EXPERT]
+    routers = [tensor for tensor, info in members if info.part in _ROUTER_PARTS]
+    fused = [tensor for tensor, info in experts if info.expert is None]
+    stacked = [_stacked_experts(source, tensor, num_experts, findings) for tensor in fused]
+    parts = {tensor.name: info.part for tensor, info in members}
+    stacked += [_stacked_router(tensor, parts[tensor.name], num_experts) for tensor in routers]
+    info = experts[0][1]
+    block = ExpertBlock(
+        path=path,
+        canonical=canonical_block(path, source.rules),
+        layer=info.layer or 0,
+        name_layer=info.layer or 0,
+        is_mtp=info.role is Role.MTP,
+        num_experts=num_experts,
+        stacked=tuple(each for each in stacked if each is not None),
+        numbered=_numbered([(tensor, own) for tensor, own in experts if own.expert is not None]),
+        routers=tuple(tensor.name for tensor in routers),
+        shared=tuple(tensor.name for tensor, own in members if own.part in _SHARED_PARTS),
+    )
+    _check_numbers(source, block, codes, findings)
+    _check_routers(source, block, routers, findings)
+    return block
+
+
+def _stacked_experts(
+    source: Source, tensor: StoredTensor, num_experts: int, findings: Findings
+) -> Stacked | None:
+    """A fused tensor as shares, or None with a finding."""
+    shape = tensor.shape
+    layout = fused_layout(tensor.name, shape, source.checkpoint.config, source.rules)
+    if layout is not None and layout.kind in ("rows", "rows_transposed") and shape[0] % num_experts == 0:
+        return Stacked(tensor, Role.EXPERT, (shape[0] // num_experts, *shape[1:]), True)
+    if len(shape) > 1 and shape[0] == num_experts:
+        return Stacked(tensor, Role.EXPERT, shape[1:], False)
+    findings.tensor(
+        ("shares", source.name),
+        where=source.name,
+        what=f"{{count}} tensors of experts are not {num_experts} equal shares, one for each expert that "
+        "the config counts",
+        remedy="Use a checkpoint as its family publishes it, with experts one by one or stacked.",
+        example=f"{tensor.name} {list(shape)}",
+    )
+    return None
+
+
+def _stacked_router(tensor: StoredTensor, part: Role, num_experts: int) -> Stacked | None:
+    """A router's matrix ``[experts, hidden]`` or its biases, ``[experts]`` or ``[1, experts]``; or None."""
+    shape = tensor.shape
+    if shape and shape[0] == num_experts:
+        return Stacked(tensor, part, shape[1:], False)
+    if part is Role.ROUTER_BIAS and len(shape) == 2 and shape == (1, num_experts):
+        return Stacked(tensor, part, (), False)
+    return None
+
+
+def _numbered(members: Sequence[tuple[StoredTensor, TensorInfo]]) -> tuple[Numbered, ...]:
+    kinds: dict[tuple[str, str], dict[int, StoredTensor]] = {}
+    for tensor, info in members:
+        number = EXPERT_NUMBER.search(tensor.name)
+        if number is not None and info.expert is not None:
+            key = tensor.name[: number.start(1)], tensor.name[number.end(1) :]
+            kinds.setdefault(key, {})[info.expert] = tensor
+    return tuple(Numbered(before, after, tensors) for (before, after), tensors in kinds.items())
+
+
+def _check_numbers(source: Source, block: ExpertBlock, codes: Collection[str], findings: Findings) -> None:
+    """Report experts that are missing, in whole or in part."""
+    modules: dict[tuple[str, str], list[Numbered]] = {}
+    for each in block.numbered:
+        modules.setdefault((each.before, each.after.rpartition(".")[0]), []).append(each)
+    for kinds in modules.values():
+        for each, absent in _absent(kinds, block.num_experts, codes):
+            findings.tensor(
+                ("experts", source.name),
+                where=source.name,
+                what=f"the config counts {block.num_experts} experts, and {{count}} kinds of tensors are "
+                "stored for others",
+                remedy="Use a complete checkpoint.",
+                example=f"{each.name(absent[0])}",
+            )
+
+
+def _absent(
+    kinds: Sequence[Numbered], num_experts: int, codes: Collection[str]
+) -> Iterator[tuple[Numbered, Sequence[int]]]:
+    """Kinds of tensors of one module that are stored for other experts than they should be.
+
+    Some experts may be quantised and others not. All experts of either sort have the same tensors.
+    """
+    wanted = set(range(num_experts))
+    stored = {expert for kind in kinds for expert in kind.tensors}
+    coded = {e for kind in kinds for e, tensor in kind.tensors.items() if tensor.name in codes} & wanted
+    for kind in kinds:
+        alike = [sort for sort in (coded, wanted - coded) if not sort.isdisjoint(kind.tensors)]
+        missing = (wanted - stored).union(*alike) - kind.tensors.keys()
+        strange = [*sorted(missing), *sorted(kind.tensors.keys() - wanted)]
+        if strange:
+            yield kind, strange
+
+
+def _check_routers(
+    source: Source, block: ExpertBlock, routers: Sequence[StoredTensor], findings: Findings
+) -> None:
+    """Report routers whose rows are not one for each expert."""
+    taken = {each.tensor.name for each in block.stacked}
+    rows = [each for each in block.stacked if each.part is Role.ROUTER and len(each.tensor.shape) == 2]
+    strange = [each for each in routers if each.name not in taken and _may_name_experts(each, block)]
+    if not rows and not strange:
+        strange = list(routers)
+    for tensor in strange:
+        findings.tensor(
+            ("routers", source.name),
+            where=source.name,
+            what=f"{{count}} tensors of routers do not have a row for each of {block.num_experts} experts, "
+            "so that raymerge cannot tell what becomes of them",
+            remedy="The experts of such a checkpoint cannot be changed.",
+            example=f"{tensor.name} {tensor.dtype.value}{list(tensor.shape)}",
+        )
+    if not rows and not routers:
+        findings.tensor(
+            ("no router", source.name),
+            where=source.name,
+            what="{count} layers have experts and no router",
+            remedy="Use a complete checkpoint.",
+            example=block.path,
+        )
+
+
+def _may_name_experts(tensor: StoredTensor, block: ExpertBlock) -> bool:
+    """Whether a tensor of a router may hold expert numbers, or count experts on another dimension."""
+    return not tensor.dtype.is_mergeable or block.num_experts in tensor.shape[1:]

@@ -1,0 +1,313 @@
+"""Experts of independently trained models, put into one order before they are merged.
+
+Which expert belongs with which is found in the weights, by a stage before the merge. What it will write is
+known from headers: the experts and routers of a model by their canonical names, in its own dtypes. The merge
+reads these in place of the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from raymerge.architectures.expert_fields import expert_fields
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.errors import PlanError, Problem
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
+from raymerge.planner.inputs.sources import Source, model_references
+from raymerge.planner.inputs.stages import AlignSpec, Prepared, Stage, make_stage
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.matching.lora_overlay import LaidOver
+from raymerge.planner.moe.aligned_blocks import AlignedBlock, aligned_blocks
+from raymerge.recipes import Recipe
+
+_SAME_MAKE = "Align models of one architecture and size."
+_OR_NOT = "Or remove 'align'."
+
+
+class Reordered:
+    """What a stage puts in place of a source's tensors: the same ones, in another order."""
+
+    def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
+        """
+        Args:
+            prepared: the stage's result.
+            store: its index among what plans read from.
+            logical: the source's logical tensors.
+        """
+        self.store = store
+        self._tensors = prepared.tensors
+        self._logical = logical
+
+    def find(self, logical: str) -> StoredTensor | None:
+        """What takes the place of a logical tensor."""
+        return self._tensors.get(logical)
+
+    def replacement(self, name: str) -> StoredTensor | None:
+        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
+        members = self._members(name)
+        if len(members) != 1:
+            return None
+        found = self._tensors.get(members[0])
+        own = self._logical.stored(name)
+        return found if found is not None and own is not None and found.shape == own.shape else None
+
+    def touches(self, name: str) -> bool:
+        """Whether a stored tensor must be put together: parts of it change places."""
+        if self.replacement(name) is not None:
+            return False
+        return any(logical in self._tensors for logical in self._members(name))
+
+    def _members(self, name: str) -> list[str]:
+        return [logical for block in self._logical.blocks(name) or () for logical, _ in block.members]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPair:
+    """One layer's experts in both models."""
+
+    reference: AlignedBlock
+    """In the model whose order is kept."""
+    other: AlignedBlock
+    """In the model that is put in order."""
+    num_groups: int
+    """Groups of neighbouring experts from which the router chooses; whole groups change places."""
+
+
+def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> list[Stage]:
+    """The stages that put every merged model's experts into the order of the first's, or of the base's.
+
+    Args:
+        recipe: what is asked; without ``align`` there are no stages.
+        sources: its models, opened.
+        version: raymerge's version, which goes into the digests.
+
+    Raises:
+        PlanError: the models' experts cannot be aligned; with all reasons.
+    """
+    if recipe.align is None:
+        return []
+    problems = dict.fromkeys(_of_slices(recipe))
+    references = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    by_reference = {source.reference: _Opened(source) for source in sources if source.reference in references}
+    first = by_reference.pop(recipe.base_model or references[0])
+    if not by_reference:
+        what = f"there is one model alone, {first.name}, and nothing to align with it."
+        problems[Problem(recipe.where("align"), what, "Remove 'align', or list more models.")] = None
+    stages: list[Stage] = []
+    for other in by_reference.values():
+        asked = AlignSpec(first.source, other.source, (), recipe.align.neurons)
+        pairs, own = _paired(asked, first, other)
+        problems |= dict.fromkeys(own)
+        if not problems:
+            stages.append(_stage(asked, pairs, recipe.where("align"), version))
+    if problems:
+        raise PlanError(problems)
+    return stages
+
+
+def paired_blocks(spec: AlignSpec) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
+    """The blocks of a spec's layers in both models, and what stands in the way of aligning them."""
+    return _paired(spec, _Opened(spec.reference), _Opened(spec.other))
+
+
+class _Opened:
+    """A model with its blocks of experts."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.logical = LogicalTensors(source)
+        self.blocks = aligned_blocks(source, self.logical)
+        found = quantised_tensors(source.checkpoint)
+        self.read = stored_formats(found)
+        self.forms = {**self.read, **found.unknown}
+        fields = expert_fields(source.checkpoint.config, source.rules)
+        self.num_groups = fields.num_groups if fields is not None else 1
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.source.name
+
+
+def _paired(
+    spec: AlignSpec, mine: _Opened, theirs: _Opened
+) -> tuple[tuple[BlockPair, ...], tuple[Problem, ...]]:
+    """The blocks that both models have, and what stands in the way of aligning them.
+
+    ``spec.layers`` chooses among the blocks, unless it is empty.
+    """
+    check = _Check(spec.neurons, mine, theirs)
+    paths = [
+        path
+        for path, block in theirs.blocks.items()
+        if path in mine.blocks and (not spec.layers or block.layer in spec.layers)
+    ]
+    pairs = tuple(BlockPair(mine.blocks[path], theirs.blocks[path], mine.num_groups) for path in paths)
+    return pairs, check.problems(pairs)
+
+
+def _stage(asked: AlignSpec, pairs: Sequence[BlockPair], place: str, version: str) -> Stage:
+    layers = sorted({pair.other.layer for pair in pairs if pair.other.layer is not None})
+    spec = AlignSpec(asked.reference, asked.other, tuple(layers), asked.neurons)
+    told = f"{spec.reference.reference}\n{spec.other.reference}\n{spec.neurons}"
+    return make_stage(
+        name=f"@align-{xxhash.xxh3_64_hexdigest(told.encode())}",
+        title=f"aligning the experts of {spec.other.name}",
+        place=place,
+        spec=spec,
+        tensors=[piece.spec for pair in pairs for piece in pair.other.pieces(neurons=spec.neurons)],
+        version=version,
+    )
+
+
+def _of_slices(recipe: Recipe) -> Iterator[Problem]:
+    paths: list[tuple[str | int, ...]] = [("slices",)] if recipe.slices else []
+    paths += [("modules", name, "slices") for name, module in recipe.modules.items() if module.slices]
+    for path in paths:
+        yield Problem(
+            recipe.where(*path),
+            "'align' matches each layer's experts with those of the same layer, and slices set layers of "
+            "different places side by side.",
+            "List whole models below 'models', or remove 'align'.",
+        )
+
+
+class _Check:
+    """Finds what stands in the way of putting one model's experts into the order of another's."""
+
+    def __init__(self, neurons: bool, mine: _Opened, theirs: _Opened) -> None:
+        self._neurons = neurons
+        self._mine = mine
+        self._theirs = theirs
+        self._findings = Findings()
+
+    def problems(self, pairs: Sequence[BlockPair]) -> tuple[Problem, ...]:
+        """Everything that is wrong."""
+        self._check_presence(pairs)
+        if self._mine.num_groups != self._theirs.num_groups:
+            what = (
+                f"its router chooses from {self._theirs.num_groups} group(s) of experts, that of "
+                f"{self._mine.name} from {self._mine.num_groups}."
+            )
+            self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
+        for model, blocks in (
+            (self._mine, [pair.reference for pair in pairs]),
+            (self._theirs, [pair.other for pair in pairs]),
+        ):
+            self._check_numbers(model, blocks)
+            for block in blocks:
+                self._check_block(model, block)
+        for pair in pairs:
+            self._check_pair(pair)
+        self._check_adapter([pair.other for pair in pairs])
+        return self._findings.problems()
+
+    def _check_presence(self, pairs: Sequence[BlockPair]) -> None:
+        lacking = [model for model in (self._mine, self._theirs) if not model.blocks]
+        for model in lacking:
+            what, remedy = "it has no experts that could be aligned.", "Name mixtures of experts only."
+            if model.forms:
+                # Their names are not those of matrices then.
+                formats = ", ".join(sorted(set(model.forms.values())))
+                what = f"it is quantised ({formats}), and only plain numbers are aligned."
+                remedy = CONVERT_FIRST if model.read else USE_PLAIN
+            self._findings.add(Problem(model.name, what, f"{remedy} {_OR_NOT}"))
+        if not pairs and not lacking:
+            what = f"it has experts in other layers than {self._mine.name}."
+            self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
+
+    def _check_block(self, model: _Opened, block: AlignedBlock) -> None:
+        """Find whether it is understood what moves with the experts of one layer."""
+        # Codes and scales of quantised formats are spoken of elsewhere.
+        strays = [name for name in block.strays if name not in model.forms]
+        broken = not all(network.is_whole for network in (*block.experts, *block.shared))
+        for stray in (*strays, *((f"{block.path}.experts",) if broken and not block.strays else ())):
+            self._note(
+                model,
+                ("stray",),
+                "it is not known how {count} tensors would move with the experts or their neurons",
+                "Report the model type, or remove 'align'.",
+                stray,
+            )
+        if not any(scores.are_rows for scores in block.router) and not block.strays:
+            what = "{count} layers have experts, and no router with a row for each"
+            self._note(model, ("router",), what, "Use a complete checkpoint, or remove 'align'.", block.path)
+        dtypes = [[(part.projection, part.is_bias, part.dtype) for part in e.parts] for e in block.experts]
+        if any(each != dtypes[0] for each in dtypes):
+            what = "the experts of {count} layers are stored in different dtypes"
+            self._note(model, ("dtype",), what, "Store all of a layer's experts in one dtype.", block.path)
+        if len(block.experts) % model.num_groups:
+            what = f"{{count}} layers have experts that do not make {model.num_groups} equal groups"
+            example = f"{block.path} has {len(block.experts)}"
+            self._note(model, ("groups",), what, "Correct n_group in its config.json.", example)
+        if block.layer is None:
+            what = "{count} blocks of experts are in no layer"
+            self._note(model, ("layer",), what, "Report the model type, or remove 'align'.", block.path)
+
+    def _check_pair(self, pair: BlockPair) -> None:
+        """Find whether the experts of one layer have the same number and form in both models."""
+        mine, theirs, there = pair.reference, pair.other, self._mine.name
+        if len(mine.experts) != len(theirs.experts):
+            what = f"{{count}} layers have another number of experts than in {there}"
+            example = f"{theirs.path} has {len(theirs.experts)} here and {len(mine.experts)} there"
+            self._note(self._theirs, ("number",), what, _SAME_MAKE, example)
+        forms = {network.form for network in (*mine.experts, *theirs.experts)}
+        is_other = [one.form for one in mine.shared] != [two.form for two in theirs.shared]
+        if len(forms) > 1 or (self._neurons and is_other):
+            what = (
+                f"{{count}} layers have experts of other shapes, or with other biases, than one another or "
+                f"than in {there}"
+            )
+            self._note(self._theirs, ("form",), what, _SAME_MAKE, theirs.path)
+
+    def _check_numbers(self, model: _Opened, blocks: Sequence[AlignedBlock]) -> None:
+        """Find what is stored as codes: what a neuron is cannot be told from them."""
+        for name in (name for block in blocks for name in block.stored):
+            tensor = model.source.checkpoint.tensors[name]
+            is_plain = tensor.dtype.is_mergeable and name not in model.forms
+            if not is_plain:
+                form = model.forms.get(name) or f"{tensor.dtype.value} integers"
+                what = (
+                    f"{{count}} tensors of experts and routers are {form}, and only plain numbers are aligned"
+                )
+                plain = CONVERT_FIRST if name in model.read else USE_PLAIN
+                self._note(model, ("quantised", form), what, f"{plain} {_OR_NOT}", name)
+
+    def _check_adapter(self, blocks: Sequence[AlignedBlock]) -> None:
+        """Find what an adapter would add to tensors that are put into another order."""
+        source = self._theirs.source
+        if source.adapter is None:
+            return
+        taken = {name for block in blocks for name in block.stored}
+        laid = LaidOver(source, source.adapter, 1, self._theirs.logical)
+        for tensor in (tensor for change in laid.changes() for tensor in change):
+            if laid.changed_by(tensor) in taken:
+                what = "its adapter changes experts or routers, and what is aligned are stored weights"
+                remedy = "Merge the adapter into its model first, and name the result."
+                self._note(self._theirs, ("adapter",), f"{what} ({{count}} tensors)", remedy, tensor)
+
+    def _note(self, model: _Opened, key: tuple[str, ...], what: str, remedy: str, example: str) -> None:
+        key = (model.name, *key)
+        self._findings.tensor(key, where=model.name, what=what, remedy=remedy, example=example)
+
+
+def aligned_tensors(
+    sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
+) -> Mapping[int, Reordered]:
+    """What stages put in place of the tensors of sources, by the source's index.
+
+    Args:
+        sources: the recipe's models.
+        logical: the logical tensors of each.
+        first_store: index of the first result of a stage among what plans read from.
+    """
+    prepared = [(source.index, each) for source in sources for each in source.prepared]
+    return {
+        index: Reordered(each, first_store + number, logical[index])
+        for number, (index, each) in enumerate(prepared)
+        if isinstance(each.stage.spec, AlignSpec)
+    }

@@ -1,0 +1,288 @@
+"""Builds the plan of a recipe that changes the experts of one checkpoint, or makes a dense model of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from raymerge.architectures import Role
+from raymerge.architectures.dense_fields import (
+    DenseCounterpart,
+    dense_config,
+    dense_counterpart,
+    dense_objections,
+    families_with_dense,
+)
+from raymerge.architectures.expert_fields import expert_fields, with_expert_count, with_expert_names
+from raymerge.checkpoints.source import main_dtype
+from raymerge.dtypes import config_name
+from raymerge.errors import PlanError, Problem
+from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.expressions import Output
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.collector import collector_paused
+from raymerge.planner.config.fields import output_config
+from raymerge.planner.config.quantised import config_of_copies
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.consistency import declared_dtype
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.logical import LogicalTensors, open_logical
+from raymerge.planner.matching.notes import adapter_notes
+from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
+from raymerge.planner.moe.expert_added import AddedModels
+from raymerge.planner.moe.expert_blocks import ExpertBlock, expert_blocks
+from raymerge.planner.moe.expert_inputs import BASE, ExpertSupplies
+from raymerge.planner.moe.expert_moves import Mover, Moves, regrouped
+from raymerge.planner.moe.expert_outputs import ExpertOutputs
+from raymerge.planner.moe.saliency import read_scores
+from raymerge.planner.outputs.finish import Decided, finish_plan
+from raymerge.planner.outputs.ties import TieDecision
+from raymerge.planner.tokenizer.sources import TokenizerChanges
+from raymerge.recipes import ExpertSetRecipe
+
+_METHODS = {
+    "keep": "keep experts",
+    "drop": "drop experts",
+    "merge": "merge experts",
+    "add": "add experts",
+    "dense": "make dense",
+}
+
+
+def expert_set_plan(recipe: ExpertSetRecipe, sources: Sequence[Source], *, version: str) -> Plan:
+    """The plan of a recipe over opened sources, the first of which is its ``base_model``.
+
+    Only headers are read, but for scores: those of a file, or of the experts' own weights.
+
+    Args:
+        recipe: what is asked.
+        sources: the recipe's distinct models, opened, in recipe order.
+        version: raymerge's version, kept in the manifest.
+
+    Raises:
+        PlanError: the checkpoint's experts and what is asked of them fit so little that there is no plan to
+            show.
+    """
+    with collector_paused():
+        return _Builder(recipe, sources).plan(version)
+
+
+class _Builder:
+    """One plan in the making."""
+
+    def __init__(self, recipe: ExpertSetRecipe, sources: Sequence[Source]) -> None:
+        self._recipe = recipe
+        self._sources = tuple(sources)
+        self._base = sources[BASE]
+        self._findings = Findings()
+        logical = open_logical(sources, self._findings)
+        self._supplies = Supplies(sources, logical)
+        for laid in self._supplies.adapters.values():
+            for problem in laid.problems():
+                self._findings.add(problem)
+        self._blocks = self._found_blocks(logical[BASE])
+        self._mover = Mover(recipe, sources, self._blocks, self._findings)
+        self._mover.check()
+        self._added = AddedModels(recipe, self._supplies, self._blocks, self._findings)
+        self._added.check()
+        self._require()
+        self._work = ExpertSupplies(self._supplies, recipe.dtype, self._findings)
+
+    def plan(self, version: str) -> Plan:
+        """The plan, with its problems."""
+        is_dense = self._recipe.experts.dense is not None
+        outputs, config, notes = self._dense() if is_dense else self._sparse()
+        return finish_plan(
+            Decided(
+                recipe=self._recipe,
+                sources=self._sources,
+                donor=BASE,
+                method=next(
+                    text
+                    for key, text in _METHODS.items()
+                    if getattr(self._recipe.experts, key) not in (None, ())
+                ),
+                rules=(),
+                outputs=outputs,
+                fates=self._work.fates,
+                findings=self._findings,
+                config=self._with_dtype(config_of_copies(config, outputs)),
+                tie=TieDecision("", "", None, "head and embedding are kept as they are"),
+                tokenizer=TokenizerChanges(),
+                notes=(*self._notes(), *notes),
+            ),
+            version=version,
+        )
+
+    def _sparse(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
+        change = self._recipe.experts
+        scores = read_scores(self._recipe, self._supplies, self._blocks) if change.scores else None
+        moves = self._mover.moves(scores)
+        self._require()
+        maker = ExpertOutputs(self._work)
+        changed = (each for block in self._blocks for each in maker.outputs(block, moves[block.path]))
+        outputs = (*self._kept(), *changed)
+        self._settle_rest(moves)
+        config = self._base.checkpoint.config
+        before, count = self._blocks[0].num_experts, self._mover.num_experts()
+        config = with_expert_names(config, before, count) or config
+        return outputs, with_expert_count(config, self._base.rules, count), list(self._moved(moves))
+
+    def _dense(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
+        family = self._family()
+        change = self._recipe.experts
+        made = (each for block in self._blocks for each in dense_outputs(block, change, self._work))
+        outputs = (*self._kept(), *made)
+        for block in self._blocks:
+            settle_routers(block, self._work)
+        self._settle_rest(None)
+        width = dense_width(self._blocks[0], change, self._work)
+        self._check_dense_layers(width)
+        notes = [f"becomes a dense model of the family {family.model_type}, {width} neurons wide"]
+        if any(block.shared for block in self._blocks):
+            notes.append(f"the gate of the shared expert cannot be kept: it counts {SHARED_FACTOR:g}")
+        config = self._base.checkpoint.config
+        config = with_expert_names(config, self._blocks[0].num_experts, 0) or config
+        return outputs, dense_config(config, family, width=width), notes
+
+    def _found_blocks(self, logical: LogicalTensors) -> tuple[ExpertBlock, ...]:
+        """The base's experts.
+
+        Raises:
+            PlanError: it has none.
+        """
+        base = self._base
+        fields = expert_fields(base.checkpoint.config, base.rules)
+        count = fields.count.value if fields is not None else 0
+        found = expert_blocks(base, logical, count, self._findings) if count else ()
+        if not found:
+            what = f"{base.name} has no experts that could be changed"
+            what += "." if not count else ": no layer of its text model holds any."
+            remedy = "Name a mixture of experts, whose config counts the experts of a layer."
+            raise PlanError(Problem(self._recipe.where("base_model"), what, remedy))
+        if with_expert_names(base.checkpoint.config, count, count) is None:
+            what = (
+                "its config's tables of quantisation single out experts by their numbers, which would change."
+            )
+            self._findings.add(Problem(base.name, what, "Use a checkpoint that is not quantised so."))
+        self._require()
+        return found
+
+    def _require(self) -> None:
+        if not self._findings.is_empty:
+            raise PlanError(self._findings.problems())
+
+    def _family(self) -> DenseCounterpart:
+        """The dense family that the checkpoint becomes one of.
+
+        Raises:
+            PlanError: there is none that can hold all else.
+        """
+        config, place = self._base.checkpoint.config, self._recipe.where("experts", "dense")
+        family = dense_counterpart(config)
+        listed = ", ".join(families_with_dense())
+        remedy = f"raymerge makes these dense: {listed}."
+        said = list(dense_objections(config))
+        if family is None:
+            said.append(
+                f"no dense family has the attention and norms of model_type '{self._base.model_type}'."
+            )
+        if any(block.is_mtp for block in self._blocks):
+            said.append("layers that predict further tokens have experts too, and dense families have none.")
+        if said or family is None:
+            raise PlanError([Problem(place, sentence, remedy) for sentence in said])
+        return family
+
+    def _check_dense_layers(self, width: int) -> None:
+        """Layers without experts are as wide as the others become: the config has one number for all."""
+        tensors = self._base.checkpoint.tensors
+        for name, info in self._supplies.logical[BASE].infos.items():
+            own = tensors[name].shape
+            if info.part is Role.MLP and info.projection == "gate" and width and own[0] != width:
+                what = f"{name} is {own[0]} wide, and the layers that had experts become {width} wide."
+                remedy = "A dense config has one width for all layers; choose experts that add up to it."
+                self._findings.add(Problem(self._recipe.where("experts", "dense"), what, remedy))
+                return
+
+    def _kept(self) -> Iterator[Output]:
+        """Everything that does not change with the experts."""
+        changed = {name for block in self._blocks for name in block.names()}
+        if self._recipe.experts.dense is not None:
+            changed |= {name for block in self._blocks for name in (*block.routers, *block.shared)}
+        for name in self._base.checkpoint.tensors:
+            output = self._work.kept(name) if name not in changed else None
+            if output is not None:
+                yield output
+
+    def _settle_rest(self, moves: Moves | None) -> None:
+        """Give every tensor that no output used its rule, or report it."""
+        experts = {
+            tensor.name
+            for block in self._blocks
+            for used in (_used(block, moves, self._recipe),)
+            for numbered in block.numbered
+            for expert, tensor in numbered.tensors.items()
+            if expert not in used
+        }
+        fates, complete = self._work.fates, self._findings.is_empty
+        for store, name in list(fates.unsettled()):
+            if store == BASE and name in experts:
+                fates.settle(store, name, Fate(Disposition.DROPPED, Rule.EXPERT_NOT_KEPT))
+            elif store != BASE and not self._is_left_behind(store, name):
+                fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))
+            elif complete:
+                self._left_over(store, name)
+
+    def _is_left_behind(self, store: int, name: str) -> bool:
+        """Whether a tensor is of an added expert; those of adapters go with their models."""
+        return store < len(self._sources) and self._added.is_left_behind(store, name)
+
+    def _left_over(self, store: int, name: str) -> None:
+        """Report a tensor that nothing was made of."""
+        if store == BASE:
+            what = "{count} tensors have no place in the output"
+            remedy = "The experts of such a checkpoint cannot be changed so."
+        else:
+            what = f"{{count}} tensors of its experts have no place in those of {self._base.name}"
+            remedy = "Add experts that have the same matrices and biases."
+        where = self._sources[store].name
+        self._findings.tensor(("left over", where), where=where, what=what, remedy=remedy, example=name)
+
+    def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = self._recipe.dtype
+        main = wanted or main_dtype(self._base.checkpoint)
+        said = None if config.get("quantization_config") else declared_dtype(config)
+        differs = wanted is not None or said not in (None, config_name(main))
+        return output_config(config, dtype=main if differs else None)
+
+    def _notes(self) -> Iterator[str]:
+        for source in self._sources:
+            yield from (f"{source.name}: {note}" for note in source.checkpoint.notes)
+        yield f"config, tokenizer and companion files come from {self._base.name}"
+        yield from adapter_notes(self._supplies, self._work.fates)
+        yield from self._added.notes()
+
+    def _moved(self, moves: Moves) -> Iterator[str]:
+        fields = expert_fields(self._base.checkpoint.config, self._base.rules)
+        before, after = self._blocks[0].num_experts, self._mover.num_experts()
+        yield f"{len(self._blocks)} layers have {after} experts each, where there were {before}"
+        if self._recipe.experts.drop is not None:
+            for block in self._blocks:
+                used = _used(block, moves, self._recipe)
+                gone = ", ".join(str(expert) for expert in range(before) if expert not in used)
+                yield f"layer {block.layer}: left out for the lowest scores: {gone}"
+        layers = regrouped(moves, self._blocks, fields.num_groups if fields is not None else 1)
+        if layers:
+            listed = ", ".join(map(str, layers))
+            yield f"experts come into other groups than the router knew them in, in layers {listed}"
+
+
+def _used(block: ExpertBlock, moves: Moves | None, recipe: ExpertSetRecipe) -> frozenset[int]:
+    """The base's experts that take part in the output."""
+    change = recipe.experts
+    if moves is None:
+        chosen = range(block.num_experts) if change.of is None else change.of
+        return frozenset((change.dense,)) if isinstance(change.dense, int) else frozenset(chosen)
+    origins = (origin for expert in moves[block.path] for origin in expert.origins)
+    return frozenset(each.expert for each in origins if each.source == BASE and each.expert is not None)

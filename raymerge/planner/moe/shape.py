@@ -1,0 +1,304 @@
+"""What a mixture of experts will be: its family, its experts and their sizes, from recipe and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.architectures.dense_models import DenseModel, dense_model
+from raymerge.architectures.moe_names import added_tensors, shared_gate_name
+from raymerge.architectures.moe_output import moe_config
+from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
+from raymerge.architectures.moe_targets import MoeTarget, named_targets, targets
+from raymerge.checkpoints.source import main_dtype
+from raymerge.dtypes import DType, config_name
+from raymerge.errors import PlanError, Problem
+from raymerge.planner.inputs.consistency import declared_dtype
+from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.stages import Constant
+from raymerge.planner.moe.expert_rows import Upcycled
+from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
+
+DenseNames = Mapping[tuple[int, str], str]
+"""Names of a dense model's feed-forward matrices, by layer and projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """A mixture of experts before its tensors are made."""
+
+    target: MoeTarget
+    """Its family."""
+    others: tuple[MoeTarget, ...]
+    """Families that would fit as well."""
+    base: Source
+    """The model that gives everything else."""
+    dense: tuple[DenseNames, ...]
+    """The feed-forward matrices of every source, by its index."""
+    num_layers: int
+    """Its layers; all have experts."""
+    hidden_size: int
+    """Elements of a hidden state."""
+    experts: tuple[Upcycled, ...]
+    """The routed experts in the order of the router's rows, pieces of one side by side."""
+    shared: tuple[Upcycled, ...]
+    """The shared experts."""
+    shared_have_gates: bool
+    """Whether shared experts have a gate."""
+    dtype: DType
+    """What experts and routers are written in."""
+    constants: tuple[Constant, ...]
+    """Tensors of one value that the family needs and the base lacks."""
+    config: Mapping[str, Any]
+    """The output's config, but for what the trunk changes."""
+
+    def notes(self, recipe: MoeRecipe) -> Iterator[str]:
+        """What is built, in sentences."""
+        cut = f", each of {recipe.granularity} pieces of a model's" if recipe.granularity > 1 else ""
+        shared = f" and {len(self.shared)} shared" if self.shared else ""
+        chosen = recipe.experts_per_token * recipe.granularity
+        yield (
+            f"a {self.target.title} of {len(self.experts)} experts{cut}{shared}, {chosen} of them for each "
+            f"token; router rows by gate_mode {recipe.gate_mode}"
+        )
+        if self.others and recipe.architecture is None:
+            names = ", ".join(other.name for other in self.others)
+            yield f"the models fit other families as well, which 'architecture' chooses: {names}"
+        if recipe.gate_mode in RANDOM_GATES and _has_prompts(recipe):
+            yield f"prompts are not read by gate_mode {recipe.gate_mode}"
+        if recipe.trunk is None:
+            yield f"everything but the experts is that of {self.base.name}"
+
+
+def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
+    """Decide what is built.
+
+    Args:
+        recipe: what is asked.
+        sources: its distinct models, opened.
+
+    Raises:
+        PlanError: the models fit no family, with the reasons of each family and model.
+    """
+    if problems := list(_quantised(sources)):
+        raise PlanError(problems)
+    found = {source.reference: source for source in sources}
+    base = found[recipe.base_model]
+    models = tuple(map(_dense_model, sources))
+    dense = tuple(model.matrices for model in models)
+    target, others = _target(recipe, sources, models)
+    main = main_dtype(base.checkpoint)
+    num_experts = _num_experts(recipe)
+    return MoeShape(
+        target=target,
+        others=others,
+        base=base,
+        dense=dense,
+        num_layers=1 + max(layer for layer, _ in dense[base.index]),
+        hidden_size=_hidden(base, dense),
+        experts=tuple(_routed(recipe, found, dense, target)),
+        shared=tuple(_shared(recipe, found, dense)),
+        shared_have_gates=bool(recipe.shared_experts) and shared_gate_name(target, 0) is not None,
+        dtype=_stored(recipe.dtype, main),
+        constants=tuple(_constants(recipe, target, models[base.index], num_experts, main)),
+        config=_config(recipe, target, base, found, dense),
+    )
+
+
+def _quantised(sources: Sequence[Source]) -> Iterator[Problem]:
+    """Models whose matrices are no plain numbers."""
+    for source in sources:
+        found = quantised_tensors(source.checkpoint)
+        formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
+        if formats:
+            what = f"it is quantised ({', '.join(formats)}), and mixtures are built of plain numbers."
+            yield Problem(source.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
+
+
+def _config(
+    recipe: MoeRecipe,
+    target: MoeTarget,
+    base: Source,
+    found: Mapping[ModelReference, Source],
+    dense: Sequence[DenseNames],
+) -> Mapping[str, Any]:
+    """The output's config, but for what the trunk changes."""
+    config = base.checkpoint.config
+    stored = _stored(recipe.dtype, main_dtype(base.checkpoint))
+    return moe_config(
+        target,
+        config,
+        num_experts=_num_experts(recipe),
+        experts_per_token=recipe.experts_per_token * recipe.granularity,
+        expert_width=_width(found[recipe.experts[0].source_model], dense) // recipe.granularity,
+        shared_width=sum(_width(found[each.source_model], dense) for each in recipe.shared_experts),
+        dtype_name=_said(config, stored, asked=recipe.dtype is not None),
+    )
+
+
+def _said(config: Mapping[str, Any], dtype: DType, *, asked: bool) -> str | None:
+    """The dtype for the config to say; None where what it says already holds, or it is silent."""
+    said, name = declared_dtype(config), config_name(dtype)
+    return name if asked or said not in (None, name) else None
+
+
+def _stored(wanted: DType | None, main: DType) -> DType:
+    return wanted or main
+
+
+def _target(
+    recipe: MoeRecipe, sources: Sequence[Source], models: Sequence[DenseModel]
+) -> tuple[MoeTarget, tuple[MoeTarget, ...]]:
+    """The first family that holds the models, and the others that would."""
+    candidates = tuple(targets().values())
+    if recipe.architecture is not None:
+        candidates = named_targets(recipe.architecture)
+        if not candidates:
+            known = ", ".join(targets())
+            what = f"there is no family of mixtures of experts called '{recipe.architecture}'."
+            raise PlanError(Problem(recipe.where("architecture"), what, f"raymerge builds: {known}."))
+    parents = {source.reference: models[source.index] for source in sources}
+    refused = {target.name: _refusals(recipe, target, parents) for target in candidates}
+    fitting = [target for target in candidates if not refused[target.name]]
+    if not fitting:
+        raise PlanError(_no_family(recipe, candidates, refused))
+    return fitting[0], tuple(fitting[1:])
+
+
+def _refusals(
+    recipe: MoeRecipe, target: MoeTarget, parents: Mapping[ModelReference, DenseModel]
+) -> tuple[Refusal, ...]:
+    mixture = Mixture(
+        experts=tuple(parents[each.source_model] for each in recipe.experts),
+        shared=tuple(parents[each.source_model] for each in recipe.shared_experts),
+        shared_have_gates=_have_prompts(recipe),
+        num_experts=_num_experts(recipe),
+        granularity=recipe.granularity,
+        layout=recipe.layout,
+    )
+    return refusals(target, parents[recipe.base_model], mixture)
+
+
+def _have_prompts(recipe: MoeRecipe) -> bool | None:
+    """Whether shared experts have prompts; None where gates are made without."""
+    if recipe.gate_mode in RANDOM_GATES:
+        return None
+    return any(each.positive_prompts or each.prompt_file for each in recipe.shared_experts)
+
+
+def _has_prompts(recipe: MoeRecipe) -> bool:
+    everyone = (*recipe.experts, *recipe.shared_experts)
+    return any(each.positive_prompts or each.negative_prompts for each in everyone)
+
+
+def _num_experts(recipe: MoeRecipe) -> int:
+    """Routed experts of each layer of the output."""
+    return sum(expert.copies for expert in recipe.experts) * recipe.granularity
+
+
+def _no_family(
+    recipe: MoeRecipe, candidates: Sequence[MoeTarget], refused: Mapping[str, Sequence[Refusal]]
+) -> list[Problem]:
+    """What stands in the way of every family, once, and then of each family what stands in its way alone."""
+    place = recipe.where("experts" if recipe.architecture is None else "architecture")
+    said = {target.name: _sentences(refused[target.name]) for target in candidates}
+    every = [each for each in said[candidates[0].name] if all(each in other for other in said.values())]
+    if every and len(candidates) > 1:
+        what = f"no family of mixtures can be built of these models: {' '.join(every)}"
+        return [Problem(place, what, "Correct that first; then families are looked at one by one.")]
+    return [
+        Problem(
+            place,
+            f"{target.title} ({target.name}) cannot be built of these models: {' '.join(said[target.name])}",
+            "Use models that fit one family, or another 'architecture'.",
+        )
+        for target in candidates
+    ]
+
+
+def _sentences(refused: Sequence[Refusal]) -> list[str]:
+    return [f"{each.parent}: {each.reason}" for each in refused]
+
+
+def _dense_model(source: Source) -> DenseModel:
+    tensors = source.checkpoint.tensors
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return dense_model(source.name, source.checkpoint.config, shapes)
+
+
+def _width(source: Source, dense: Sequence[DenseNames]) -> int:
+    return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape[0]
+
+
+def _hidden(source: Source, dense: Sequence[DenseNames]) -> int:
+    return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape[1]
+
+
+def _routed(
+    recipe: MoeRecipe,
+    found: Mapping[ModelReference, Source],
+    dense: Sequence[DenseNames],
+    target: MoeTarget,
+) -> Iterator[Upcycled]:
+    factor = _routing_factor(recipe, target)
+    copies = [expert for expert in recipe.experts for _ in range(expert.copies)]
+    for number, expert in enumerate(copies):
+        for piece in range(recipe.granularity):
+            yield _upcycled(expert, found, dense, number, factor, piece=piece, pieces=recipe.granularity)
+
+
+def _shared(
+    recipe: MoeRecipe, found: Mapping[ModelReference, Source], dense: Sequence[DenseNames]
+) -> Iterator[Upcycled]:
+    first = sum(expert.copies for expert in recipe.experts)
+    for number, expert in enumerate(recipe.shared_experts, start=first):
+        yield _upcycled(expert, found, dense, number, 1.0)
+
+
+def _upcycled(
+    expert: Expert,
+    found: Mapping[ModelReference, Source],
+    dense: Sequence[DenseNames],
+    number: int,
+    factor: float,
+    *,
+    piece: int = 0,
+    pieces: int = 1,
+) -> Upcycled:
+    source = found[expert.source_model]
+    return Upcycled(
+        source=source.index,
+        tensors=dense[source.index],
+        number=number,
+        slice=piece,
+        slices=pieces,
+        noise_scale=expert.noise_scale or 0.0,
+        reinit_fraction=expert.reinit_fraction or 0.0,
+        down_scale=factor * (1.0 if expert.residual_scale is None else expert.residual_scale),
+    )
+
+
+def _routing_factor(recipe: MoeRecipe, target: MoeTarget) -> float:
+    """What makes up for routing weights that do not sum to 1 over the models chosen for a token.
+
+    The pieces of one expert share its weight. With the factor the mixture of one model's pieces is that
+    model, when all pieces of an expert are chosen together (virtual groups, arXiv 2410.07524); so is that of
+    whole copies. Where weights are a softmax over all experts, used as it is, this holds for a router without
+    preferences. All of it is put on the down projection, which keeps that exact for gated units.
+    """
+    if not recipe.weight_scaling:
+        return 1.0
+    if target.weights_sum_to_one:
+        return float(recipe.granularity)
+    whole = sum(expert.copies for expert in recipe.experts)
+    return recipe.granularity * whole / recipe.experts_per_token
+
+
+def _constants(
+    recipe: MoeRecipe, target: MoeTarget, base: DenseModel, num_experts: int, main: DType
+) -> Iterator[Constant]:
+    own = _stored(recipe.dtype, main)
+    for each in added_tensors(target, base, num_experts):
+        yield Constant(each.name, each.dtype or own, each.shape, each.value)

@@ -1,0 +1,1 @@
+"""Output tensors: how each is made and stored, and the finished plan."""

@@ -1,0 +1,179 @@
+"""Scales of inputs, outputs, cached keys and values in a merge: the largest of those that its sources have.
+
+No weight tells what a merged model will compute. A scale that is too small cuts off what is larger, and one
+that is too large costs little, as FP8 has an exponent of its own. Servers join the matrices of q, k and v,
+and those of gate and up, and have one scale for the inputs of all of them: these get the largest of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from raymerge.architectures import Rules, joined_matrix
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES, is_activation_scale, is_divisor
+from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, copy_expression, make_expression
+from raymerge.methods import Settings, find_method
+from raymerge.planner.inputs.quantised import declared_tables
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.outputs.bound_output import Chosen
+
+_WEIGHT = ".weight"
+
+Held = tuple[int, StoredTensor]
+"""A stored scale, with the index of its source."""
+
+
+class ActivationScales:
+    """Makes the scales of one plan's outputs that are not those of weights."""
+
+    def __init__(self, sources: Sequence[Source], fates: Fates) -> None:
+        self._sources = sources
+        self._fates = fates
+        self._is_quantised = [bool(declared_tables(each.checkpoint.config)) for each in sources]
+        self._names: dict[int, Mapping[tuple[str, int], str]] = {}
+
+    def is_one(self, source: int, name: str) -> bool:
+        """Whether a tensor is such a scale; a model without a table of quantisation may use the words."""
+        return self._is_quantised[source] and is_activation_scale(name)
+
+    def alone(self, chosen: Chosen, lead: StoredTensor) -> Output:
+        """The output of a scale that belongs to no matrix of codes."""
+        named = ((member.source, name) for member, name in chosen.members())
+        found = [
+            (source, stored)
+            for source, name in named
+            if (stored := self._sources[source].checkpoint.tensors.get(name)) is not None
+            and stored.num_elements == lead.num_elements
+        ]
+        return self._output(chosen.aligned.output, lead, found or [(chosen.aligned.span.lead.source, lead)])
+
+    def of_inputs(self, name: str, output: str, own: Held, chosen: Chosen | None) -> Output:
+        """The output of a scale of the inputs of a matrix of codes.
+
+        Args:
+            name: what the output is called.
+            output: the matrix that it belongs to.
+            own: the lead's.
+            chosen: what the matrix is made of; None where it is made of the lead's alone.
+        """
+        ending = name[len(output.removesuffix(_WEIGHT)) :]
+        members = () if chosen is None else chosen.members()
+        found = [
+            (member.source, stored)
+            for member, matrix in members
+            if (stored := self._stored(member.source, matrix, ending)) is not None
+            and stored.num_elements == own[1].num_elements
+        ]
+        return self._output(name, own[1], found or [own])
+
+    def join(self, outputs: Sequence[Output], rules: Rules) -> tuple[Output, ...]:
+        """The outputs, with equal scales of the inputs of what servers join.
+
+        What all comes from one source unchanged stays as that has it.
+        """
+        groups: dict[tuple[str, str], list[Output]] = {}
+        for output in outputs:
+            matrix = joined_matrix(output.name, rules) if output.packed is not None else None
+            for scale in input_scales(output) if matrix is not None else ():
+                key = matrix or "", scale.name.rpartition(".")[2]
+                groups.setdefault(key, []).append(scale)
+        joined = {each.name: each for group in groups.values() for each in self._joined(group)}
+        return tuple(_with_scales(output, joined) for output in outputs) if joined else tuple(outputs)
+
+    def notes(self, outputs: Sequence[Output]) -> Iterator[str]:
+        """How many there are that no single source gives."""
+        scales = (*outputs, *(each for output in outputs for each in input_scales(output)))
+        made = sum(_is_largest(each) for each in scales)
+        if made:
+            yield (
+                f"{made} scales of inputs and of cached keys and values are not merged as weights: each is "
+                "the largest of those that the models have, the same for what servers join (q, k and v; "
+                "gate and up)"
+            )
+
+    def _joined(self, group: Sequence[Output]) -> Iterator[Output]:
+        """The scales of one group that are not as they should be."""
+        reads = tuple(dict.fromkeys(read for each in group for read in _reads(each)))
+        is_unchanged = len({read.source for read in reads}) == 1
+        if is_unchanged and not any(_is_largest(each) for each in group):
+            return
+        for each in group:
+            own = _reads(each)
+            if len(own) == len(reads):
+                continue
+            for read in own:
+                self._settle(read.source, self._name(read), each.name)
+            yield each._replace(rows=(_largest(each.name, each, reads),), check_finite=True)
+
+    def _name(self, read: Read) -> str:
+        """The stored tensor that is read."""
+        if read.source not in self._names:
+            packs = self._sources[read.source].checkpoint.packs
+            stored = packs.stored.values() if packs is not None else ()
+            self._names[read.source] = {(each.key, each.offset): each.name for each in stored}
+        return self._names[read.source][read.key, read.offset]
+
+    def _stored(self, source: int, matrix: str, ending: str) -> StoredTensor | None:
+        """The scale of the inputs of a source's matrix."""
+        packs = self._sources[source].checkpoint.packs
+        packed = None if packs is None else packs.packed.get(matrix)
+        if packs is None or packed is None:
+            return None
+        return packs.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
+
+    def _output(self, name: str, like: StoredTensor, found: Sequence[Held]) -> Output:
+        reads = {_read(source, stored): (source, stored.name) for source, stored in found}
+        first = next(iter(reads))
+        if len(reads) == 1 and first.dtype is like.dtype:
+            self._fates.settle_part(*reads[first], Fate(Disposition.COPIED, Rule.ONE_SOURCE, name))
+            row = Row(
+                like.num_elements, copy_expression(like.dtype), (Part(name, like.shape, None),), (first,)
+            )
+            return Output(name, like.dtype, like.shape, (row,), False)
+        for source, stored in reads.values():
+            self._settle(source, stored, name)
+        return Output(name, like.dtype, like.shape, (_largest(name, like, tuple(reads)),), True)
+
+    def _settle(self, source: int, stored: str, output: str) -> None:
+        fate = Fate(Disposition.MERGED, Rule.ACTIVATION_SCALE, output)
+        self._fates.settle_part(source, stored, fate)
+
+
+def input_scales(output: Output) -> tuple[Output, ...]:
+    """The scales of the inputs of an output that is codes."""
+    others = () if output.packed is None else output.packed.others
+    return tuple(each for each in others if each.name.endswith(INPUT_SCALES))
+
+
+def _with_scales(output: Output, scales: Mapping[str, Output]) -> Output:
+    """An output with other scales of its inputs, by their names."""
+    packed = output.packed
+    if packed is None or not any(each.name in scales for each in packed.others):
+        return output
+    others = tuple(scales.get(each.name, each) for each in packed.others)
+    return output._replace(packed=replace(packed, others=others))
+
+
+def _reads(scale: Output) -> tuple[Read, ...]:
+    return scale.rows[0].reads
+
+
+def _is_largest(output: Output) -> bool:
+    return any(row.expression.method == LARGEST for row in output.rows)
+
+
+def _read(source: int, stored: StoredTensor) -> Read:
+    return Read(0, source, stored.key, stored.offset, stored.nbytes, stored.dtype, None)
+
+
+def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Row:
+    """The row of the largest of some scales; of divisors that is the smallest."""
+    method = find_method(LARGEST)
+    assert method is not None
+    settings = Settings(values={"smallest": is_divisor(name)}, sources=tuple({} for _ in reads))
+    expression = make_expression(method, settings, has_base=False, cast=like.dtype)
+    return Row(prod(like.shape), expression, (Part(name, like.shape, None),), tuple(reads))

@@ -1,0 +1,152 @@
+"""Build a plan: recipe and opened sources in, every output byte decided, every problem found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raymerge.architectures import Role, module_of
+from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.expressions import Output
+from raymerge.merge_plan.plan import Plan
+from raymerge.planner.collector import collector_paused
+from raymerge.planner.config.config import plan_config
+from raymerge.planner.config.fields import vocabulary_size, with_fields
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.quantised_sources import with_numbers
+from raymerge.planner.inputs.sources import Source
+from raymerge.planner.matching.align import Aligner
+from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.stacking import check_stacks
+from raymerge.planner.outputs.finish import Decided, finish_plan
+from raymerge.planner.outputs.joined import with_joined
+from raymerge.planner.outputs.plan_context import Workshop, open_workshop
+from raymerge.planner.outputs.ties import settle_tie
+from raymerge.recipes import Recipe
+
+
+def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Plan:
+    """The plan of a recipe over opened sources.
+
+    The plan is returned with its problems, so that it can be shown; ``Plan.require`` refuses them.
+
+    Args:
+        recipe: what is asked.
+        sources: the recipe's distinct models, opened, in recipe order.
+        version: raymerge's version, kept in the manifest.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
+    with collector_paused():
+        return finish_plan(_decided(recipe, with_numbers(sources)), version=version)
+
+
+def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
+    """What the plan consists of; nothing else that was found out on the way is kept."""
+    shop = open_workshop(recipe, sources)
+    builder, findings, sections, tokenizer = shop.builder, shop.findings, shop.sections, shop.tokenizer
+    donor = sources[shop.donor]
+    by_token = tokenizer.vocabulary is not None
+    check_stacks(sections, shop.aligner.placed, donor=shop.donor, findings=findings, by_token=by_token)
+    outputs = builder.scales.join(with_joined(_outputs(shop), builder, donor.rules), donor.rules)
+    shop.treatments.report_unused()
+    builder.report_unused()
+    tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
+    _settle_rest(shop)
+    config, objections = plan_config(recipe, donor, sources, shop.supplies.logical, sections, outputs, tie)
+    for objection in objections:
+        findings.add(objection)
+    resized = builder.embeddings.settle(outputs, donor)
+    config = with_fields(config, tokenizer.config or vocabulary_size(config, resized) if resized else {})
+    return Decided(
+        recipe=recipe,
+        sources=tuple(sources),
+        donor=shop.donor,
+        method=shop.method.name,
+        rules=tuple(each.name for each in shop.ruled),
+        outputs=outputs,
+        fates=builder.fates,
+        findings=findings,
+        config=config,
+        tie=tie,
+        tokenizer=tokenizer,
+        notes=shop.notes(outputs),
+    )
+
+
+def _outputs(shop: Workshop) -> dict[str, Output]:
+    """Every output that can be made, by its name."""
+    made: dict[str, Output] = {}
+    for aligned in shop.aligned():
+        output = shop.builder.output(aligned)
+        if output is not None and made.setdefault(output.name, output) is not output:
+            shop.findings.tensor(
+                ("twice",),
+                where="plan",
+                what="{count} tensors would be made twice",
+                remedy="Name each module or slice once.",
+                example=output.name,
+            )
+    return made
+
+
+def _settle_rest(shop: Workshop) -> None:
+    """Give every tensor that no output used its rule, or report it."""
+    recipe, supplies, builder = shop.recipe, shop.supplies, shop.builder
+    used = {member.source for section in shop.sections for span in section.spans for member in span.members}
+    models = {laid.store: index for index, laid in supplies.adapters.items()}
+    lead = supplies.sources[shop.donor].name
+    for store, name in list(builder.fates.unsettled()):
+        source, changed = store, name
+        if store >= len(supplies.sources) + len(models):
+            builder.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN))
+            continue
+        if store in models:
+            source = models[store]
+            changed = supplies.adapters[source].changed_by(name) or ""
+            if not changed:
+                continue  # That it has no tensor to go to is said already.
+        role = supplies.logical[source].part(changed)
+        rule = _rule(recipe, shop.aligner, source, changed, used=used, role=role)
+        if store in models and rule is Rule.OUTSIDE_MODULES:
+            _check_named(recipe, supplies, source, changed, builder.findings)
+        if rule is not None:
+            builder.fates.settle(store, name, Fate(Disposition.DROPPED, rule))
+            continue
+        builder.findings.tensor(
+            ("extra", supplies.sources[source].name),
+            where=supplies.sources[source].name,
+            what=f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
+            remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in "
+            "the recipe to leave them out.",
+            example=name,
+        )
+
+
+def _check_named(recipe: Recipe, supplies: Supplies, source: int, changed: str, findings: Findings) -> None:
+    """Refuse to leave out an adapter's change because the recipe does not name the module that it is in."""
+    model = supplies.sources[source]
+    module = module_of(changed, model.checkpoint.config, model.stacks)
+    if module in recipe.modules:
+        return
+    findings.tensor(
+        ("unnamed module", model.name, module),
+        where=supplies.adapters[source].adapter.name,
+        what=f"{{count}} tensors that it changes are in the module '{module}' of {model.name}, which the "
+        "recipe does not name, so that the changes would be left out",
+        remedy=f"Name '{module}' below 'modules' too, make {model.name} the base_model, or use an adapter "
+        "without these changes.",
+        example=changed,
+    )
+
+
+def _rule(
+    recipe: Recipe, aligner: Aligner, source: int, name: str, *, used: set[int], role: Role
+) -> Rule | None:
+    if source not in used:
+        return Rule.CONFIG_ONLY
+    if not aligner.expects(source, name):
+        return Rule.OUTSIDE_MODULES if recipe.modules else Rule.OUTSIDE_SLICES
+    if role is Role.BUFFER:
+        return Rule.RECOMPUTED_BUFFER
+    return Rule.EXTRA_DROPPED if recipe.extra_tensors == "drop" else None

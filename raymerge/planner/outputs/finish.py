@@ -1,0 +1,125 @@
+"""The last step of planning: what was decided becomes files, tables and a manifest, and is proved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.source import in_natural_order
+from raymerge.errors import Problem
+from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.dispositions import Fates
+from raymerge.merge_plan.expressions import Output
+from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
+from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
+from raymerge.merge_plan.tables import make_tables
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.consistency import config_problems
+from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.stages import fingerprint
+from raymerge.planner.outputs.packed_outputs import stored_fates, stored_outputs
+from raymerge.planner.outputs.ties import TieDecision
+from raymerge.planner.tokenizer.sources import TokenizerChanges
+from raymerge.recipes import AnyRecipe, canonical
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Everything that a plan consists of, before its bytes are placed."""
+
+    recipe: AnyRecipe
+    """What is asked."""
+    sources: tuple[Source, ...]
+    """What is read."""
+    donor: int
+    """Index of the source that gives companion files."""
+    method: str
+    """Name of the method of tensors that no rule speaks of, or of the kind of work."""
+    rules: tuple[str, ...]
+    """Names of the methods of rules."""
+    outputs: tuple[Output, ...]
+    """Every tensor that is written."""
+    fates: Fates
+    """What becomes of every source tensor."""
+    findings: Findings
+    """What is wrong."""
+    config: Mapping[str, Any]
+    """The output's ``config.json``."""
+    tie: TieDecision
+    """What becomes of a head that is tied to the embedding."""
+    tokenizer: TokenizerChanges
+    """What becomes of the companions."""
+    notes: tuple[str, ...]
+    """Things worth telling."""
+
+
+def finish_plan(decided: Decided, *, version: str) -> Plan:
+    """The plan of what was decided, with its problems; ``version`` is raymerge's."""
+    plan = _tabled(decided, version)
+    # It takes more memory than the tables, and checking them takes some too.
+    del decided
+    return _proved(plan)
+
+
+def _tabled(decided: Decided, version: str) -> Plan:
+    """The plan, not checked yet."""
+    recipe, findings, tie = decided.recipe, decided.findings, decided.tie
+    outputs = stored_outputs(decided.outputs)
+    donor = decided.sources[decided.donor]
+    shards = place_shards(outputs, recipe.shard_size, donor.checkpoint.stored)
+    for problem in _disagreements(shards, decided.config, donor) if findings.is_empty else ():
+        findings.add(problem)
+    rows = place_rows(outputs, shards)
+    tables, expressions, encodings = make_tables(
+        outputs,
+        shards,
+        rows,
+        cut_segments(rows),
+        stored_fates(decided.fates, decided.outputs),
+        decided.tokenizer.files,
+    )
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "raymerge": version,
+        "recipe": json.loads(canonical(recipe)),
+        "recipe_text": recipe.text,
+        "method": decided.method,
+        "rules": list(decided.rules),
+        "seed": recipe.seed,
+        "duplicates": recipe.duplicates,
+        "sources": [fingerprint(holding) for holding in holdings(decided.sources)],
+        "donor": decided.donor,
+        "expressions": [expression_to_json(expression) for expression in expressions],
+        "encodings": [encoding_to_json(encoding) for encoding in encodings],
+        "config": dict(decided.config),
+        "left_out": list(decided.tokenizer.left_out),
+        "tie": {"head": tie.head, "embedding": tie.embedding, "tied": tie.tied, "reason": tie.reason},
+        "notes": [*recipe.notes, *decided.notes],
+    }
+    return make_plan(manifest, tables, findings.problems())
+
+
+def _disagreements(
+    shards: Sequence[tuple[str, FileLayout]], config: Mapping[str, Any], donor: Source
+) -> Iterator[Problem]:
+    """Where the output's config and tensors would disagree; what no rule changed came from the donor."""
+    tensors = {
+        tensor.name: StoredTensor(tensor.name, tensor.dtype, tensor.shape, key, tensor.offset, tensor.nbytes)
+        for key, layout in shards
+        for tensor in layout.tensors
+    }
+    ordered = {name: tensors[name] for name in in_natural_order(tensors, donor.checkpoint.stored)}
+    written = replace(donor.checkpoint, config=config, tensors=ordered, shapes={})
+    yield from config_problems(written)
+
+
+def _proved(plan: Plan) -> Plan:
+    """The plan, if it does not contradict itself. That it does is no fault of the user's."""
+    problems = check_plan(plan)
+    if problems:
+        raise RuntimeError("raymerge made a plan that contradicts itself:\n" + "\n".join(map(str, problems)))
+    return plan

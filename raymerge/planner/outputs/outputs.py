@@ -1,0 +1,620 @@
+"""Makes each output tensor: says by which rule it is made, binds its numbers, and has its rows made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from raymerge.architectures import Role
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import TensorSpec
+from raymerge.checkpoints.numbers import part_name
+from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES
+from raymerge.checkpoints.quantisation.detect import Packed
+from raymerge.checkpoints.quantisation.encoding import Packing, encoding_of
+from raymerge.checkpoints.source import main_dtype
+from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.expressions import Output, PackedAs, Part, Read, Row, copy_expression
+from raymerge.methods import Settings
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.plain import PlainNumbers
+from raymerge.planner.inputs.sources import Path_, holdings
+from raymerge.planner.matching.align import Aligned
+from raymerge.planner.matching.bind import Binder, BindError
+from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.layer_map import Member
+from raymerge.planner.matching.method_assignment import Treatments
+from raymerge.planner.outputs.activation_scales import ActivationScales
+from raymerge.planner.outputs.bound_output import (
+    Chosen,
+    choose,
+    member_subject,
+    moved,
+    output_logical,
+    output_subject,
+    output_subjects,
+)
+from raymerge.planner.outputs.embeddings import Embeddings
+from raymerge.planner.outputs.encoding import OutFormats, Written
+from raymerge.planner.outputs.fresh import fresh_parts, shape_tensor
+from raymerge.planner.outputs.rows import RowMaker
+from raymerge.planner.outputs.selectors import Selectors
+from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
+from raymerge.recipes import Recipe, Selector, Subject
+
+
+@dataclass(slots=True)
+class _Group:
+    """Blocks of an output that are made alike: runs of experts' matrices in a fused tensor."""
+
+    chosen: Chosen
+    """By which method, and from whom."""
+    subject: Subject = field(compare=False)
+    """One of them as selectors see it."""
+    settings: Settings | None = None
+    """What the method is told; None where that is not bound yet, or cannot be."""
+    is_copied: bool = False
+    """Whether they stay as the lead has them, since others lack them."""
+    blocks: list[int] = field(default_factory=list, compare=False)
+    """Their numbers."""
+
+
+class _FirstExpert(NamedTuple):
+    """What was made of one expert's tensor, by which those of the other experts of its layer are made."""
+
+    output: Output
+    """The output, of one part."""
+    reads: tuple[int, ...]
+    """For each of its inputs the member of the span whose tensor that is."""
+    fates: tuple[Fate, ...]
+    """What becomes of the tensor of each member."""
+
+
+class _Experts:
+    """Makes experts' outputs after that of the first one of their layer, where nothing tells them apart.
+
+    A model has a million tensors only where it has that many experts: what is found out by role, layer, shape
+    and dtype is found out once for all of them.
+    """
+
+    def __init__(self, supplies: Supplies, fates: Fates, *, are_alike: bool) -> None:
+        """
+        Args:
+            supplies: the stored tensors.
+            fates: what becomes of them.
+            are_alike: whether neither the recipe nor a stage, an adapter or a quantised format makes a
+                difference between experts.
+        """
+        self._logical = supplies.logical
+        self._fates = fates
+        self._are_alike = are_alike
+        self._first: dict[tuple[object, ...], _FirstExpert] = {}
+
+    def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
+        """The tensor of each member of the span; None where it is not one expert's, or some lack it."""
+        info = self._logical[aligned.span.lead.source].infos[aligned.lead]
+        if not self._are_alike or info.expert is None or not aligned.lead.endswith((".weight", ".bias")):
+            return None
+        found = [
+            self._logical[member.source].stored(name)
+            for member, name in zip(aligned.span.members, aligned.names, strict=True)
+        ]
+        tensors = [tensor for tensor in found if tensor is not None]
+        return tensors if len(tensors) == len(found) else None
+
+    def learn(self, aligned: Aligned, tensors: Sequence[StoredTensor], output: Output) -> None:
+        """Keep an output for others, if it is made of its members' whole tensors."""
+        row = output.rows[0]
+        if output.packed is not None or len(output.rows) > 1 or len(row.parts) > 1 or not row.num_elements:
+            return
+        members = [member.source for member in aligned.span.members]
+        own = {
+            _whole(source, tensor): index
+            for index, (source, tensor) in enumerate(zip(members, tensors, strict=True))
+        }
+        reads = [own[read] for read in row.reads if read in own]
+        fates = [self._fates.of(source, name) for source, name in zip(members, aligned.names, strict=True)]
+        settled = [fate for fate in fates if fate is not None and fate.output == aligned.output]
+        if len(reads) == len(row.reads) and len(settled) == len(fates):
+            self._first[self._key(aligned, tensors)] = _FirstExpert(output, tuple(reads), tuple(settled))
+
+    def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
+        """The output of another expert; None where the first one of its layer is still to be made."""
+        first = self._first.get(self._key(aligned, tensors))
+        if first is None:
+            return None
+        span, ((count, expression, (part,), _), *_) = aligned.span, first.output.rows
+        logical = aligned.output
+        if not expression.is_copy:
+            own = self._logical[span.lead.source]
+            logical = output_logical(aligned, own.logical_name(aligned.lead))
+        reads = tuple([_whole(span.members[index].source, tensors[index]) for index in first.reads])
+        fates = {fate: Fate(fate.disposition, fate.rule, aligned.output) for fate in first.fates}
+        for member, name, fate in zip(span.members, aligned.names, first.fates, strict=True):
+            self._fates.settle(member.source, name, fates[fate])
+        row = Row(count, expression, (Part(logical, part.shape, part.view),), reads)
+        return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
+
+    def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
+        """All that what becomes of an expert's tensor hangs on, beside its number."""
+        source = aligned.span.lead.source
+        lead, info = self._logical[source].stored(aligned.lead), self._logical[source].infos[aligned.lead]
+        specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        like = None if lead is None else (lead.dtype, lead.shape)
+        where = aligned.t, aligned.layer, aligned.depth, aligned.copied
+        return aligned.span.path, where, info._replace(expert=None), like, *specs
+
+
+class OutputBuilder:
+    """Builds the outputs of one plan; findings and fates collect on the way."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        treatments: Treatments,
+        supplies: Supplies,
+        findings: Findings,
+        *,
+        vocabulary: VocabularyPlan | None = None,
+    ) -> None:
+        self.findings = findings
+        self.fates = Fates(holdings(supplies.sources))
+        self._recipe = recipe
+        self._treatments = treatments
+        self._supplies = supplies
+        self._sources = supplies.sources
+        self._logical = supplies.logical
+        self._names = [source.name for source in supplies.sources]
+        self._main = [main_dtype(source.checkpoint) for source in supplies.sources]
+        self._plain = PlainNumbers(supplies.sources, findings)
+        self._rows = RowMaker(supplies, self._plain, findings, self.fates)
+        self.scales = ActivationScales(supplies.sources, self.fates)
+        """The scales of inputs and of cached keys and values."""
+        self._formats = OutFormats(recipe, supplies.logical, self._main, findings)
+        self._coded: dict[str, Aligned] = {}
+        self._selectors = Selectors(recipe)
+        self._binders: dict[tuple[Path_, int], Binder] = {}
+        # The latest settings that their method has no objection to: mostly those of the next tensor too.
+        self._sound: Settings | None = None
+        self.embeddings = Embeddings(recipe, supplies, self._rows, findings, vocabulary=vocabulary)
+        """The rows of tensors with a row for each token."""
+        are_alike = recipe.out_format is None and not self._selectors.are_by_name
+        are_alike = are_alike and self._plain.are_all and not (supplies.adapters or supplies.aligned)
+        self._experts = _Experts(supplies, self.fates, are_alike=are_alike)
+
+    def output(self, aligned: Aligned) -> Output | None:
+        """The output for one aligned tensor, or None with a finding that says why not."""
+        tensors = self._experts.stored(aligned)
+        if tensors is not None and (alike := self._experts.make(aligned, tensors)) is not None:
+            return alike
+        made = self._make(aligned)
+        if made is not None and tensors is not None:
+            self._experts.learn(aligned, tensors, made)
+        if made is None:
+            self._give_up(aligned)
+        elif made.packed is not None:
+            self._coded[made.name] = aligned
+        return made
+
+    def made_anew(self, name: str) -> Output | None:
+        """An output of codes that is encoded, though it could be copied; None with a finding."""
+        return self._make(self._coded[name], may_copy=False)
+
+    def report_unused(self) -> None:
+        """Report what the recipe says of outputs that there are not; after the last of them."""
+        self._formats.report_unused()
+
+    def notes(self) -> Iterator[str]:
+        """Which selectors of the recipe matched none of the outputs; after the last of them."""
+        yield from self._selectors.notes()
+
+    def _give_up(self, aligned: Aligned) -> None:
+        """Settle what a failed output would have used, so that one fault is not reported twice."""
+        for store, name in self._held(aligned):
+            self.fates.settle(store, name, Fate(Disposition.MERGED, Rule.METHOD, aligned.output))
+
+    def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
+        source = aligned.span.lead.source
+        lead = self._sources[source].checkpoint.tensors[aligned.lead]
+        role = self._logical[source].part(aligned.lead)
+        if role is Role.BUFFER or self._plain.is_integer(source, lead):
+            return self._from_lead(aligned, lead, Written(lead.dtype), Rule.COPIED_FROM_LEAD)
+        written = self._formats.of(aligned, lead, role)
+        if aligned.copied:
+            return self._from_lead(aligned, lead, written, Rule.UNNAMED_MODULE, may_copy=may_copy)
+        groups = self._groups(aligned, written)
+        if groups is None:
+            return None
+        if self.scales.is_one(source, aligned.lead):
+            scale = self.scales.alone(groups[0].chosen, lead)
+            self._settle_rest(aligned)
+            return scale
+        if len(groups) > 1:
+            made = self._of_groups(groups, lead, written)
+        elif groups[0].is_copied:
+            return self._from_lead(aligned, lead, written, Rule.ONLY_IN_BASE, may_copy=may_copy)
+        else:
+            made = self._by_method(groups[0], lead, written, may_copy=may_copy)
+        if made is not None:
+            self._settle_rest(aligned)
+        return made
+
+    def _groups(self, aligned: Aligned, written: Written) -> list[_Group] | None:
+        """The blocks of an output, those together that are made alike; None with a finding."""
+        subjects: tuple[Subject, ...] = (output_subject(aligned, self._logical),)
+        if self._selectors.are_by_name:
+            subjects = output_subjects(aligned, self._logical)
+        self._selectors.see(subjects)
+        outcomes: dict[frozenset[Selector], _Group | None] = {}
+        if len(subjects) == 1 and self._recipe.missing_tensors != "copy_base":
+            # Nothing tells its blocks apart.
+            alone = self._outcome(aligned, subjects[0], outcomes, bind=False)
+            return None if alone is None else [alone]
+        groups: list[_Group] = []
+        for number, (own, names) in enumerate(self._runs(aligned, written, subjects)):
+            found = [self._outcome(aligned, each, outcomes, bind=len(subjects) > 1) for each in own]
+            group = found[0]
+            if group is None or None in found:
+                return None
+            if any(each != group for each in found):
+                self._report_interleaved(aligned)
+                return None
+            if self._recipe.missing_tensors == "copy_base" and self._lacking(group.chosen, names):
+                group = replace(group, is_copied=True, blocks=[])
+            known = next((each for each in groups if each == group), None)
+            if known is None:
+                groups.append(group)
+            (known or group).blocks.append(number)
+        return groups
+
+    def _runs(
+        self, aligned: Aligned, written: Written, subjects: tuple[Subject, ...]
+    ) -> Iterator[tuple[Sequence[Subject], Sequence[str]]]:
+        """For each block that may be made in another way than others its logical tensors, and their names.
+
+        One for a tensor that is one block, without names.
+        """
+        form = None if written.packing is None else written.packing.format
+        blocks = self._logical[aligned.span.lead.source].blocks_in(aligned.lead, form) or ()
+        if len(blocks) < 2:
+            yield subjects, ()
+            return
+        start = 0
+        for block in blocks:
+            stop = start + len(block.members)
+            own = subjects if len(subjects) == 1 else subjects[start:stop]
+            yield own, [name for name, _ in block.members]
+            start = stop
+
+    def _outcome(
+        self,
+        aligned: Aligned,
+        subject: Subject,
+        outcomes: dict[frozenset[Selector], _Group | None],
+        *,
+        bind: bool,
+    ) -> _Group | None:
+        """How a logical tensor of an output is made, with its settings to ``bind``; None with a finding."""
+        key = self._selectors.matching(subject)
+        if key not in outcomes:
+            treatment = self._treatments.of(aligned.span, subject)
+            chosen = None if treatment is None else choose(aligned, treatment)
+            settings = None if chosen is None or not bind else self._settings(chosen, subject)
+            outcomes[key] = None if chosen is None else _Group(chosen, subject, settings)
+        return outcomes[key]
+
+    def _report_interleaved(self, aligned: Aligned) -> None:
+        """Report matrices that the recipe treats differently and that lie in one block."""
+        source = self._sources[aligned.span.lead.source]
+        self.findings.tensor(
+            ("interleaved", source.name),
+            where=source.name,
+            what="the recipe names some of the matrices that {count} tensors hold, and these lie there "
+            "interleaved with others, so that they cannot be made in different ways",
+            remedy="Name all matrices of an expert in the same line, or use a base whose experts are stored "
+            "one by one.",
+            example=aligned.output,
+        )
+
+    def _of_groups(self, groups: Sequence[_Group], lead: StoredTensor, written: Written) -> Output | None:
+        """A tensor whose blocks are made in several ways."""
+        aligned, rows = groups[0].chosen.aligned, dict[int, Row]()
+        for group in groups:
+            if group.is_copied:
+                made = self._rows.alone(aligned, written, only=group.blocks)
+            else:
+                settings = self._checked(group.chosen, self._settings_of(group))
+                made = self._rows.rows(group.chosen, lead, settings, written, only=group.blocks)
+            if made is not None:
+                rows.update(zip(group.blocks, made, strict=True))
+        if len(rows) < sum(len(group.blocks) for group in groups):
+            return None
+        made_rows = tuple(rows[number] for number in sorted(rows))
+        return self._computed(aligned, lead, written, made_rows, groups[0].chosen)
+
+    def _by_method(
+        self, group: _Group, lead: StoredTensor, written: Written, *, may_copy: bool
+    ) -> Output | None:
+        chosen = group.chosen
+        settings = self._settings_of(group)
+        if self.embeddings.concerns(chosen, lead):
+            dtype = self._formats.dtype_of_rows(chosen.aligned, lead, written)
+            return self.embeddings.output(chosen, lead, settings, dtype)
+        if settings is not None and may_copy:
+            whole = self._whole_copy(chosen, lead, settings, written)
+            if whole is not None:
+                return whole
+        rows = self._rows.rows(chosen, lead, self._checked(chosen, settings), written)
+        return None if rows is None else self._computed(chosen.aligned, lead, written, rows, chosen)
+
+    def _checked(self, chosen: Chosen, settings: Settings | None) -> Settings | None:
+        """The settings, unless some member holds no plain numbers: findings say which.
+
+        What cannot be computed is looked at all the same: every problem is to be said at once.
+        """
+        combines = settings is not None or len(chosen.names) > 1
+        return settings if not combines or self._all_plain(chosen) else None
+
+    def _computed(
+        self,
+        aligned: Aligned,
+        lead: StoredTensor,
+        written: Written,
+        rows: tuple[Row, ...],
+        chosen: Chosen | None = None,
+    ) -> Output:
+        """The output of rows that are computed, of those that were chosen or of the lead's tensor alone."""
+        source = aligned.span.lead.source
+        if written.packing is None:
+            shape = self._logical[source].shape_in(aligned.lead, None)
+            return Output(aligned.output, written.dtype, shape, rows, True)
+        packs, packing = self._sources[source].checkpoint.packs, written.packing
+        packed = None if packs is None else packs.packed.get(aligned.lead)
+        if packs is None or packed is None or packed.packing != packing:
+            like = self._logical[source].packed_like(aligned.lead, packing.format)
+            packed_as = fresh_parts(aligned.output, packing, like, packs.stored if packs is not None else {})
+            return Output(aligned.output, written.dtype, packing.shape, rows, True, packed_as)
+        packed_as = self._made_alike(packed, packs.stored, aligned.output, source, chosen)
+        return Output(aligned.output, written.dtype, lead.shape, rows, True, packed_as)
+
+    def _made_alike(
+        self,
+        packed: Packed,
+        stored: Mapping[str, StoredTensor],
+        output: str,
+        source: int,
+        chosen: Chosen | None,
+    ) -> PackedAs:
+        """How an output is stored as a source has a tensor.
+
+        Codes, scales and what repeats the shape are made; scales of inputs are the largest; all else is
+        copied.
+        """
+        names = {name: part_name(packed.name, name, output) for name in packed.stored}
+        one = packed.tensor_scale
+
+        def other(name: str) -> Output:
+            if name == packed.shape_tensor:
+                return shape_tensor(names[name], stored[name].dtype, packed.packing)
+            if name.endswith(INPUT_SCALES):
+                return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
+            return _copied(names[name], stored[name], source)
+
+        return PackedAs(
+            packed.packing,
+            names[packed.codes],
+            "" if packed.scales == one else names[packed.scales],
+            tuple(other(name) for name in packed.others if name != one),
+            None if one is None else TensorSpec(names[one], stored[one].dtype, stored[one].shape),
+        )
+
+    def _settle_rest(self, aligned: Aligned) -> None:
+        """Settle what the method that was chosen leaves out of those that take part."""
+        fate = Fate(Disposition.DROPPED, Rule.NOT_CHOSEN, aligned.output)
+        for store, name in self._held(aligned):
+            self.fates.settle(store, name, fate)
+
+    def _from_lead(
+        self,
+        aligned: Aligned,
+        lead: StoredTensor,
+        written: Written,
+        rule: Rule,
+        *,
+        may_copy: bool = True,
+    ) -> Output | None:
+        """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
+        source = aligned.span.lead.source
+        dtype = written.dtype if written.packing is None else lead.dtype
+        renumbered = self.embeddings.alone(aligned, lead, dtype)
+        if renumbered is not None:
+            self._formats.dtype_of_rows(aligned, lead, written)
+            self._settle_rest(aligned)
+            return renumbered
+        if self._supplies.is_changed(source, aligned.lead):
+            return self._adapted(aligned, lead, written)
+        store, stored = self._supplies.stored(source, aligned.lead) or (source, lead)
+        finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
+        made = self._copy(aligned, stored, store, check_finite=finite)
+        differs = written.dtype is not stored.dtype or self._differs(written.packing, source, aligned.lead)
+        differs |= not may_copy
+        disposition = Disposition.CONVERTED if differs else Disposition.COPIED
+        # Before its rows are made, which would say that the dtype alone is why.
+        self.fates.settle(store, stored.name, Fate(disposition, rule, aligned.output))
+        if differs:
+            rows = self._rows.alone(aligned, written) if self._plain.check(source, lead) else None
+            if rows is None:
+                return None
+            made = self._computed(aligned, lead, written, rows)
+        instead = Rule.LEAD_HAS_IT if rule is Rule.COPIED_FROM_LEAD else rule
+        for other, name in self._held(aligned):
+            self.fates.settle(other, name, Fate(Disposition.DROPPED, instead, aligned.output))
+        return made
+
+    def _copy(self, aligned: Aligned, stored: StoredTensor, store: int, *, check_finite: bool) -> Output:
+        """One source's stored tensor as it is; of codes everything that belongs to them."""
+        packs = self._sources[store].checkpoint.packs if store < len(self._sources) else None
+        packed = None if packs is None else packs.packed.get(stored.name)
+        if packs is None or packed is None:
+            row = _copy_row(aligned.output, stored, store)
+            return Output(aligned.output, stored.dtype, stored.shape, (row,), check_finite)
+        codes, *others = (
+            _copied(part_name(stored.name, name, aligned.output), packs.stored[name], store)
+            for name in packed.stored
+        )
+        packing = PackedAs(packed.packing, codes.name, "", tuple(others))
+        return Output(aligned.output, stored.dtype, stored.shape, codes.rows, False, packing)
+
+    def _adapted(self, aligned: Aligned, lead: StoredTensor, written: Written) -> Output | None:
+        """The lead's tensor with what its adapter adds, and nothing else."""
+        rows = self._rows.alone(aligned, written)
+        if rows is None:
+            return None
+        self._settle_rest(aligned)
+        return self._computed(aligned, lead, written, rows)
+
+    def _lacking(self, chosen: Chosen, names: Sequence[str]) -> bool:
+        """Whether some of those that take part store a tensor neither by this name nor within another.
+
+        Args:
+            chosen: the tensor.
+            names: the logical tensors of it that are asked about; all of them where there are none.
+        """
+        return any(
+            self._logical[member.source].stored(name) is None
+            and None in self._elsewhere(chosen.aligned, member, name, names)
+            for member, name in chosen.members()
+        )
+
+    def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
+        """The stored tensors that hold an aligned tensor, or change it: source or adapter, and name."""
+        for member, name in zip(aligned.span.members, aligned.names, strict=True):
+            is_bare = member.source not in self._supplies.adapters
+            if is_bare and self._logical[member.source].stored(name) is not None:
+                yield member.source, name
+                continue
+            supplies = [supply for supply in self._elsewhere(aligned, member, name) if supply is not None]
+            for supply in supplies:
+                yield from self._supplies.holders(member.source, supply)
+
+    def _elsewhere(
+        self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
+    ) -> list[Supply | None]:
+        """Where a member has each logical tensor of the lead's tensor, or those named, whatever stores it."""
+        if not names:
+            blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
+            names = [logical for block in blocks for logical, _ in block.members]
+        return [self._supplies.find(member.source, name, moved(aligned, each, name)) for each in names]
+
+    def _settings_of(self, group: _Group) -> Settings | None:
+        return group.settings or self._settings(group.chosen, group.subject)
+
+    def _settings(self, chosen: Chosen, subject: Subject) -> Settings | None:
+        try:
+            settings = self._bound(chosen, subject)
+        except BindError as error:
+            self._unbound(error)
+            return None
+        if settings is self._sound:
+            return settings
+        objection = chosen.method.check(settings)
+        if objection is None:
+            self._sound = settings
+            return settings
+        self.findings.tensor(
+            ("settings", objection),
+            where=self._recipe.where(*chosen.treatment.path),
+            what=f"{objection} ({{count}} tensors)",
+            remedy="Change the parameters.",
+            example=chosen.aligned.output,
+        )
+        return None
+
+    def _bound(self, chosen: Chosen, subject: Subject) -> Settings:
+        aligned, treatment = chosen.aligned, chosen.treatment
+        key = aligned.span.path, treatment.rule
+        if key not in self._binders:
+            self._binders[key] = Binder(self._recipe, treatment, self._names)
+        binder = self._binders[key]
+        if binder.constant is not None:
+            return binder.constant
+        members = [
+            member_subject(member, name, self._logical, (subject.name, *subject.aliases))
+            for member, name in chosen.members()
+            if member is not treatment.base
+        ]
+        self._selectors.see(members)
+        return binder.settings(subject, members, aligned.t, depth=aligned.depth)
+
+    def _unbound(self, error: BindError) -> None:
+        problem = error.problem
+        if not error.tensor:
+            self.findings.add(problem)
+            return
+        self.findings.tensor(
+            ("unbound", problem.where, error.parameter),
+            where=problem.where,
+            what=f"{problem.what.removesuffix('.')} ({{count}} tensors)",
+            remedy=problem.remedy,
+            example=error.tensor,
+        )
+
+    def _whole_copy(
+        self, chosen: Chosen, lead: StoredTensor, settings: Settings, written: Written
+    ) -> Output | None:
+        """One source's stored tensor as it is, where the method changes nothing."""
+        which = chosen.method.identity(settings)
+        if which is None:
+            return None
+        aligned, position = chosen.aligned, which + (1 if chosen.treatment.base is not None else 0)
+        member, name = chosen.treatment.everyone()[position], chosen.names[position]
+        found = self._supplies.stored(member.source, name)
+        if found is None or self._supplies.is_changed(member.source, name):
+            return None
+        store, stored = found
+        differs = stored.dtype is not written.dtype or self._differs(written.packing, member.source, name)
+        if stored.shape != lead.shape or differs:
+            return None
+        self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
+        laid = self._supplies.aligned.get(member.source)
+        if laid is not None and laid.store == store:
+            self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
+        for other, other_name in chosen.members():
+            if self._logical[other.source].stored(other_name) is not None:
+                fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
+                self.fates.settle(other.source, other_name, fate)
+        return self._copy(aligned, stored, store, check_finite=stored.dtype.is_mergeable)
+
+    def _differs(self, packing: Packing | None, source: int, name: str) -> bool:
+        """Whether a source's tensor is packed in another way."""
+        other = self._logical[source].packing(name)
+        if packing is None or other is None:
+            return packing is not other
+        return encoding_of(packing) != encoding_of(other)
+
+    def _all_plain(self, chosen: Chosen) -> bool:
+        """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
+        aligned = chosen.aligned
+        names = ((member.source, name) for member, name in chosen.members())
+        plain = True
+        for source, name in dict.fromkeys([(aligned.span.lead.source, aligned.lead), *names]):
+            tensor = self._logical[source].stored(name)
+            # All of them are looked at, to say what each one is.
+            plain &= tensor is None or self._plain.check(source, tensor)
+        return plain
+
+
+def _whole(source: int, tensor: StoredTensor) -> Read:
+    """All of a stored tensor of numbers."""
+    return Read(0, source, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
+
+
+def _copied(name: str, stored: StoredTensor, store: int) -> Output:
+    return Output(name, stored.dtype, stored.shape, (_copy_row(name, stored, store),), False)
+
+
+def _copy_row(name: str, stored: StoredTensor, store: int) -> Row:
+    read = _whole(store, stored)
+    part = Part(name, stored.shape, None)
+    return Row(stored.num_elements, copy_expression(stored.dtype), (part,), (read,))

@@ -1,0 +1,185 @@
+"""What the outputs of a recipe are made with: its methods, spans, tensors and builders, opened once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raymerge.errors import PlanError, Problem
+from raymerge.merge_plan.expressions import Output
+from raymerge.methods import Method
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.sources import Source, model_references
+from raymerge.planner.matching.align import Aligned, Aligner, modules_of
+from raymerge.planner.matching.families import other_families, other_meanings
+from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.layer_map import Section, SpanBuilder
+from raymerge.planner.matching.logical import open_logical
+from raymerge.planner.matching.method_assignment import OWN, Treatments
+from raymerge.planner.matching.notes import adapter_notes, base_notes, recipe_notes
+from raymerge.planner.matching.router_policy import router_notes
+from raymerge.planner.outputs.outputs import OutputBuilder
+from raymerge.planner.outputs.ties import with_heads
+from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
+from raymerge.planner.tokenizer.sources import TokenizerChanges, plan_tokenizer
+from raymerge.recipes import Recipe, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """A recipe over opened sources, ready to make outputs; findings and fates collect in its builder."""
+
+    recipe: Recipe
+    """What is asked, ``router`` as a rule of its ``methods``."""
+    method: Method
+    """Its own method."""
+    ruled: tuple[Method, ...]
+    """The method of each of its rules."""
+    donor: int
+    """Index of the source that gives config, tokenizer and companion files."""
+    sections: tuple[Section, ...]
+    """Which sources give what to which layers."""
+    treatments: Treatments
+    """By which method each tensor is made."""
+    aligner: Aligner
+    """Which tensors meet."""
+    supplies: Supplies
+    """Where their numbers come from."""
+    tokenizer: TokenizerChanges
+    """What becomes of the vocabulary."""
+    builder: OutputBuilder
+    """Makes the outputs."""
+
+    @property
+    def findings(self) -> Findings:
+        """What is wrong."""
+        return self.builder.findings
+
+    def aligned(self) -> Iterator[Aligned]:
+        """Every output tensor, heads that no lead stores included."""
+        sources = self.supplies.sources
+        return with_heads(
+            self.aligner.outputs(),
+            self.sections,
+            sources,
+            donor=sources[self.donor],
+            has_base=self.recipe.base_model is not None,
+        )
+
+    def notes(self, outputs: Sequence[Output]) -> tuple[str, ...]:
+        """Things worth telling, once all outputs are made."""
+        chosen, sources = (self.method, *self.ruled), self.supplies.sources
+        return (
+            *router_notes(self.recipe, outputs, self.supplies.logical[self.donor]),
+            *recipe_notes(self.recipe, chosen, sources, self.sections, donor=self.donor),
+            *self.builder.notes(),
+            *dict.fromkeys(base_notes(self.treatments, self.sections, sources)),
+            *self.tokenizer.notes,
+            *self.builder.scales.notes(outputs),
+            *adapter_notes(self.supplies, self.builder.fates),
+        )
+
+
+def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
+    """Everything that a recipe's outputs are made with.
+
+    Args:
+        recipe: what is asked.
+        sources: at least its distinct models, opened; others take no part.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
+    checked = check_recipe(recipe)
+    recipe, method, ruled = checked.recipe, checked.own, checked.ruled
+    donor = donor_of(recipe, sources)
+    findings = Findings()
+    treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
+    sections = _sections(checked, sources, treatments, findings)
+    logical = open_logical(sources, findings)
+    supplies = Supplies(sources, logical)
+    for laid in supplies.adapters.values():
+        for problem in laid.problems():
+            findings.add(problem)
+    tokenizer, problems = plan_tokenizer(recipe, supplies, donor=donor)
+    for problem in problems:
+        findings.add(problem)
+    return Workshop(
+        recipe=recipe,
+        method=method,
+        ruled=ruled,
+        donor=donor,
+        sections=sections,
+        treatments=treatments,
+        aligner=Aligner(sections, sources, logical, donor=donor),
+        supplies=supplies,
+        tokenizer=tokenizer,
+        builder=OutputBuilder(recipe, treatments, supplies, findings, vocabulary=tokenizer.vocabulary),
+    )
+
+
+def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
+    """Index of the source that gives config, tokenizer and companion files: the base, or the first listed."""
+    wanted = recipe.base_model or next(reference for _, reference in model_references(recipe))
+    return next(source.index for source in sources if source.reference == wanted)
+
+
+def _sections(
+    checked: CheckedRecipe, sources: Sequence[Source], treatments: Treatments, findings: Findings
+) -> tuple[Section, ...]:
+    """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
+
+    Raises:
+        PlanError: there are no sections to plan, or the models have nothing in common; with all problems.
+    """
+    recipe = checked.recipe
+    donor = sources[donor_of(recipe, sources)]
+    spans = SpanBuilder(recipe, (checked.own, *checked.ruled), sources)
+    sections = spans.sections()
+    bare = [*other_families(recipe, sources, donor=donor), *spans.problems, *_module_names(recipe, sources)]
+    if not recipe.methods:
+        # With rules, what the recipe's own method cannot do matters only for tensors that no rule takes.
+        unfit = [treatments.by(span, OWN) for section in sections for span in section.spans]
+        bare += findings.problems() if None in unfit else ()
+    problems = [
+        *checked.problems,
+        *other_meanings(recipe, sections, sources, donor=donor),
+        *_no_base_to_copy(recipe, sections, sources),
+    ]
+    if bare:
+        raise PlanError([*bare, *problems])
+    for problem in problems:
+        findings.add(problem)
+    return sections
+
+
+def _no_base_to_copy(recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source]) -> list[Problem]:
+    """Refuse to keep the base's tensors where no base is merged from which they could be kept."""
+    bases = {recipe.base_model, *(piece.base_model for piece in recipe.slices)} - {None}
+    bases |= {piece.base_model for module in recipe.modules.values() for piece in module.slices}
+    leads = [sources[span.lead.source] for section in sections for span in section.spans]
+    if recipe.missing_tensors != "copy_base" or all(lead.reference in bases for lead in leads):
+        return []
+    return [
+        Problem(
+            recipe.where("missing_tensors"),
+            "'copy_base' keeps the base's tensors, and "
+            + ("some slices do not take the base_model." if bases - {None} else "there is no base_model."),
+            "Name the base_model, among the sources of every slice too, or remove 'missing_tensors'.",
+        )
+    ]
+
+
+def _module_names(recipe: Recipe, sources: Sequence[Source]) -> list[Problem]:
+    if not recipe.modules:
+        return []
+    known = sorted({module for source in sources for module in modules_of(source).values()})
+    return [
+        Problem(
+            recipe.where("modules", name),
+            f"the models have no module '{name}'.",
+            f"{did_you_mean(name, known)} They have: {', '.join(known)}.".strip(),
+        )
+        for name in recipe.modules
+        if name not in known
+    ]

@@ -1,0 +1,1 @@
+"""The output's tokenizer, and the rows of its embeddings."""

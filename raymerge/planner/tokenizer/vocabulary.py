@@ -1,0 +1,289 @@
+"""The output's vocabulary: its tokens, what every row is made of, its files, and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raymerge.checkpoints.tokenizer import GENERATION_CONFIG, TokenizerFiles
+from raymerge.errors import CheckpointError, Problem
+from raymerge.planner.tokenizer.chat_templates import resolve_template
+from raymerge.planner.tokenizer.files import FileChanges, template_files, tokenizer_files
+from raymerge.planner.tokenizer.rows import ABSENT, FixedRow, Ids, RowRun, RowSources
+from raymerge.planner.tokenizer.tokens import (
+    ModelVocabulary,
+    Numbering,
+    TokenSet,
+    gather,
+    number,
+    texts_by_id,
+)
+from raymerge.planner.tokenizer.vocabulary_ids import Renumbering
+from raymerge.planner.tokenizer.vocabulary_report import VocabularyReport, report_vocabulary
+from raymerge.planner.tokenizer.vocabulary_settings import (
+    find_model,
+    fixed_rows,
+    source_place,
+    tokenizer_block,
+)
+from raymerge.recipes import Recipe, Tokenizer
+
+__all__ = [
+    "ModelVocabulary",
+    "RowRun",
+    "VocabularyPlan",
+    "build_vocabulary",
+    "plan_chat_template",
+    "wants_vocabulary",
+]
+
+_REMEDY = "Copy the tokenizer's files from the place the model comes from."
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPlan:
+    """All that is decided about the output's tokens."""
+
+    tokens: tuple[str | None, ...]
+    """Tokens in the order of their ids; None for an id that no token has."""
+    num_rows: int
+    """Rows to write: those of the tokens, rounded up as the recipe says."""
+    files: Mapping[str, bytes]
+    """Files to write, in place of the donor's companions of the same name."""
+    removed: tuple[str, ...]
+    """Companions of the donor that must not be copied: they would contradict the others."""
+    config_changes: Mapping[str, Any]
+    """Fields of ``config.json`` that change, by dotted path."""
+    report: VocabularyReport
+    """What becomes of each model's tokens."""
+    remarks: tuple[str, ...]
+    """Sentences on what was decided."""
+    sources: RowSources = field(repr=False, compare=False)
+    """What the rows are made of."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows with a token of their own; further ones are the mean of all of them."""
+        return len(self.tokens)
+
+    def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
+        """What rows 0 to ``num_tokens`` of the matrix that stands for ``member`` are made of, in order.
+
+        Args:
+            member: the source whose embedding or head is brought into the output's numbering.
+            holders: rows of this tensor in each source that has it; rows are taken from them only.
+
+        Raises:
+            PlanError: the recipe takes a row from a source that lacks the tensor.
+        """
+        return self.sources.runs(member, holders)
+
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether a token of some source has another id here, or none, or one that the source lacks."""
+        return any(model.moved or model.dropped or model.added for model in self.report.models)
+
+    def notes(self) -> list[str]:
+        """Sentences for the plan."""
+        return [*self.remarks, *self.report.notes()]
+
+
+def wants_vocabulary(recipe: Recipe) -> bool:
+    """Whether the recipe says anything about the vocabulary; else files and rows stay as they are."""
+    return tokenizer_block(recipe) is not None
+
+
+def build_vocabulary(
+    recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
+) -> tuple[VocabularyPlan | None, list[Problem]]:
+    """The output's vocabulary, or what stands in its way.
+
+    Args:
+        recipe: a recipe with a tokenizer block.
+        models: every source in recipe order, the base first; a model of which only the tokenizer is taken
+            may stand among them.
+        donor: index of the source that gives config and companions.
+    """
+    wish = tokenizer_block(recipe) or Tokenizer()
+    giver = next(model for model in models if model.index == donor)
+    lead, problems = _find_lead(recipe, wish, models, giver)
+    if lead is None:
+        return None, problems
+    known, unknown = _number_all(recipe, models, lead)
+    if unknown:
+        return None, unknown
+    others = [known[model.index] for model in models if wish.source == "union" and model is not lead.model]
+    tokens = gather(lead, [each for each in others if each.model.used], wish.tokens)
+    fixed, problems, remarks = fixed_rows(recipe, wish, known, tokens)
+    template, more = resolve_template(recipe, [model.used for model in models])
+    sources = _row_sources(known, tokens, wish, fixed, base=donor)
+    if problems or more:
+        return None, [*problems, *more]
+    try:
+        return _assemble(_Decided(wish, giver, lead, known, tokens, sources), template, remarks), []
+    except CheckpointError as error:
+        return None, list(error.problems)
+
+
+def plan_chat_template(
+    recipe: Recipe, models: Sequence[ModelVocabulary], donor: int
+) -> tuple[FileChanges | None, list[Problem]]:
+    """What a recipe's chat template changes where nothing else of the tokenizer does; None without one."""
+    if recipe.chat_template is None:
+        return None, []
+    giver = next(model for model in models if model.index == donor)
+    template, problems = resolve_template(recipe, [model.used for model in models])
+    if giver.tokenizer is None:
+        what = f"{giver.name} has no tokenizer that a chat template could go with."
+        problems = [*problems, Problem(recipe.where("chat_template"), what, _REMEDY)]
+    if problems or template is None or giver.tokenizer is None:
+        return None, problems
+    return template_files(giver.tokenizer, template), []
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What all parts of the plan are made of."""
+
+    wish: Tokenizer
+    giver: ModelVocabulary
+    lead: Numbering
+    known: Mapping[int, Numbering]
+    tokens: TokenSet
+    sources: RowSources
+
+    @property
+    def num_rows(self) -> int:
+        multiple = self.wish.pad_to_multiple_of or 1
+        return -(-self.tokens.num_tokens // multiple) * multiple
+
+
+def _find_lead(
+    recipe: Recipe, wish: Tokenizer, models: Sequence[ModelVocabulary], giver: ModelVocabulary
+) -> tuple[Numbering | None, list[Problem]]:
+    """The source whose tokenizer the output's is made from."""
+    place = source_place(recipe)
+    found = giver if isinstance(wish.source, str) else find_model(wish.source, models, place)
+    if isinstance(found, Problem):
+        return None, [found]
+    if found.used is None:
+        return None, [Problem(place, f"{found.name} has no tokenizer files.", _REMEDY)]
+    return number(found, found.used), []
+
+
+def _number_all(
+    recipe: Recipe, models: Sequence[ModelVocabulary], lead: Numbering
+) -> tuple[dict[int, Numbering], list[Problem]]:
+    """Every source's tokens; one without a tokenizer goes by the lead's where it has as many rows."""
+    known: dict[int, Numbering] = {}
+    problems: list[Problem] = []
+    for model in models:
+        if model.used is None and model.num_rows != lead.model.num_rows:
+            what = (
+                f"{model.name} has no tokenizer files, and its embedding has {model.num_rows} rows where "
+                f"{lead.model.name} has {lead.model.num_rows}: nothing says which token a row is of."
+            )
+            problems.append(Problem(source_place(recipe), what, _REMEDY))
+        known[model.index] = number(model, model.used or lead.files)
+    return known, problems
+
+
+def _row_sources(
+    known: Mapping[int, Numbering],
+    tokens: TokenSet,
+    wish: Tokenizer,
+    fixed: Mapping[int, FixedRow],
+    *,
+    base: int,
+) -> RowSources:
+    texts = tokens.by_id()
+    return RowSources(
+        ids={index: _ids(each.rows, texts) for index, each in known.items()},
+        base=base,
+        fixed=fixed,
+        forced=frozenset(tokens.ids[token] for token, entry in wish.tokens.items() if entry.force),
+    )
+
+
+def _ids(rows: Mapping[str, int], texts: Sequence[str | None]) -> Ids:
+    found = (ABSENT if text is None else rows.get(text, ABSENT) for text in texts)
+    return np.fromiter(found, dtype=np.int64, count=len(texts))
+
+
+def _assemble(decided: _Decided, template: str | None, remarks: Sequence[str]) -> VocabularyPlan:
+    tokens, lead, giver = decided.tokens, decided.lead, decided.giver
+    changes = tokenizer_files(lead.files, giver.tokenizer, tokens, template=template)
+    renumbering = _renumbering(decided)
+    generation = _generation_config(renumbering, giver.tokenizer)
+    texts = tokens.by_id()
+    config_changes = renumbering.config_changes(giver.config)
+    return VocabularyPlan(
+        tokens=texts,
+        num_rows=decided.num_rows,
+        files={**changes.files, **generation},
+        removed=changes.removed,
+        config_changes=config_changes,
+        report=report_vocabulary(decided.known, tokens, texts, decided.sources),
+        remarks=(*_remarks(decided, config_changes), *tokens.notes, *remarks),
+        sources=decided.sources,
+    )
+
+
+def _renumbering(decided: _Decided) -> Renumbering:
+    own = decided.giver.tokenizer or decided.known[decided.giver.index].files
+    return Renumbering(
+        texts=texts_by_id(own.tokens),
+        ids=decided.tokens.ids,
+        num_rows=decided.num_rows,
+        roles=decided.lead.files.roles,
+        other_roles=_other_roles(decided),
+    )
+
+
+def _other_roles(decided: _Decided) -> dict[str, str]:
+    """Special tokens of the output by role, where the donor has another one, or none."""
+    own = decided.giver.tokenizer
+    roles = decided.lead.files.roles.items()
+    return {} if own is None else {role: text for role, text in roles if own.roles.get(role) != text}
+
+
+def _generation_config(renumbering: Renumbering, giver: TokenizerFiles | None) -> dict[str, bytes]:
+    raw = None if giver is None else giver.generation_config
+    if giver is None or raw is None:
+        return {}
+    new = renumbering.generation_config(raw, f"{giver.root}/{GENERATION_CONFIG}")
+    return {} if new is None else {GENERATION_CONFIG: new}
+
+
+def _remarks(decided: _Decided, config_changes: Mapping[str, Any]) -> list[str]:
+    wish, lead = decided.wish, decided.lead
+    kind = wish.source if isinstance(wish.source, str) else lead.model.name
+    num_tokens, num_rows = decided.tokens.num_tokens, decided.num_rows
+    notes = [f"vocabulary: {kind}, {num_tokens} tokens in {num_rows} rows"]
+    spare = lead.model.num_rows - num_rows
+    if spare > 0:
+        notes.append(
+            f"{lead.model.name} has {spare} rows more, which no token of the output needs; they are left out "
+            "('pad_to_multiple_of' rounds the number of rows up)"
+        )
+    gone = {role: text for role, text in lead.files.roles.items() if text not in decided.tokens.ids}
+    notes += [f"{role} {text!r} has no row and is no longer the {role}" for role, text in gone.items()]
+    own = {} if decided.giver.tokenizer is None else decided.giver.tokenizer.roles
+    notes += [
+        f"{role} is {text!r} as in {lead.model.name}, also in the configs; {decided.giver.name} has "
+        f"{own[role]!r}"
+        for role, text in _other_roles(decided).items()
+        if role in own
+    ]
+    for model in decided.known.values():
+        if model.model.used is None:
+            notes.append(
+                f"{model.model.name} has no tokenizer files and is taken to go by {lead.model.name}'s"
+            )
+        else:
+            notes += [f"{model.model.name}: {note}" for note in model.files.notes]
+    notes += [f"config.json: {key} becomes {value}" for key, value in config_changes.items()]
+    return notes

@@ -1,0 +1,153 @@
+"""What lies at an output place, a directory or a prefix of an object store, and what of it may be deleted.
+
+Only a checkpoint is replaced, or a run that is on its way to one: beside it, and below it, may be whatever
+others keep there. What a record lists belongs to its checkpoint; to one without a record, what has a usual
+name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY
+from raymerge.checkpoints.index import PICKLES, SAFETENSORS
+from raymerge.checkpoints.json_files import load_json
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.checkpoints.tokenizer import MORE_TEMPLATES
+from raymerge.errors import Problem
+from raymerge.publish.journal import JOURNAL
+
+MANIFEST = f"{RECORD_DIRECTORY}/plan/manifest.json"
+"""Key of what says whose the place is."""
+_LEFT = frozenset({f"{RECORD_DIRECTORY}/stop.json", f"{RECORD_DIRECTORY}/{JOURNAL}"})
+"""What a run may leave that came no further."""
+_RECORDED = ("plan", "ledger", "stages")
+"""Directories of a record."""
+
+_USUAL_NAMES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "*.jinja"),
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "quantization_config.json", "quantize_config.json"),
+    *("hf_quant_config.json", "modules.json", "sentence_bert_config.json", "configuration.json"),
+    *("config_sentence_transformers.json", "spk_dict.pt", "training_args.bin", "trainer_state.json"),
+    *("all_results.json", "train_results.json", "eval_results.json"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py"),
+    *("image_processing_*.py", "video_processing_*.py", "feature_extraction_*.py"),
+    *("LICENSE*", "LICENCE*", "NOTICE", "NOTICE.*", "USE_POLICY*", ".gitattributes"),
+)
+"""Names of files that publishers and trainers put beside the weights of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFiles:
+    """Files beside the weights of which a record says that they belong to its checkpoint."""
+
+    keys: frozenset[str] = frozenset()
+    """The files."""
+    is_complete: bool = False
+    """Whether there are no others; not before the checkpoint is published."""
+
+
+def is_empty(keys: Collection[str]) -> bool:
+    """Whether there is nothing but what a run left that came no further."""
+    return _LEFT.issuperset(keys)
+
+
+def is_checkpoint(keys: Collection[str], manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is there, or a run that is on its way to one.
+
+    Args:
+        keys: every file at the place, those in directories may be left out.
+        manifest: of the plan in its record; empty where there is none.
+    """
+    names = [key for key in keys if "/" not in key]
+    has_weights = SAFETENSORS.are_in(names) or PICKLES.are_in(names)
+    return "digest" in manifest or (CONFIG_FILE in keys and has_weights)
+
+
+def no_checkpoint(where: str, keys: Collection[str]) -> Problem:
+    """What is wrong with a place that holds other files and no checkpoint."""
+    example = min(keys, key=lambda key: (key == CONFIG_FILE or _is_usual(key), key))
+    what = f"there are {len(keys)} other files here, such as {example}."
+    return Problem(where, what, "Choose another -o: no checkpoint is there to replace.")
+
+
+def no_part(where: str, key: str) -> Problem:
+    """What is wrong with a place that holds a file which nobody may delete with the checkpoint there."""
+    what = f"files here are no part of the checkpoint, such as {key}."
+    return Problem(
+        where, what, "Choose another -o, or move them elsewhere: --replace deletes a checkpoint alone."
+    )
+
+
+def foreign_files(
+    keys: Iterable[str], recorded: Callable[[], RecordedFiles], *, is_recorded: bool
+) -> Iterator[str]:
+    """Files that are no part of the checkpoint there, so that nobody may delete them with it.
+
+    A checkpoint is its weights, index, config and card, its record, its chat templates, and what the record
+    lists. Where no record lists everything, files of usual names at the top belong to it too.
+
+    Args:
+        keys: every file at the place.
+        recorded: reads what the record lists; called where it matters, and once.
+        is_recorded: whether there is a manifest.
+    """
+    listed: RecordedFiles | None = None
+    for key in keys:
+        if _is_part(key, is_recorded=is_recorded):
+            continue
+        if listed is None:
+            listed = recorded() if is_recorded else RecordedFiles()
+        if key not in listed.keys and (listed.is_complete or not _is_usual(key)):
+            yield key
+
+
+def recorded_files(conditions: Mapping[str, Any] | None, provenance: bytes) -> RecordedFiles:
+    """What a record lists.
+
+    Args:
+        conditions: those that the run was begun under, with the companions that it copies.
+        provenance: the text of the provenance; empty where there is none yet.
+    """
+    companions = (conditions or {}).get("companions")
+    listed = companions if isinstance(companions, list) else []
+    copied = {each[0] for each in listed if isinstance(each, list) and each and isinstance(each[0], str)}
+    try:
+        files = load_json(provenance).get("files")
+    except (ValueError, AttributeError, RecursionError):
+        files = None
+    is_complete = isinstance(files, dict)
+    return RecordedFiles(frozenset({*copied, *(files if is_complete else ())}), is_complete)
+
+
+def keys_below(root: Path) -> Iterator[str]:
+    """Every file below a directory, hidden ones too; of a link to a directory its name with a slash."""
+    for folder, directories, files in os.walk(root):
+        directories.sort()
+        before = "" if folder == str(root) else Path(folder).relative_to(root).as_posix() + "/"
+        yield from (f"{before}{name}/" for name in directories if os.path.islink(os.path.join(folder, name)))
+        yield from (f"{before}{name}" for name in sorted(files))
+
+
+def _is_part(key: str, *, is_recorded: bool) -> bool:
+    directory, *others = key.split("/")
+    if not others:
+        is_pickled = not is_recorded and PICKLES.are_in([key])
+        return key in (CONFIG_FILE, MODEL_CARD) or SAFETENSORS.are_in([key]) or is_pickled
+    if directory == MORE_TEMPLATES:
+        return len(others) == 1
+    is_record = directory == RECORD_DIRECTORY and (len(others) == 1 or others[0] in _RECORDED)
+    return (is_record and is_recorded) or key in _LEFT
+
+
+def _is_usual(key: str) -> bool:
+    """Whether a file at the top has a name that files of checkpoints have."""
+    return "/" not in key and any(fnmatchcase(key, pattern) for pattern in _USUAL_NAMES)

@@ -1,0 +1,1 @@
+"""Devices that workers compute on."""

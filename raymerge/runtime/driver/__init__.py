@@ -1,0 +1,1 @@
+"""The driver: runs, chained merges, stages, resuming, audits."""

@@ -1,0 +1,292 @@
+"""Replay: derive a checkpoint's provenance anew, from its recipe and its sources, and compare.
+
+The recipe is planned once more over the sources as they are now, every file is compared with what that plan
+and the sources say of it, and every byte of the tensors with the digests of the record. Nothing is merged,
+nothing is written but a copy of the record of a checkpoint that lies elsewhere, and nothing is fetched but
+from servers that the user names: what the record says is not believed that far.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raymerge.checkpoints.source import Checkpoint, files_at
+from raymerge.errors import CheckpointError, Problem, UserError, VerificationError
+from raymerge.execute.receipts import row_digests
+from raymerge.merge_plan.tables import Plan, load_plan
+from raymerge.planner.chained_merges import PlannedMerge, plan_merges
+from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
+from raymerge.publish.conditions import difference
+from raymerge.publish.ledger import Ledger
+from raymerge.publish.provenance import Made, Provenance, SourceRecord, provenance
+from raymerge.publish.record import PROVENANCE, STORY, read_record, record_at, versions
+from raymerge.publish.steps_place import steps_directory
+from raymerge.recipes import ModelReference, merge_order, parse_recipe
+from raymerge.runtime.driver.replay_files import Output, changed_files, files_apart
+from raymerge.storage.addresses import is_remote, shown
+from raymerge.storage.hub.addresses import is_hub_place
+from raymerge.storage.open import open_store
+from raymerge.storage.resolve import USUAL, Lookup
+from raymerge.verifier.digests import differing_rows
+from raymerge.verifier.structure import RECORD_PLAN
+
+_SHOWN = 3
+_CACHE = Lookup(offline=True)
+_SECTIONS = {
+    "plan": "the plan",
+    "method": "the method",
+    "seed": "the seed",
+    "sources": "the sources",
+    "tensors": "what became of tensors",
+}
+"""What messages call the parts of a provenance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayVerdict:
+    """What was found; ``problems`` empty means that the record can be derived anew and the bytes are its."""
+
+    path: str
+    """The checkpoint."""
+    plan: str
+    """Digest of the plan in its record."""
+    sources: int
+    """Models, adapters and results of stages that it was made of."""
+    tensors: int
+    """Tensors whose digests are in the record."""
+    digested_nbytes: int
+    """Bytes of tensors that were read and compared with their digests."""
+    notes: tuple[str, ...]
+    """What is other than when it was made, and in nobody's way."""
+    num_problems: int
+    """How much differs."""
+    problems: tuple[Problem, ...]
+    """What differs; of tensors whose bytes do, the first."""
+
+    def require(self) -> ReplayVerdict:
+        """This verdict, if nothing is wrong.
+
+        Raises:
+            VerificationError: with every problem.
+        """
+        if self.problems:
+            raise VerificationError(self.problems)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """Where models are looked for, and what may be read there."""
+
+    places: Mapping[str, str]
+    """Where they were, or are said to be, by their names."""
+    given: frozenset[str]
+    """Names of those that are said to be there."""
+    revisions: Mapping[str, str]
+    """Commits on the Hub that were read, by the names of models."""
+    pickled: bool = True
+    """Whether pickled weights are read, as the recipes say."""
+
+
+def replay_checkpoint(place: Path | str, places: Mapping[str, str]) -> ReplayVerdict:
+    """Derive the provenance of a checkpoint anew. Never raises for what differs: the verdict says it.
+
+    Args:
+        place: the checkpoint: a directory, or another place with its options.
+        places: where sources are now, by the names that the recipe has for them; those that are not named are
+            looked for where they were.
+    """
+    try:
+        with open_store(str(place)) as store, record_at(str(place)) as record:
+            files_at(store)
+            output = Output(str(place), store, record)
+            told = Provenance.from_json(read_record(store, PROVENANCE), f"{output.name}/{PROVENANCE}")
+            story = read_record(store, STORY)
+            plan = load_plan(record / RECORD_PLAN)
+            sought = _Sought(
+                places={**_recorded(story), **places},
+                given=frozenset(places),
+                revisions={each.name: each.revision for each in told.sources if each.revision is not None},
+            )
+            return _replayed(output, plan, told, sought)
+    except UserError as error:
+        return ReplayVerdict(shown(str(place)), "", 0, 0, 0, (), len(error.problems), error.problems)
+
+
+def _replayed(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> ReplayVerdict:
+    digests = row_digests(Ledger.read(output.ledger).values())
+    findings = differing_rows(plan, output.store, digests, output.name)
+    problems = [*changed_files(output, plan, told), *findings.problems, *_unknown(sought.given, told)]
+    notes = list(_notes(told))
+    try:
+        merge = _planned_again(output, plan, told, sought)
+        problems += _differences(output, plan, merge, told, digests)
+        if not merge.plan.problems:
+            problems += files_apart(output, merge, told)
+    except UserError as error:
+        problems += error.problems
+    else:
+        notes += _written_since(output, merge)
+    return ReplayVerdict(
+        path=output.name,
+        plan=plan.digest,
+        sources=len(plan.manifest["sources"]),
+        tensors=len(told.tensors),
+        digested_nbytes=findings.digested,
+        notes=tuple(notes),
+        num_problems=len(problems) + findings.num_problems - len(findings.problems),
+        problems=tuple(problems),
+    )
+
+
+def _planned_again(output: Output, plan: Plan, told: Provenance, sought: _Sought) -> PlannedMerge:
+    """The merge that made a checkpoint, planned over its sources as they are now.
+
+    Raises:
+        UserError: it cannot be planned: a source is gone, or no longer fits.
+    """
+    where = f"{output.name}/{PROVENANCE}"
+    # What lies in the current directory says nothing of what names meant where it was made.
+    recipes = merge_order([parse_recipe(text, where) for text in told.recipes], exists=lambda _: False)
+    opener = _opener(replace(sought, pickled=pickles_read(recipes)))
+    version = str(plan.manifest["raymerge"])
+    steps = steps_directory(output.place)
+    return plan_merges(recipes, steps, version=version, opener=opener, lookup=_CACHE)[-1]
+
+
+def _opener(sought: _Sought) -> Opener:
+    """Opens models where they are said to be, or were, under the names that the recipes have for them."""
+    places = sought.places
+
+    def open_one(reference: ModelReference) -> Checkpoint:
+        name = next((each for each in (str(reference), reference.path) if each in places), None)
+        if name is None or (name not in sought.given and not os.path.exists(places[name])):
+            return _open_by_name(reference, places.get(str(name)), sought)
+        # What the user names may be asked for; what the record names is a stranger's word.
+        lookup = USUAL if name in sought.given and is_remote(places[name]) else _CACHE
+        found = open_reference(ModelReference(places[name]), pickled=sought.pickled, lookup=lookup)
+        return replace(found, name=str(reference))
+
+    return open_one
+
+
+def _open_by_name(reference: ModelReference, was: str | None, sought: _Sought) -> Checkpoint:
+    """A model where its name says, of the Hub in its cache alone and as it was read."""
+    revision = sought.revisions.get(str(reference)) if reference.revision is None else None
+    wanted = replace(reference, revision=revision or reference.revision)
+    if was and is_hub_place(was):
+        # With the commit that was read, whatever its branch means in the cache.
+        wanted = ModelReference(was)
+    is_local = os.path.exists(os.path.expanduser(reference.path))
+    try:
+        found = open_reference(reference if is_local else wanted, pickled=sought.pickled, lookup=_CACHE)
+        return replace(found, name=str(reference))
+    except CheckpointError as error:
+        place = (
+            f"it was at {was} and is not there any more" if was else "the record does not say where it was"
+        )
+        remedy = f"Say where it is now: --source '{reference}=PATH'."
+        if was and is_remote(was):
+            place = f"it was at {was}, and servers are asked only for what you name"
+            remedy = f"Name it: --source '{reference}={was}'."
+        raise CheckpointError(Problem(str(reference), f"{place}.", remedy)) from error
+
+
+def _differences(
+    output: Output, plan: Plan, merge: PlannedMerge, told: Provenance, digests: Mapping[int, str]
+) -> Iterator[Problem]:
+    """What of the provenance is another when it is derived anew."""
+    if merge.plan.problems:
+        yield from merge.plan.problems
+        return
+    made = Made(told.recipes, told.versions, told.numerics, told.files, digests)
+    derived = provenance(merge.plan, merge.sources, made)
+    told = replace(told, sources=_as_known(told.sources, derived.sources))
+    derived = replace(derived, sources=_as_known(derived.sources, told.sources))
+    for key, name in _SECTIONS.items():
+        before, after = getattr(told, key), getattr(derived, key)
+        if before != after:
+            facts = f" ({difference(plan.manifest, merge.plan.manifest)})" if key == "plan" else ""
+            what = f"derived anew, {name} differ: {_apart(before, after)}{facts}."
+            yield Problem(
+                f"{output.name}/{PROVENANCE}", what, "Put the sources back as they were, or merge again."
+            )
+
+
+def _as_known(sources: Sequence[SourceRecord], others: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
+    """Sources without what the Hub's cache tells of them, where of the others it does not tell it."""
+    found = list(sources)
+    for number, (source, other) in enumerate(zip(sources, others, strict=False)):
+        known = {file.name: file.sha256 for file in other.files}
+        found[number] = replace(
+            source,
+            revision=source.revision if other.revision else None,
+            files=tuple(replace(f, sha256=f.sha256 if known.get(f.name) else None) for f in source.files),
+        )
+    return tuple(found)
+
+
+def _apart(told: Any, derived: Any) -> str:
+    """The first few things in which two parts of a provenance differ."""
+    if isinstance(told, Mapping) and isinstance(derived, Mapping):
+        return _listed([name for name in {**told, **derived} if told.get(name) != derived.get(name)])
+    if isinstance(told, tuple) and isinstance(derived, tuple):
+        pairs = zip(told, derived, strict=False)
+        return "; ".join(_source_apart(*each) for each in pairs if each[0] != each[1])
+    return f"the record says {told}, and it is {derived}"
+
+
+def _source_apart(told: SourceRecord, derived: SourceRecord) -> str:
+    files, now = ({file.name: file for file in each.files} for each in (told, derived))
+    changed = [name for name in {**files, **now} if files.get(name) != now.get(name)]
+    others = [name for name in SourceRecord.__slots__ if getattr(told, name) != getattr(derived, name)]
+    return f"of {told.name}, {_listed(changed or others)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _unknown(given: frozenset[str], told: Provenance) -> Iterator[Problem]:
+    """Sources that the user names and no recipe does."""
+    names = [source.name for source in told.sources]
+    # A model with an adapter on it may be called by its own name.
+    known = {*names, *(name.partition("+")[0].partition("@")[0] for name in names)}
+    for name in sorted(given):
+        # Of several recipes, sources of the earlier ones are in their texts alone.
+        if name not in known and len(told.recipes) == 1:
+            what = f"the recipe has no source '{name}'; it has {', '.join(names)}."
+            yield Problem("--source", what, "Give a name as the recipe has it.")
+
+
+def _notes(told: Provenance) -> Iterator[str]:
+    now = versions()
+    apart = [
+        f"{name} {was} (here {now.get(name) or 'none'})"
+        for name, was in told.versions.items()
+        if was != now.get(name)
+    ]
+    if apart:
+        yield f"it was made with {', '.join(apart)}: merged here, its bytes may differ by rounding"
+
+
+def _written_since(output: Output, merge: PlannedMerge) -> Iterator[str]:
+    """Source files that are not those that were read, though their headers are the same."""
+    before = Ledger.versions(output.ledger)
+    for known, holding in zip(before, holdings(merge.sources), strict=False):
+        found = [file.key for file in holding.files if file.version and known.get(file.key) != file.version]
+        if found:
+            yield (
+                f"of {holding.name}, {_listed(found)} was written or copied since: its header is the same; "
+                "whether its numbers are, --level audit finds out"
+            )
+
+
+def _recorded(story: Mapping[str, Any]) -> dict[str, str]:
+    found = story.get("places")
+    return {str(name): str(place) for name, place in found.items()} if isinstance(found, Mapping) else {}

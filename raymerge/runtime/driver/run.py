@@ -1,0 +1,380 @@
+"""Carries out a plan: stage, run segments, finish the directory, verify, publish."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.source import CONFIG_FILE
+from raymerge.errors import IncompleteError, NonFiniteError
+from raymerge.events import (
+    DeviceFailed,
+    DuplicatesFound,
+    EncodingErrorsFound,
+    OnEvent,
+    Planned,
+    Published,
+    SegmentDone,
+    Started,
+    StorageFailed,
+    Verified,
+)
+from raymerge.execute.receipts import Receipt, row_digests
+from raymerge.merge_plan.duplicates import FoundDuplicates, found_duplicates
+from raymerge.merge_plan.encoding_errors import EncodingErrors, encoding_errors
+from raymerge.merge_plan.tables import Plan
+from raymerge.options import RunOptions
+from raymerge.planner.inputs.sources import Source, holdings, reads_far
+from raymerge.publish.attempt import RECORD
+from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
+from raymerge.publish.journal import Journal
+from raymerge.publish.lease import Lease
+from raymerge.publish.ledger import Ledger
+from raymerge.publish.output_place import check_apart, staging_of
+from raymerge.publish.record import write_provenance
+from raymerge.publish.remote_lease import RemoteLease
+from raymerge.publish.remote_shards import RemoteShards
+from raymerge.publish.segment_work import SegmentWork
+from raymerge.publish.shard_work import ShardWork
+from raymerge.publish.shards import Shards
+from raymerge.publish.stop_request import Asked, StopRequest
+from raymerge.runtime.driver.commits import condition_of
+from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
+from raymerge.runtime.driver.stage_results import check_results
+from raymerge.runtime.driver.versions import (
+    blaming,
+    check_companions,
+    check_unchanged,
+    companion_condition,
+    companion_versions,
+    file_versions,
+    source_files,
+)
+from raymerge.runtime.workers.budget import check_free, fit_budget
+from raymerge.runtime.workers.pool import Pool
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.open import open_store
+from raymerge.verifier.structure import Verdict, verify_structure
+
+_STAGES = "stages"
+"""Directory within the record for what stages report."""
+_ENCODING = f"{RECORD}/encoding_errors.json"
+"""What encoding changed in each tensor; the plan's own manifest holds only what is known beforehand."""
+_NO_REPORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A published checkpoint."""
+
+    output: Path | str
+    """Where it is: a path, or a place in an object store with its options."""
+    digest: str
+    """Digest of its plan."""
+    verdict: Verdict
+    """The structure verdict."""
+    receipts: tuple[Receipt, ...]
+    """Receipts of all segments, those of earlier runs included."""
+    seconds: float
+    """Wall time of this run."""
+    duplicates: FoundDuplicates
+    """What equals other output, known beforehand or not."""
+    encoding_errors: EncodingErrors
+    """What encoding changed, segments of earlier runs included."""
+
+
+class Run:
+    """One run of one plan towards one output directory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[Source],
+        output: Path | str,
+        options: RunOptions,
+        *,
+        on_event: OnEvent,
+        began: float | None = None,
+        reports: Mapping[str, Mapping[str, Any]] = _NO_REPORTS,
+        recipes: Sequence[str] = (),
+        warn_encoding_error: float | None = None,
+        journal: Journal | None = None,
+        stop_request: Asked | None = None,
+    ) -> None:
+        """
+        Args:
+            plan: what to do.
+            sources: its sources, opened.
+            output: directory of the new checkpoint.
+            options: how to run.
+            on_event: receives progress; called in this thread, and from a signal handler on Ctrl-C.
+            began: ``time.monotonic()`` when the user's command began; None for now.
+            reports: what the record is to say of the stages that came before, by their names.
+            recipes: texts of the merges that come before, for the provenance.
+            warn_encoding_error: relative error of a tensor above which there is a warning; None for none.
+            journal: opened with the record; None for none.
+            stop_request: where others may ask it to stop; None for beside the output place.
+
+        Raises:
+            PlanError: something stands in the plan's way.
+            OptionError: the memory limit is too small for it, or more than is free.
+            TargetError: the output would lie over, in or around a source.
+        """
+        self._plan = plan.require()
+        self._sources = sources
+        self._options = options
+        self._on_event = on_event
+        self._staging = staging_of(output, plan, options)
+        self._began = time.monotonic() if began is None else began
+        self._recipes = tuple(recipes)
+        self._donor = sources[int(self._plan.manifest["donor"])]
+        self._companions = companion_versions(self._donor)
+        self._reports = {f"{RECORD}/{_STAGES}/{name}.json": each for name, each in reports.items()}
+        self._warn_encoding_error = warn_encoding_error
+        self._journal = journal
+        self.is_stopped = False
+        """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
+        self._stop_request = stop_request or StopRequest(self._staging.output)
+        beside = self._staging.beside_bytes
+        self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
+        check_free(options)
+        check_apart(output, sources)
+
+    @property
+    def ledger_path(self) -> Path:
+        """Where the ledger of an unfinished run of this plan would be."""
+        return self._staging.ledger_path
+
+    def check(self) -> None:
+        """Find what is wrong with the output place before any worker is started.
+
+        Raises:
+            TargetError: it is taken, is made by another process now, or holds another plan's unfinished run.
+        """
+        self._staging.check_unheld()
+        self._staging.check(replace=self._options.replace)
+
+    def check_conditions(self, pool: Pool) -> None:
+        """Find out, with a started pool, whether an unfinished run may go on, changing nothing.
+
+        Raises:
+            TargetError: it was begun under other conditions, and is not to be replaced.
+        """
+        if not self._options.replace:
+            self._staging.check_conditions(self._conditions(pool))
+
+    def announce(self) -> None:
+        """Emit ``Planned``."""
+        plan, segments = self._plan, self._plan["segments"]
+        self._on_event(
+            Planned(
+                digest=plan.digest,
+                tensors=len(plan["tensors"]),
+                output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
+                total_bytes=sum(segments.column("cost").to_pylist()),
+                segments=len(segments),
+                projected_peak=self.projection.whole_peak,
+                notes=tuple(plan.manifest["notes"]),
+            )
+        )
+
+    def carry_out(self, pool: Pool) -> RunResult:
+        """Run with a started pool until the checkpoint is published.
+
+        Raises:
+            TargetError: the output place is taken or holds another plan's unfinished run.
+            OptionError: workers do not see the sources or the output place.
+            NonFiniteError: a source holds NaN or infinity; the staging directory is removed.
+            CheckpointError: a source was changed while it was read.
+            IncompleteError: stopped by a signal or worn out; the same command goes on from here.
+            VerificationError: what was written is not what was planned.
+        """
+        with resumable(self._staging.output, self._staging.missing_bytes), self._staging.lock() as lease:
+            return self._carry_out(pool, lease)
+
+    def _carry_out(self, pool: Pool, lease: Lease | RemoteLease) -> RunResult:
+        pool.survey(self._segment_work(pool))
+        lease.confirm()
+        ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
+        if self._journal is not None:
+            self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
+        if pool.choice is not None:
+            self._staging.record_device(pool.choice.to_json())
+        with LocalStore(self._staging.root) as store:
+            receipts, shared_bytes = self._work(pool, ledger, store, lease)
+            duplicates = self._duplicates(receipts, shared_bytes)
+            errors = self._encoding_errors(receipts)
+            reports = {**self._reports, **({_ENCODING: errors.to_json()} if errors else {})}
+            with blaming(self._sources):
+                wanted = self._finish(
+                    store, reports, numerics=pool.numerics, digests=row_digests(receipts.values())
+                )
+            check_companions(self._donor, self._companions)
+            lease.confirm()
+            self._staging.sweep(wanted)
+        verdict = verify_structure(self._staging.root).require()
+        self._on_event(Verified(verdict.tensors, verdict.nbytes))
+        lease.confirm()
+        self._staging.publish(replace=self._options.replace)
+        seconds, output = time.monotonic() - self._began, self._staging.place
+        self._on_event(Published(self._staging.name, seconds))
+        proved, made = replace(verdict, path=self._staging.name), tuple(receipts.values())
+        return RunResult(output, self._plan.digest, proved, made, seconds, duplicates, errors)
+
+    def _conditions(self, pool: Pool) -> dict[str, Any]:
+        """What must be the same for a run to go on, beside the plan."""
+        return {
+            "numerics": pool.numerics,
+            "versions": file_versions(self._sources),
+            "companions": companion_condition(self._donor, self._companions),
+            **condition_of(self._sources),
+        }
+
+    def _work(
+        self, pool: Pool, ledger: Ledger, store: LocalStore, lease: Lease | RemoteLease
+    ) -> tuple[dict[int, Receipt], int | None]:
+        """Receipts of all segments, when every shard has its final name; and what ``complete`` found."""
+        shards = self._staging.shards(store)
+        receipts = shards.take_up(ledger)
+        costs = self._plan["segments"].column("cost").to_pylist()
+        reason = "" if pool.choice is None else pool.choice.reason
+        done = sum(costs[segment] for segment in receipts)
+        self._on_event(Started(pool.workers, pool.device, len(receipts), done, pool.threads, reason))
+        try:
+            with blaming(self._sources):
+                self._make(pool, shards, ledger, receipts, lease)
+        except NonFiniteError:
+            lease.confirm()
+            self._staging.discard()
+            raise
+        if len(receipts) < len(costs):
+            raise IncompleteError(
+                f"stopped with {len(receipts)} of {len(costs)} segments done. They are kept: the same "
+                "command goes on from there."
+            )
+        check_unchanged(self._sources)
+        lease.confirm()
+        return receipts, shards.complete(self._on_event)
+
+    def _duplicates(self, receipts: Mapping[int, Receipt], shared_bytes: int | None) -> FoundDuplicates:
+        """What equals other output, told if there is anything."""
+        found = found_duplicates(self._plan, row_digests(receipts.values()), shared_bytes=shared_bytes)
+        if found:
+            known = found.planned
+            self._on_event(
+                DuplicatesFound(
+                    known.tensors, known.nbytes, known.groups, found.shared_bytes, found.unforeseen
+                )
+            )
+        return found
+
+    def _encoding_errors(self, receipts: Mapping[int, Receipt]) -> EncodingErrors:
+        """What encoding changed, told if anything was encoded."""
+        sums = {int(row): pair for each in receipts.values() for row, pair in each.encoding_errors.items()}
+        found = encoding_errors(self._plan, sums)
+        if found:
+            self._on_event(EncodingErrorsFound(found.roles, found.above(self._warn_encoding_error)))
+        return found
+
+    def _make(
+        self,
+        pool: Pool,
+        shards: Shards | RemoteShards,
+        ledger: Ledger,
+        receipts: dict[int, Receipt],
+        lease: Lease | RemoteLease,
+    ) -> None:
+        """Have segments made and add their receipts, until all are in or a stop is asked for."""
+        work, todo = self._segment_work(pool), shards.parts(receipts)
+        costs = self._plan["segments"].column("cost").to_pylist()
+        asked = self._stop_request.is_made
+        with stopping(self._on_event, asked=asked) as stop, closing(pool.run(work, todo, stop)) as made:
+            for parts in made:
+                lease.check()
+                if parts:
+                    # Made again, a result has the same version, and receipts of wrong bytes are believed.
+                    check_results(self._sources)
+                batch = shards.record(ledger, parts)
+                receipts.update((receipt.segment, receipt) for receipt in batch)
+                for receipt in batch:
+                    self._tell(receipt, costs[receipt.segment])
+                check_overdue(stop)
+            self.is_stopped = stop.requested
+
+    def _segment_work(self, pool: Pool) -> SegmentWork | ShardWork:
+        roots, files = tuple(each.root for each in holdings(self._sources)), source_files(self._sources)
+        place, mark = self._staging.root, self._staging.mark
+        work = SegmentWork(self._plan, roots, place, self.projection, pool.threads, files, mark)
+        return self._staging.work(work)
+
+    def _tell(self, receipt: Receipt, planned_bytes: int) -> None:
+        """Emit what a receipt says."""
+        if receipt.note:
+            self._on_event(DeviceFailed(receipt.worker, receipt.segment, receipt.note))
+        if receipt.retries:
+            self._on_event(StorageFailed(receipt.worker, receipt.segment, receipt.retries))
+        self._on_event(
+            SegmentDone(
+                receipt.segment,
+                receipt.worker,
+                receipt.read_bytes,
+                receipt.written_bytes,
+                planned_bytes,
+                receipt.seconds,
+                max(receipt.peak_rss, receipt.peak_device),
+            )
+        )
+
+    def _finish(
+        self,
+        store: LocalStore,
+        reports: Mapping[str, Mapping[str, Any]],
+        *,
+        numerics: Mapping[str, str],
+        digests: Mapping[int, str],
+    ) -> set[str]:
+        """Write all that goes with the shards, and into the record these reports, by their keys.
+
+        Args:
+            store: the staging directory.
+            reports: what goes into the record as it is.
+            numerics: what bytes depend on beside the plan.
+            digests: those of the bytes of each row that was made.
+
+        Returns:
+            Keys of all that is to be published, beside what the record begins with.
+        """
+        donor = self._donor
+        check_shards(self._plan, store)
+        finished = finished_files(self._plan, donor.checkpoint.companions)
+        for key, report in reports.items():
+            store.write_atomic(key, (json.dumps(report, indent=2, sort_keys=True) + "\n").encode())
+        with open_store(donor.checkpoint.root) as files:
+            finish_companions(
+                self._plan,
+                files,
+                store,
+                companions=donor.checkpoint.companions,
+                parents=parents_of(self._sources),
+            )
+            written = write_provenance(
+                store,
+                self._plan,
+                self._sources,
+                recipes=(*self._recipes, str(self._plan.manifest["recipe_text"])),
+                numerics=numerics,
+                digests=digests,
+                # Config and index come last, and the plan has all that is in them.
+                files=finished - {*self._plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE},
+                seconds=time.monotonic() - self._began,
+                run=self._options.run,
+            )
+            finish_config(self._plan, files, store, donor_config=donor.checkpoint.config)
+        return {*finished, *reports, *written}

@@ -1,0 +1,185 @@
+"""Which files a run reads, and that they stay the same from its plan to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raymerge.checkpoints.source import Checkpoint, WeightFile
+from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
+from raymerge.merge_plan.dispositions import Holding
+from raymerge.merge_plan.files_read import SourceFile
+from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.stages import Prepared
+from raymerge.publish.staging import is_untouched
+from raymerge.storage.open import open_store
+from raymerge.storage.store import FileInfo
+
+_START_AGAIN = "Leave the sources alone, and start again with --replace."
+
+
+def file_versions(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Versions of all files that are read, as a run's ledger keeps them.
+
+    That of a stage's result is the digest of its bytes, that of what another merge made one of its contents:
+    made again, they are the same.
+    """
+    return [
+        {"name": each.name, "files": [[file.key, _contents(each) or file.version] for file in each.files]}
+        for each in holdings(sources)
+    ]
+
+
+def source_files(sources: Sequence[Source]) -> tuple[SourceFile, ...]:
+    """The files that workers read, as they were when the plan was made.
+
+    What stages prepared may be written again: the bytes are the same then.
+    """
+    return tuple(
+        SourceFile(
+            number, each.root, file.key, file.nbytes, "" if isinstance(each, Prepared) else file.version
+        )
+        for number, each in enumerate(holdings(sources))
+        for file in each.files
+    )
+
+
+def companion_versions(donor: Source) -> list[list[str]] | None:
+    """Key and version of all files that are copied beside the weights; None while nobody has made them."""
+    if donor.checkpoint.unwritten is not None:
+        return None
+    with open_store(donor.checkpoint.root) as store:
+        found = store.infos(donor.checkpoint.companions)
+    return [[key, info.version] for key, info in found.items() if info is not None]
+
+
+def companion_condition(donor: Source, found: Sequence[Sequence[str]] | None) -> Any:
+    """What a run's ledger keeps of the files that are copied beside the weights.
+
+    Args:
+        donor: what they belong to.
+        found: their keys and versions; None while nobody has made them.
+    """
+    contents = donor.checkpoint.contents
+    return [[key, contents] for key, _ in found] if found and contents else found
+
+
+def check_companions(donor: Source, before: Sequence[Sequence[str]] | None) -> None:
+    """Find companions that are not those which were there when the run began.
+
+    Of what another merge made nothing may have been written to since it was made.
+
+    Raises:
+        CheckpointError: with every such file.
+    """
+    if problems := _touched(donor.checkpoint):
+        raise CheckpointError(problems)
+    now = dict(companion_versions(donor) or ())
+    changed = [key for key, version in before or () if now.get(key) != version]
+    if changed:
+        raise CheckpointError(
+            Problem(
+                f"{donor.name}: {key}",
+                f"the file was {'changed' if key in now else 'removed'} while the model was merged.",
+                _START_AGAIN,
+            )
+            for key in changed
+        )
+
+
+@contextmanager
+def blaming(sources: Sequence[Source]) -> Iterator[None]:
+    """Finds out whether what went wrong is the fault of a source that is no longer as it was.
+
+    Raises:
+        CheckpointError: files were changed; whatever was found in them says nothing of the sources.
+        IncompleteError: files are gone, or may not be read now.
+    """
+    try:
+        yield
+    except UserError as error:
+        check_unchanged(sources)
+        if isinstance(error, UnreadableError):
+            raise IncompleteError(f"{error} What is done is kept.") from error
+        raise
+
+
+def check_unchanged(sources: Sequence[Source], *, only_made: bool = False) -> None:
+    """Find files that were written again since the plan was made: their bytes may be of two kinds.
+
+    What stages prepared is not looked at.
+
+    Args:
+        sources: those that are read.
+        only_made: whether to look only at what other merges made.
+
+    Raises:
+        CheckpointError: with every such file.
+        IncompleteError: none was, but some are gone, as all files are whose storage is away; or they may not
+            be looked at now.
+    """
+    problems: list[Problem] = []
+    gone: list[str] = []
+    is_given = False  # by the user, so that nothing makes it again
+    for each in holdings(sources):
+        if isinstance(each, Prepared) or (only_made and not _contents(each)):
+            continue
+        with open_store(each.root) as store:
+            try:
+                now = store.infos([file.key for file in each.files])
+            except UnreadableError as error:
+                raise IncompleteError(f"{error} What is done is kept.") from error
+        missing = [f"{each.name}: {file.key}" for file in each.files if now[file.key] is None]
+        gone += missing
+        is_given = is_given or (bool(missing) and not _contents(each))
+        pairs = ((_planned(file), now[file.key]) for file in each.files)
+        problems += ([] if missing else _touched(each)) or [
+            Problem(
+                f"{each.name}: {was.key}",
+                f"the file was changed while it was merged: {_change(was, found)}.",
+                _again(each),
+            )
+            for was, found in pairs
+            if found is not None and found != was
+        ]
+    if problems:
+        raise CheckpointError(problems)
+    if gone:
+        more = f" and {len(gone) - 1} more files are" if gone[1:] else " is"
+        then = "goes on when what is gone is back as it was" if is_given else "makes it again"
+        raise IncompleteError(
+            f"{gone[0]}{more} gone since the merge was planned. What is done is kept: the same command "
+            f"{then}."
+        )
+
+
+def _contents(holding: Holding) -> str:
+    return holding.contents if isinstance(holding, Checkpoint) else ""
+
+
+def _touched(holding: Holding) -> list[Problem]:
+    """What is wrong with what another merge made, if anybody wrote to it since, to its companions too.
+
+    Its times alone do not tell: it may be exchanged for another with the same ones.
+    """
+    if not _contents(holding) or is_untouched(Path(holding.root)):
+        return []
+    return [Problem(holding.name, "a file of it was changed while it was merged.", _again(holding))]
+
+
+def _again(holding: Holding) -> str:
+    """What to do where it was written to: what a merge made is made again."""
+    return f"Leave {holding.root} alone, and give the command again." if _contents(holding) else _START_AGAIN
+
+
+def _planned(file: WeightFile) -> FileInfo:
+    return FileInfo(file.key, file.nbytes, file.version)
+
+
+def _change(was: FileInfo, found: FileInfo) -> str:
+    """What differs, as a phrase."""
+    if found.nbytes != was.nbytes:
+        return f"it had {was.nbytes} bytes and has {found.nbytes}"
+    return f"it has {was.nbytes} bytes as before, but was written to"

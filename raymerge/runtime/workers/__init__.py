@@ -1,0 +1,1 @@
+"""Workers: pools, dispatch, placement, sizes."""

@@ -1,0 +1,349 @@
+"""One piece of work on Ray's workers: what is to be done, who has what in hand, and what becomes of it when
+a worker is lost."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymerge.errors import IncompleteError, TransientError
+from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
+from raymerge.execute.receipts import Receipt
+from raymerge.runtime.devices.devices import first_line
+from raymerge.runtime.workers.failures import ATTEMPTS, Cause, Loss, Losses
+from raymerge.runtime.workers.late_nodes import Grounds
+from raymerge.runtime.workers.memory_errors import is_memory_error
+from raymerge.runtime.workers.part_queue import PartQueue
+from raymerge.runtime.workers.placement import Placement
+from raymerge.runtime.workers.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
+from raymerge.runtime.workers.ray_answers import cause_of
+from raymerge.runtime.workers.ray_nodes import Nodes
+from raymerge.runtime.workers.worker_group import Actor, Team
+from raymerge.units import format_duration
+
+_ASK_SECONDS = 5.0
+"""How often a worker is asked for its pulse, unless patience is short."""
+_LOOK_SECONDS = 5.0
+"""The most that counts between two looks at the workers: a driver that was paused itself blames nobody."""
+_IDLE_SECONDS = 15.0
+"""How long a worker for which no part is left is kept, in case that one comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is otherwise for some pieces of work."""
+
+    copies: frozenset[int] = frozenset()
+    """Parts that carriers may do; empty where there are none."""
+    surveyed: frozenset[str] | None = None
+    """Nodes that were asked what they see; None where there is only one machine."""
+    leaves: bool = False
+    """Whether workers are ended that no part is left for: the last work, on a cluster that shrinks."""
+    growth_seconds: float = 0.0
+    """How long the cluster may take to add a node."""
+
+
+USUAL_TERMS = Terms()
+"""Those of equal workers on one machine."""
+
+
+class Shift:
+    """One call of ``Pool.run``."""
+
+    def __init__(
+        self,
+        team: Team,
+        nodes: Nodes,
+        work: Work,
+        numbers: Sequence[int],
+        *,
+        placement: Placement,
+        patience: float,
+        on_event: OnEvent,
+        terms: Terms = USUAL_TERMS,
+    ) -> None:
+        """
+        Args:
+            team: the workers.
+            nodes: where they are.
+            work: what they are to do.
+            numbers: its parts, in about the order in which they are begun.
+            placement: which nodes can do which of them.
+            patience: seconds without any sign that a worker's parts get on, after which it is given up.
+            on_event: told of what goes wrong.
+            terms: what is otherwise with carriers, on several machines, and where a cluster grows.
+        """
+        self._team = team
+        self._nodes = nodes
+        self._ray = team.ray
+        self._given = work
+        self._work = self._ray.put(work)
+        self._todo = PartQueue(placement.ordered(numbers), copies=terms.copies, placement=placement)
+        self._terms = terms
+        self._grounds = Grounds(
+            team.ray, nodes, work, placement=placement, surveyed=terms.surveyed, on_event=on_event
+        )
+        self._patience = patience
+        self._on_event = on_event
+        self._losses = Losses(work.part, len(team.actors))
+        self._transient: Counter[int] = Counter()
+        self._failed_starts: Counter[bool] = Counter()
+        self._looked_at = self._busy_at = time.monotonic()
+
+    def begin(self) -> None:
+        """Give every worker the work; one that still takes up that of an earlier call ends that first."""
+        actors, limit = list(self._team.actors), self._team.ready_seconds
+        earlier = [actor.opening for actor in actors if actor.opening is not None]
+        # Actors are threaded: of two openings at once the older one might end last, and win.
+        ready = self._ray.wait(earlier, num_returns=len(earlier), timeout=limit)[0] if earlier else []
+        for actor in actors:
+            if actor.opening is None or actor.opening in ready:
+                actor.opening = actor.handle.open.remote(self._work)
+                actor.moved()
+            else:
+                self._lose(actor, Cause.ENDED, f"it did not take up its work within {limit:.0f} s")
+
+    def goes_on(self, stop: Stop) -> bool:
+        """Whether parts are in hand, or wait and may be begun."""
+        return any(actor.flight for actor in self._team.actors) or bool(self._todo and not stop.requested)
+
+    def advance(self, stop: Stop) -> Generator[Receipts, None, None]:
+        """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
+        self._feed(stop)
+        self._ask()
+        waiting = {ref: actor for actor in self._team.actors for ref in _references(actor)}
+        ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
+        if not waiting:
+            # Ray waits for nothing then; without this the driver would only ask itself whether somebody came.
+            time.sleep(TICK_SECONDS)
+        if ready and others:
+            ready += self._ray.wait(others, num_returns=len(others), timeout=0)[0]
+        found: list[Receipt] = []
+        try:
+            for ref in ready:
+                # Not of a worker that was lost a moment ago: all that it had in hand was taken back.
+                answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._team.actors else None
+                found += [] if answer is None else [Receipt.from_json(answer)]
+            self._grounds.look()
+            self._todo.place(self._grounds.placement)
+            self._look()
+            self._feed(stop)
+        finally:
+            # What was made is made, also where something else failed.
+            yield tuple(found)
+
+    def _feed(self, stop: Stop) -> None:
+        has_carriers = bool(self._team.carriers)
+        # Carriers may be many, and what is left without anything for them.
+        actors = self._team.actors if self._todo.has_copies else self._team.equals
+        for _ in range(self._given.slots):
+            for actor in actors:
+                number = None if stop.requested else self._next(actor, has_carriers=has_carriers)
+                if number is not None:
+                    self._todo.take(number)
+                    if not actor.flight:
+                        actor.moved()
+                    budget = self._losses.budget(number)
+                    wanted = (number,) if budget is None else (number, budget)
+                    actor.flight[actor.handle.run.remote(*wanted)] = number
+
+    def _next(self, actor: Actor, *, has_carriers: bool) -> int | None:
+        """The part that a worker may be given; None where it has no place, or there is none for it."""
+        if actor.opening is not None or len(actor.flight) >= self._given.slots:
+            return None
+        if any(self._losses.is_alone(number) for number in actor.flight.values()):
+            return None
+        number = self._first(actor, has_carriers=has_carriers)
+        # Parts that are to be alone are the first to do: whoever is next to have nothing in hand takes them.
+        if number is None or (actor.flight and self._losses.is_alone(number)):
+            return None
+        return number
+
+    def _first(self, actor: Actor, *, has_carriers: bool) -> int | None:
+        """The first part that a worker can do; one on a GPU leaves to carriers what they can do too, until
+        there is nothing else for it."""
+        if self._grounds.is_asked(actor.node):
+            return None
+        if not actor.is_carrier and has_carriers:
+            own = self._todo.first(actor.node, is_copy=False)
+            return own if own is not None else self._todo.first(actor.node)
+        return self._todo.first(actor.node, is_copy=True if actor.is_carrier else None)
+
+    def _suits(self, number: int, is_carrier: bool) -> bool:
+        """Whether a part is for a worker of this kind, wherever it is."""
+        return not is_carrier or number in self._terms.copies
+
+    def _ask(self) -> None:
+        """Have workers with parts in hand tell now and then whether they get on."""
+        now = time.monotonic()
+        for actor in self._team.actors:
+            is_due = now - actor.asked_at >= min(_ASK_SECONDS, self._patience / 4)
+            if actor.flight and actor.question is None and is_due:
+                actor.question, actor.asked_at = actor.handle.pulse.remote(), now
+
+    def _answer(self, ref: Any, actor: Actor) -> dict[str, Any] | None:
+        """A receipt; None for any other answer, and where the worker was lost or the part is tried again."""
+        errors = self._ray.exceptions
+        try:
+            answer: Any = self._ray.get(ref)
+        except errors.RayTaskError as error:
+            self._failed(ref, actor, error)
+            return None
+        except errors.OutOfMemoryError as error:
+            self._lose(actor, Cause.MEMORY, first_line(error))
+            return None
+        except errors.ActorUnavailableError as error:
+            self._lose(actor, Cause.UNREACHABLE, first_line(error))
+            return None
+        except errors.RayError as error:
+            self._lose(actor, *self._ended(actor, first_line(error)))
+            return None
+        if ref == actor.question:
+            actor.question = None
+            if answer != actor.pulse:
+                actor.pulse = answer
+                actor.moved()
+            return None
+        actor.moved()
+        if ref == actor.opening:
+            self._team.hear(actor, answer, kernels=self._given.part == UNIT)
+            actor.opening = None
+            self._failed_starts[actor.is_carrier] = 0
+            self._grounds.meet(actor.node)
+            return None
+        del actor.flight[ref]
+        self._losses.progress(actor.node)
+        receipt: dict[str, Any] = answer
+        return receipt
+
+    def _failed(self, ref: Any, actor: Actor, error: Any) -> None:
+        """Have a part done again that failed for want of memory or of a storage; raise any other error."""
+        number = actor.flight.pop(ref, None)
+        cause = cause_of(error)
+        if number is None:
+            raise cause from error
+        if isinstance(cause, TransientError):
+            self._transient[number] += 1
+            if self._transient[number] >= ATTEMPTS:
+                raise cause from error
+            # Last, for then the storage may be well again, and for others to take it.
+            self._todo.append(number)
+        elif is_memory_error(getattr(error, "cause", None) or error):
+            self._lessen(number, actor, first_line(getattr(error, "cause", None) or error))
+            self._todo.appendleft(number)
+        else:
+            raise cause from error
+
+    def _lessen(self, number: int, actor: Actor, reason: str) -> None:
+        """Have a part done with less memory, and say so."""
+        budget = self._given.lessened(number, self._losses.budget(number))
+        self._losses.lessen(number, budget, reason)
+        if budget is not None:
+            self._on_event(MemoryShort(actor.name, number, budget, reason))
+
+    def _ended(self, actor: Actor, reason: str) -> tuple[Cause, str]:
+        """Why a worker's process ended, as far as that can be found out."""
+        if actor.node and not self._nodes.is_alive(actor.node):
+            return Cause.NODE, f"its node is gone: {reason}"
+        before, now = actor.oom_kills, self._nodes.oom_kills(actor.node) if actor.node else None
+        if before is None or now is None or now <= before:
+            return Cause.ENDED, reason
+        for each in self._team.actors:
+            if each.node == actor.node:
+                each.oom_kills = now
+        return Cause.MEMORY, "the system ended it, because memory ran out"
+
+    def _look(self) -> None:
+        """Give up workers whose parts do not get on, and the run when nobody is there to do anything."""
+        now = time.monotonic()
+        passed, self._looked_at = min(now - self._looked_at, _LOOK_SECONDS), now
+        for actor in tuple(self._team.actors):
+            actor.still_seconds += passed if actor.flight else 0.0
+            if actor.still_seconds >= self._patience:
+                waited = format_duration(actor.still_seconds)
+                self._lose(actor, Cause.STILL, f"nothing that it had in hand got on for {waited}")
+        if self._terms.leaves:
+            self._let_go(passed)
+        if not self._todo or any(actor.flight for actor in self._team.actors):
+            self._busy_at = now
+        elif now - self._busy_at > self._wait_seconds:
+            raise IncompleteError(self._nobody())
+
+    @property
+    def _wait_seconds(self) -> float:
+        """How long nobody may be there for the parts that are left."""
+        return max(self._team.ready_seconds, self._terms.growth_seconds)
+
+    def _let_go(self, passed: float) -> None:
+        """Give up workers for which no part is left, or may become so: their nodes can go."""
+        for actor in tuple(self._team.actors):
+            # Of a worker of which nobody knows yet where it will be, all parts may be.
+            node = actor.node if self._is_placed(actor) else None
+            kind = True if actor.is_carrier else None
+            has_part = bool(actor.flight) or self._todo.first(node, is_copy=kind) is not None
+            actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
+            if actor.idle_seconds >= _IDLE_SECONDS:
+                self._team.give_up(actor)
+                self._on_event(WorkerLeft(actor.name))
+
+    def _is_placed(self, actor: Actor) -> bool:
+        """Whether it is known where a worker is, and what is seen there."""
+        return actor.node != "" and not self._grounds.is_asked(actor.node)
+
+    def _nobody(self) -> str:
+        kept = "What is done is kept: the same command goes on once"
+        waited = f"for {self._wait_seconds:.0f} s"
+        if any(actor.opening is None and not actor.is_carrier for actor in self._team.actors):
+            what = f"no worker {waited} was on a node that sees the files of the {len(self._todo)} "
+            return f"{what}{self._given.part}s that are left. {kept} such a node has room."
+        return f"no worker has been up {waited}. {kept} the cluster has room."
+
+    def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
+        """Take back what a lost worker had in hand, and start another in its place."""
+        self._team.give_up(actor)
+        loss = Loss(cause, reason, tuple(actor.flight.values()), actor.node)
+        self._failed_starts[actor.is_carrier] += actor.opening is not None
+        # Workers on GPUs may have left, and do what no carrier comes for.
+        kinds = (actor.is_carrier,) if self._team.equals else (actor.is_carrier, False)
+        kind = next((each for each in kinds if self._failed_starts[each] < ATTEMPTS), None)
+        alone = f"; {ATTEMPTS} in a row did not start, so no other takes its place" if kind is None else ""
+        self._on_event(WorkerLost(actor.name, reason + alone, loss.numbers))
+        for number in loss.numbers:
+            self._todo.appendleft(number)
+        self._losses.add(loss)
+        for number in loss.numbers if cause is Cause.MEMORY else ():
+            self._lessen(number, actor, reason)
+        if kind is None and not self._team.equals:
+            raise IncompleteError(
+                f"{ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
+                "command goes on there."
+            )
+        if kind is not None:
+            self._replace(is_carrier=kind)
+
+    def _replace(self, *, is_carrier: bool) -> None:
+        """Start a worker of this kind where one is wanted most, but not where workers die if there are other
+        places. Where the other kind is makes no difference."""
+        todo = [number for number in self._todo if self._suits(number, is_carrier)]
+        if is_carrier and not todo:
+            return
+        present = {actor.node for actor in self._team.actors if actor.is_carrier is is_carrier}
+        homes = self._team.homes(self._nodes.machines(), is_carrier=is_carrier)
+        placement, off = self._grounds.placement, self._losses.shunned
+        on = placement.short_of(todo, present, homes)
+        if not on and not self._terms.growth_seconds:
+            # Where a cluster grows a node may join that sees as much as one that is gone.
+            on = placement.nodes & homes
+        if not (on or homes) - off:
+            off = frozenset()
+        fresh = self._team.spawn(on=on - off, off=off, is_carrier=is_carrier)
+        fresh.opening = fresh.handle.open.remote(self._work)
+        self._team.actors.append(fresh)
+
+
+def _references(actor: Actor) -> list[Any]:
+    """All that a worker is still to answer."""
+    return [ref for ref in (*actor.flight, actor.opening, actor.question) if ref is not None]

@@ -1,0 +1,244 @@
+"""What must be set before ray is imported, and how a cluster is reached or started."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raymerge.errors import OptionError, Problem
+from raymerge.runtime.workers.control_groups import process_rooms
+from raymerge.runtime.workers.ray_watch import RayWatch, needed_processes
+from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.refusals import size_limit
+
+_OBJECT_STORE_BYTES = 200 << 20
+_ANSWER_SECONDS = 5.0
+_LEAST_THREADS = 128
+"""Fewer an embedded Ray with one worker does not come up with; on two cores it takes about 160."""
+_EXEMPT = 1 << 21 | 1 << 24
+"""Capabilities that the limit on processes does not hold for: CAP_SYS_ADMIN and CAP_SYS_RESOURCE."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Of an embedded cluster: processes for which there is no work would import ray while we import torch.
+    "RAY_prestart_worker_first_driver": "0",
+}
+_HELPERS = ("start_api_server", "start_monitor", "start_log_monitor")
+"""What starts, with a node of Ray, its web server, its autoscaler, and what forwards output of workers."""
+_HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^/\]]+)\]?:([0-9]{1,5})")
+
+
+def import_ray(*, embedded: bool) -> ModuleType:
+    """Import ray with quiet logs, no usage statistics, and token authentication for an embedded cluster.
+
+    Ray reads its token when it is first imported, so it is chosen before; a token that the user set is kept.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if embedded and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    module: ModuleType = ray
+    return module
+
+
+class RayConnection:
+    """A connection to Ray: an embedded cluster of our own, or one that runs already."""
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        num_cpus: int | None = None,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            address: of a running cluster; None starts an embedded one, which ends with ``close``.
+            num_cpus: CPU slots of an embedded cluster, for more workers than cores.
+            on_end: called from a thread with what of an embedded cluster has ended too early; None for
+                nothing.
+        """
+        self._on_end = on_end
+        self._watch: RayWatch | None = None
+        self._address = address
+        self._num_cpus = num_cpus
+        self._directory: OwnDirectory | None = None
+        self._owner = False
+        self.ray = import_ray(embedded=address is None)
+
+    def open(self) -> None:
+        """Connect; where this process is connected already, that connection is used and left open.
+
+        Raises:
+            OptionError: no cluster answers at the address, or none can be started here.
+        """
+        if self.ray.is_initialized():
+            return
+        if self._address is None:
+            _check_limits(Path("/"))
+        self._owner = True
+        terminated = signal.getsignal(signal.SIGTERM)
+        try:
+            if self._address is None:
+                self._start()
+            else:
+                _check_answers(self._address)
+                self.ray.init(self._address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # some of what Ray raises is of no other class
+            raise _no_ray(self._address, error) from error
+        except SystemExit as error:
+            # What Ray's own handler makes of SIGTERM while Ray starts; to us it is an interruption like any.
+            raise KeyboardInterrupt from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminated)
+        _silence_notices(self.ray)
+        if self._directory is not None and self._on_end is not None:
+            self._watch = RayWatch(needed_processes(self.ray), self._on_end)
+
+    def close(self) -> None:
+        """Disconnect, and end the cluster if it is ours."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+        if self._owner:
+            self.ray.shutdown()
+            self._owner = False
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
+
+    def _start(self) -> None:
+        # A short path: Ray's socket names below it must stay under 108 bytes.
+        self._directory = OwnDirectory("/tmp" if os.path.isdir("/tmp") else None)
+        # "local", because without an address Ray joins any cluster that it finds on this machine.
+        with _helpers_left_out(self.ray):
+            self.ray.init(
+                address="local",
+                num_cpus=self._num_cpus,
+                # Ray opens its own directory to everybody; the one around it stays ours alone.
+                _temp_dir=str(self._directory.path / "ray"),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+
+
+def _check_limits(root: Path) -> None:
+    """See that an embedded Ray may start: where it may not, it takes minutes to fail, and does not say why.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+
+    Raises:
+        OptionError: a limit of the user or the container is too low.
+    """
+    remedy = "Raise it, or give --inline to run without Ray."
+    room = min((*process_rooms(root), *_own_process_room(root)), default=_LEAST_THREADS)
+    if room < _LEAST_THREADS:
+        what = f"an embedded Ray starts more than {_LEAST_THREADS} threads, and no more than {max(0, room)} "
+        what += "may be started here, by a limit of the user (ulimit -u) or of the container (pids.max)."
+        raise OptionError(Problem("ray", what, remedy))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < _OBJECT_STORE_BYTES:
+        what = f"an embedded Ray writes a file of {_OBJECT_STORE_BYTES} bytes, and {size_limit()}."
+        raise OptionError(Problem("ray", what, remedy))
+
+
+def _own_process_room(root: Path) -> Iterator[int]:
+    """Threads that the user may still start; nothing where no limit holds for this process."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    own = _status(root / "proc" / "self")
+    user = own.get("Uid", "0").split()[0]
+    is_exempt = user == "0" or bool(int(own.get("CapEff", "0"), 16) & _EXEMPT)
+    if most == resource.RLIM_INFINITY or is_exempt:
+        return
+    found = (_status(each) for each in (root / "proc").iterdir() if each.name.isdecimal())
+    yield most - sum(int(each["Threads"]) for each in found if each.get("Uid", "").split()[:1] == [user])
+
+
+def _status(process: Path) -> dict[str, str]:
+    """What the system says of a process; empty where it has ended."""
+    try:
+        lines = (process / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries an address for more than a minute and then ends the process.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is not None:
+        socket.create_connection((found.group(1), int(found.group(2))), timeout=_ANSWER_SECONDS).close()
+
+
+def _no_ray(address: str | None, error: Exception) -> OptionError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if address is None:
+        return OptionError(
+            Problem("ray", f"an embedded Ray does not start ({reason}).", "Give --inline to run without it.")
+        )
+    return OptionError(
+        Problem(
+            f"--address {address}",
+            f"no Ray cluster can be reached there ({reason}).",
+            "This works on a node of that cluster alone, with HOST:PORT of its head (often port 6379), and, "
+            "where it asks for a token, with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN. From any other machine "
+            "give its dashboard, --address http://HEAD:8265.",
+        )
+    )
+
+
+@contextmanager
+def _helpers_left_out(ray: Any) -> Iterator[None]:
+    """Have Ray start none of the processes that a cluster of ours has no use for.
+
+    Each is one more interpreter that imports ray while we wait for workers, and stays as long as they do.
+    No setting leaves them out: even without its pages the web server is started, and waited for. Where a
+    release of Ray has one no more, there is nothing to leave out.
+    """
+    node = ray._private.node.Node
+    starting = {name: getattr(node, name) for name in _HELPERS if hasattr(node, name)}
+    for name in starting:
+        setattr(node, name, _do_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starting.items():
+            setattr(node, name, start)
+
+
+def _silence_notices(ray: Any) -> None:
+    """Ray prints the raylet's notices to standard output, whatever it is told; ours are events.
+
+    A worker's death is reported by ``WorkerLost``, and standard output belongs to the caller.
+    """
+    ray._private.worker.print_to_stdstream = _do_nothing
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Takes the place of what Ray would do."""

@@ -1,0 +1,355 @@
+"""A pool of Ray actors, owned by the driver: it feeds them, and replaces those that die."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raymerge.errors import OptionError, Problem
+from raymerge.events import CarriersChosen, OnEvent, RayEnded, RoomAwaited
+from raymerge.options import RunOptions
+from raymerge.runtime.devices.choice import Choice, GpuError
+from raymerge.runtime.devices.probe import Sample
+from raymerge.runtime.workers.dispatcher import Shift, Terms
+from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
+from raymerge.runtime.workers.pool import UNIT, Measure, Measured, Receipts, Stop, Work
+from raymerge.runtime.workers.ray_answers import probed
+from raymerge.runtime.workers.ray_demand import Demand
+from raymerge.runtime.workers.ray_environment import RayConnection
+from raymerge.runtime.workers.ray_nodes import Nodes
+from raymerge.runtime.workers.sizing import Crew, Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
+from raymerge.runtime.workers.worker import MergeWorker
+from raymerge.runtime.workers.worker_group import Team
+
+_READY_SECONDS = 120.0
+"""How long a worker may take to start, or to take up work."""
+_GROWTH_SECONDS = 1800.0
+"""How long the first worker may take on a cluster that has no room yet, and adds machines."""
+
+
+class RayPool:
+    """Workers on an embedded Ray, or on a running cluster."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        on_event: OnEvent,
+        *,
+        worker: type[Any] = MergeWorker,
+        parts: int | None = None,
+        ready_seconds: float = _READY_SECONDS,
+    ) -> None:
+        """
+        Args:
+            options: how many workers, on what, and where.
+            on_event: told of lost workers.
+            worker: class of the actors.
+            parts: of the work; no more workers are started. None while nobody knows how many there will be.
+            ready_seconds: how long a worker may take to start, or to take up work.
+        """
+        if parts is not None:
+            workers = None if options.workers is None else max(1, min(options.workers, parts))
+            options = replace(options, workers=workers, cpu_workers=min(options.cpu_workers, parts))
+        self._options = options
+        self._on_event = on_event
+        self._parts = parts
+        self._gpus = 0
+        self._layout = Layout(1, 1)
+        self._choice: Choice | None = None
+        self._gpu_failure = ""
+        self._placement = Placement()
+        self._surveyed: frozenset[str] | None = None
+        self._is_last = False
+        slots = embedded_slots(options) if options.address is None else None
+        self._connection = RayConnection(options.address, num_cpus=slots, on_end=self._tell_end)
+        self._nodes = Nodes(self._connection.ray, is_here=options.address is None)
+        self.team = Team(self._connection, worker, options, ready_seconds=ready_seconds)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers that there are in any work; carriers come and go."""
+        return tuple(actor.name for actor in self.team.equals)
+
+    @property
+    def device(self) -> str:
+        """Kind of device."""
+        return self.team.numerics.get("device", "cpu")
+
+    @property
+    def threads(self) -> int:
+        """Threads of each worker that compute at once."""
+        return self._layout.threads
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the device was chosen."""
+        return self._choice
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What bytes may depend on."""
+        return self.team.numerics
+
+    @property
+    def stage_numerics(self) -> dict[str, str]:
+        """What the bytes of a stage's result may depend on."""
+        return {**self.team.numerics, **self.team.kernels}
+
+    def start(self) -> None:
+        """Connect and start the workers; see ``Pool.start``."""
+        self._connection.open()
+        self._gpus = self._usable_gpus()
+        lack = self._lack(self._gpus)
+        if self._is_open and lack is not None and self._wanted(self._gpus).workers > self._gpus:
+            # More workers are wanted than there are GPUs for, and nobody has insisted on GPUs.
+            self._choice, self._gpus = Choice("cpu", lack.what.rstrip(".")), 0
+        self._equip(self._gpus)
+        if self._is_open:
+            self._try_gpu()
+        else:
+            self._fill()
+
+    def settle(self, choose: Callable[[Measure], Choice]) -> None:
+        """Choose between GPUs and processors; see ``Pool.settle``."""
+        if not self._is_open:
+            return
+        try:
+            self._choice = choose(self._measured)
+        except GpuError as error:
+            self._choice = error.choice()
+        if self._choice.device == "cpu":
+            self.team.dismiss()
+            self._gpus = 0
+            self._equip(0)
+        self._fill()
+
+    def survey(self, work: Work) -> None:
+        """Ask every node what it sees of the work; see ``Pool.survey``.
+
+        Where some see what others do not, workers are started where they are of use.
+        """
+        self._placement = Placement()
+        if self._options.address is None:
+            return
+        sights, reads = self._nodes.sights(work.files, work.place), work.reads()
+        problems = survey_problems(sights, work.files, reads, str(work.place and work.place.parent))
+        if problems:
+            raise OptionError(problems)
+        self._placement, self._surveyed = placement_of(sights, reads), frozenset(sights)
+        if not self._options.growing:
+            self._check_reach(work)
+        present, homes = {actor.node for actor in self.team.actors}, self.team.homes(self._nodes.machines())
+        # What none of these homes sees is for carriers, or for nodes that are yet to join.
+        if not self._placement.is_served(present, homes):
+            self._station()
+
+    def conclude(self) -> None:
+        """The next work is the last one; see ``Pool.conclude``."""
+        self._is_last = True
+
+    def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
+        """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
+        growing = self._options.growing
+        if growing:
+            # They join once there is room for them; that they wait is what has the cluster grow.
+            missing = self._layout.workers - len(self.team.actors)
+            self.team.actors += [self.team.spawn() for _ in range(missing)]
+        terms = Terms(
+            copies=self._add_carriers(work, numbers),
+            surveyed=self._surveyed,
+            leaves=growing and self._is_last,
+            growth_seconds=_GROWTH_SECONDS if growing else 0.0,
+        )
+        shift = Shift(
+            self.team,
+            self._nodes,
+            work,
+            numbers,
+            placement=self._placement,
+            patience=self._options.patience,
+            on_event=self._on_event,
+            terms=terms,
+        )
+        shift.begin()
+        try:
+            while shift.goes_on(stop):
+                yield from shift.advance(stop)
+        finally:
+            # Carriers are of this work: they take no room from workers that the next one needs elsewhere, and
+            # nobody waits for those that are not up. Who waits for room would have the cluster grow, too.
+            for actor in tuple(self.team.actors):
+                if actor.is_carrier or (growing and not actor.node):
+                    self.team.give_up(actor)
+
+    def close(self) -> None:
+        """End the workers, and the cluster if it is ours."""
+        self.team.dismiss()
+        self._connection.close()
+
+    def _tell_end(self, process: str) -> None:
+        self._on_event(RayEnded(process))
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there are GPUs that need not be used."""
+        return self._gpus > 0 and self._options.device == "auto" and self._choice is None
+
+    def _add_carriers(self, work: Work, numbers: Sequence[int]) -> frozenset[int]:
+        """Start carriers, no more than there are parts for them, and say which parts these are.
+
+        They join when they are up: whoever is on a GPU need not wait for that.
+        """
+        wanted = self._layout.carriers
+        if not wanted or not numbers:
+            return frozenset()
+        copies = work.copies().intersection(numbers)
+        places = self._carriers_places(copies, min(wanted, len(copies)))
+        if work.part != UNIT:
+            self._on_event(CarriersChosen(len(places), len(copies), len(numbers), work.part))
+        self.team.actors += [self.team.spawn(on=on, is_carrier=True) for on in places]
+        return copies
+
+    def _carriers_places(self, copies: frozenset[int], count: int) -> list[list[str]]:
+        """For each of some carriers the nodes that it may be on; empty for any."""
+        if not self._placement.able:
+            return [[]] * count
+        taken = Counter(actor.node for actor in self.team.actors)
+        threads = self._layout.threads
+        rooms = {
+            node: machine.room(threads, with_gpu=False) - taken[node]
+            for node, machine in self._nodes.machines().items()
+        }
+        own = Placement(tuple(self._placement.able[number] for number in sorted(copies)))
+        places = [[node] for node in stations(own, rooms, count)[:count]]
+        # Others join with nodes that are yet to come.
+        return places + [[]] * (count - len(places) if self._options.growing else 0)
+
+    def _fill(self) -> None:
+        """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
+        missing = self._layout.workers - len(self.team.actors)
+        if self._options.growing:
+            threads, has_gpu = self._layout.threads, self._gpus > 0
+            room = sum(machine.room(threads, with_gpu=has_gpu) for machine in self._machines())
+            missing = min(missing, max(room, 1) - len(self.team.actors))
+            if missing > 0 and not room:
+                self._grow(missing)
+                return
+        self.team.take_on(missing)
+
+    def _grow(self, missing: int) -> None:
+        """Start workers on a cluster that has no room for one yet, and see that it can have."""
+        lack = self._no_room_yet()
+        self._on_event(RoomAwaited(lack, _GROWTH_SECONDS))
+        demand = Demand(self._connection.ray, cpus=self._layout.threads, gpus=min(self._gpus, 1), lack=lack)
+        self.team.take_on(missing, seconds=_GROWTH_SECONDS, look=demand.check)
+
+    def _no_room_yet(self) -> str:
+        """What a worker needs, and what the cluster has, in words."""
+        largest = max(self._machines(), key=lambda each: (each.gpus, each.cores), default=Machine(0))
+        needs = f"CPUs: {self._layout.threads}, GPUs: {min(self._gpus, 1)}"
+        return f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
+
+    def _machines(self) -> list[Machine]:
+        """The machines of the cluster."""
+        return list(self._nodes.machines().values())
+
+    def _check_reach(self, work: Work) -> None:
+        """See that every part can be done on a node that may have a worker for it.
+
+        Raises:
+            OptionError: some cannot: who sees their files has no GPU, or too few CPU slots.
+        """
+        threads, has_gpu = self._layout.threads, self._gpus > 0
+        machines = self._nodes.machines()
+        homes, slots = self.team.homes(machines), self.team.homes(machines, is_carrier=True)
+        copies = work.copies() if self._layout.carriers and self._placement.able else frozenset()
+        stranded = [
+            number
+            for number, able in enumerate(self._placement.able)
+            if not able.intersection(homes) and not (number in copies and able.intersection(slots))
+        ]
+        if stranded:
+            raise OptionError(unreached(len(stranded), work.part, threads=threads, with_gpu=has_gpu))
+
+    def _station(self) -> None:
+        """Have a worker on every node without which a part could not be done, and the others where they are
+        of use."""
+        threads, has_gpu = self._layout.threads, self._gpus > 0
+        machines = self._nodes.machines()
+        rooms = {node: machine.room(threads, with_gpu=has_gpu) for node, machine in machines.items()}
+        wanted = stations(self._placement, rooms, self._layout.workers)
+        asked = self._options.workers if has_gpu else self._options.workers_on_processors
+        if len(wanted) > self._layout.workers and asked is not None:
+            raise OptionError(
+                Problem(
+                    "--workers",
+                    f"the sources are on disks of different nodes, and {len(wanted)} workers at least are "
+                    f"needed to be where they are; {asked} were asked for.",
+                    f"Give at least {len(wanted)}.",
+                )
+            )
+        self.team.dismiss()
+        self.team.take_on(len(wanted), on=wanted)
+
+    def _usable_gpus(self) -> int:
+        """GPUs that workers can have, with CPU slots for their threads beside them."""
+        machines, threads = self._machines(), self._options.threads or 1
+        gpus = sum(machine.room(threads, with_gpu=True) for machine in machines)
+        if self._options.device == "cuda" and not gpus:
+            if self._options.growing:
+                return self._options.workers or 1
+            raise OptionError(no_gpu(machines))
+        return 0 if self._options.device == "cpu" else gpus
+
+    def _wanted(self, gpus: int) -> Layout:
+        """The layout for the machines of the cluster, of as many workers as have something to do."""
+        layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
+        if self._parts is None:
+            return layout
+        workers, carriers = min(layout.workers, max(1, self._parts)), min(layout.carriers, self._parts)
+        return replace(layout, workers=workers, carriers=carriers)
+
+    def _lack(self, gpus: int) -> Problem | None:
+        """What the cluster lacks for that layout; nothing, where it grows."""
+        if self._options.growing:
+            return None
+        return no_room(self._options, self._wanted(gpus), self._machines(), with_gpu=gpus > 0)
+
+    def _fitting(self, gpus: int) -> Layout:
+        """That layout, if the cluster has room for it."""
+        lack = self._lack(gpus)
+        if lack is not None:
+            raise OptionError(lack)
+        return self._wanted(gpus)
+
+    def _equip(self, gpus: int) -> None:
+        """Settle the layout."""
+        self._layout = self._fitting(gpus)
+        self.team.equip(self._layout, with_gpu=gpus > 0)
+
+    def _try_gpu(self) -> None:
+        """Start a worker on a GPU: where processors may turn out to do as well, one is enough to find out."""
+        try:
+            self.team.take_on(1)
+        except OptionError as error:
+            # Others may have the GPUs, or they are broken. Nobody has insisted on them yet.
+            self._gpu_failure = f"its worker does not start ({error.problems[0].what.rstrip('.')})"
+            self.team.dismiss()
+
+    def _measured(self, sample: Sample) -> Measured:
+        """What one worker measures, for the workers that there would be."""
+        if not self._gpu_failure and self.device != "cuda":
+            self._gpu_failure = "its worker sees none"
+        if self._gpu_failure:
+            raise GpuError(self._gpu_failure)
+        cpu = self._fitting(0)
+        answer = self.team.actors[0].handle.probe.remote(sample, cpu.threads)
+        probe = probed(self._connection.ray, answer)
+        return Measured(probe, self._crew(cpu, with_gpu=False), self._crew(self._layout, with_gpu=True))
+
+    def _crew(self, layout: Layout, *, with_gpu: bool) -> Crew:
+        """Workers are spread, so that they are on as many machines as they can be."""
+        rooms = [machine.room(layout.threads, with_gpu=with_gpu) for machine in self._machines()]
+        return Crew(layout.workers, min(layout.workers, sum(room > 0 for room in rooms)))

@@ -1,0 +1,197 @@
+"""How many workers a run has, and how many threads of each compute at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raymerge.errors import Problem
+from raymerge.merge_plan.lanes import lanes_of
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.control_groups import core_quotas
+
+MOST_THREADS = 4
+"""Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
+MOST_CPU_WORKERS = 8
+"""CPU workers that are started on one machine unless more are asked for: beyond that storage is its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine of a cluster has."""
+
+    cores: int
+    """CPU slots."""
+    gpus: int = 0
+    """GPUs."""
+
+    def room(self, threads: int, *, with_gpu: bool) -> int:
+        """Workers of so many threads that it has room for; each with a GPU of its own, or without."""
+        room = self.cores // threads
+        return min(self.gpus, room) if with_gpu else room
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Workers of one kind, where they would be."""
+
+    workers: int
+    """All of them."""
+    machines: int
+    """Machines that they are on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the cores of machines are shared out."""
+
+    workers: int
+    """Workers."""
+    threads: int
+    """Threads of each worker that compute at once."""
+    carriers: int = 0
+    """Workers on processors beside those, which are on GPUs then; they copy."""
+
+    @property
+    def all_workers(self) -> int:
+        """Workers of both kinds."""
+        return self.workers + self.carriers
+
+    @property
+    def cores(self) -> int:
+        """Cores that are busy at most."""
+        return self.all_workers * self.threads
+
+
+def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout:
+    """Workers and threads of a run.
+
+    On processors a worker has up to four threads: three where that leaves fewer cores idle. They share one
+    import of torch and one memory limit, so that few workers start sooner and get more out of the same memory
+    than many; but each kernel call holds the interpreter's lock for a moment, which is why large machines
+    have several workers. A GPU is used by one worker, and one thread keeps it busy: its kernels are only
+    begun there.
+
+    Args:
+        options: what the user asks for.
+        machines: CPU cores of each machine.
+        gpus: GPUs that there are workers for, on all machines together; 0 to compute on processors.
+    """
+    if gpus:
+        workers = 1 if options.inline else options.workers or gpus
+        return Layout(workers, options.threads or 1, options.cpu_workers)
+    asked = options.workers_on_processors
+    if options.inline or asked is not None:
+        workers = asked or 1
+        return Layout(workers, options.threads or _fitting_threads(machines, workers))
+    threads = options.threads or _filling_threads(machines)
+    return Layout(max(1, _num_workers(machines, threads)), threads)
+
+
+def local_layouts(options: RunOptions) -> tuple[Layout, ...]:
+    """The layouts that a run on this machine may have; two where the device is still to be chosen."""
+    return tuple(layout_of(options, (cores_here(),), gpus) for gpus in _local_gpus(options))
+
+
+def embedded_slots(options: RunOptions) -> int:
+    """CPU slots of an embedded cluster: the cores here, and more where more workers are asked for or more
+    GPUs are to be used."""
+    return max(cores_here(), *(layout.cores for layout in local_layouts(options)))
+
+
+def most_lanes(options: RunOptions) -> int:
+    """Segments that a worker may have in hand at once; memory is shared out among so many.
+
+    Some more than its compute threads: while one computes, others read and write. A cluster is taken for one
+    of machines with many cores, and with GPUs unless they are not to be used.
+    """
+    if options.address is None:
+        threads = [layout_of(options, (cores_here(),), gpus).threads for gpus in _local_gpus(options)]
+    else:
+        threads = [options.threads or (1 if options.device == "cuda" else MOST_THREADS)]
+    return lanes_of(max(threads))
+
+
+def no_room(
+    options: RunOptions, layout: Layout, machines: Sequence[Machine], *, with_gpu: bool
+) -> Problem | None:
+    """What stands in the way of a layout on the machines of a cluster; None where they have room for it."""
+    room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
+    if layout.workers <= room:
+        return _no_room_beside(layout, machines)
+    wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
+    gpus = sum(machine.gpus for machine in machines)
+    if with_gpu and gpus > room:
+        has = f"the CPU slots of the cluster suffice for {room} of its {gpus} GPUs"
+        what = f"{wanted} were asked for, but {has}, at {layout.threads} for each on its own machine."
+        return Problem("--workers", what, f"Give at most {room}, or add CPU slots.")
+    if with_gpu:
+        what = f"{wanted} were asked for, but the cluster has {gpus} GPU{'' if gpus == 1 else 's'}."
+        return Problem("--workers", what, f"Give at most {room}, or --device cpu.")
+    if layout.threads == 1:
+        what = f"{wanted} were asked for, but the cluster has {room} CPU slots."
+        return Problem("--workers", what, f"Give at most {room}, or add machines.")
+    where = "--threads" if options.workers_on_processors is None else "--workers"
+    what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
+    return Problem(where, what, "Give fewer --threads, or add machines.")
+
+
+def _no_room_beside(layout: Layout, machines: Sequence[Machine]) -> Problem | None:
+    """The same for workers that copy beside those on GPUs, which have room: each takes a slot, wherever."""
+    slots = sum(machine.room(layout.threads, with_gpu=False) for machine in machines)
+    if layout.all_workers <= slots:
+        return None
+    each = f" of {layout.threads} threads" if layout.threads > 1 else ""
+    what = (
+        f"{layout.carriers} workers on processors were asked for beside {layout.workers} on GPUs, but the "
+        f"cluster has CPU slots for {slots} workers{each} in all."
+    )
+    return Problem("--cpu-workers", what, f"Give at most {slots - layout.workers}, or add machines.")
+
+
+def no_gpu(machines: Sequence[Machine]) -> Problem:
+    """Why no worker on a cluster can have a GPU."""
+    lack = "CPU slots beside its GPUs" if any(machine.gpus for machine in machines) else "GPU"
+    what = f"cuda was asked for, but the cluster has no {lack}."
+    return Problem("--device", what, "Use --device auto or cpu.")
+
+
+def cores_here(root: Path = Path("/")) -> int:
+    """CPU cores that this process may keep busy, by its affinity and the quotas of its control groups.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, round(min((cores, *core_quotas(root)))))
+
+
+def _local_gpus(options: RunOptions) -> tuple[int, ...]:
+    """GPUs that a run on this machine may use; two numbers where the device is still to be chosen."""
+    # Here and not above: whoever only wants to know of cores need not wait for torch.
+    import torch
+
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    return (gpus, 0) if gpus and options.device == "auto" else (gpus,)
+
+
+def _fitting_threads(machines: Sequence[int], workers: int) -> int:
+    """The most threads, of those that pay, with which machines have room for so many workers."""
+    for threads in range(MOST_THREADS, 1, -1):
+        if sum(cores // threads for cores in machines) >= workers:
+            return threads
+    return 1
+
+
+def _filling_threads(machines: Sequence[int]) -> int:
+    """Threads with which workers leave the fewest cores idle: few large workers rather than many small."""
+    fitting = _fitting_threads(machines, 1)
+    choice = range(fitting, max(1, fitting - 2), -1)
+    return max((_num_workers(machines, each) * each, each) for each in choice)[1] if choice else 1
+
+
+def _num_workers(machines: Sequence[int], threads: int) -> int:
+    """Workers of so many threads that are started where nobody says how many."""
+    return sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)

@@ -1,0 +1,78 @@
+"""The actor: does parts of the work that it is given, on its device. Threaded, so that one part reads while
+another computes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from raymerge.options import Device
+from raymerge.runtime.workers.importing import heavy_imports
+from raymerge.runtime.workers.pulse import Pulse
+
+if TYPE_CHECKING:
+    from raymerge.runtime.devices.probe import Sample
+    from raymerge.runtime.workers.pool import Runner, Work
+
+
+class MergeWorker:
+    """One worker of the Ray pool. Disposable: it keeps nothing that is not in the staging directory."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        # What all work needs. Whoever imports this module, such as the driver, need not load it.
+        with heavy_imports():
+            import torch
+
+            import raymerge.kernels.jit
+            import raymerge.publish.segment_work  # noqa: F401
+            from raymerge.device_numerics import set_full_float32
+        torch.set_num_threads(1)
+        set_full_float32()
+        self._name = name
+        self._wanted = device
+        self._runner: Runner | None = None
+        self._pulse = Pulse()
+
+    def ready(self) -> dict[str, Any]:
+        """Its process, where that is, and what it computes on, once it can work."""
+        import ray
+
+        from raymerge.runtime.devices.devices import choose_device, kernels_of, numerics_of
+        from raymerge.runtime.workers.memory_errors import oom_kills
+
+        device = choose_device(self._wanted)
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
+            "oom_kills": oom_kills(),
+            "numerics": numerics_of(device),
+            "kernels": kernels_of(device),
+        }
+
+    def probe(self, sample: Sample, threads: int) -> dict[str, Any]:
+        """What speaks for the GPU of this worker, and what against it, as JSON values."""
+        from raymerge.runtime.devices.devices import choose_device
+        from raymerge.runtime.devices.probe import measure
+
+        return measure(choose_device("cuda"), sample, threads=threads).to_json()
+
+    def open(self, work: Work) -> dict[str, Any]:
+        """Take up the work, in place of an earlier one; the answer is that of ``ready``."""
+        from raymerge.runtime.devices.devices import choose_device
+
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = work.open(choose_device(self._wanted), self._name)
+        return self.ready()
+
+    def run(self, number: int, budget: int | None = None) -> dict[str, Any]:
+        """Do one part, with no more than so many bytes of memory if they are given; the receipt as JSON
+        values."""
+        if self._runner is None:
+            raise RuntimeError("the worker was given no work")
+        with self._pulse.beating():
+            return self._runner.run(number, budget).to_json()
+
+    def pulse(self) -> float:
+        """A number that grows for as long as any part in hand gets on."""
+        return self._pulse.seconds

@@ -1,0 +1,220 @@
+"""The workers of a pool on Ray: started, compared with each other, given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raymerge.errors import OptionError, Problem
+from raymerge.options import RunOptions
+from raymerge.runtime.workers.failures import ATTEMPTS
+from raymerge.runtime.workers.ray_answers import not_started, ready_answers
+from raymerge.runtime.workers.ray_environment import RayConnection
+from raymerge.runtime.workers.sizing import Layout, Machine, most_lanes
+
+_NODE_LABEL = "ray.io/node-id"
+"""Every node of Ray has its id under this label."""
+
+
+@dataclass(slots=True, eq=False)
+class Actor:
+    """One worker, as the driver knows it."""
+
+    name: str
+    """In receipts and messages."""
+    handle: Any
+    """Ray's."""
+    node: str = ""
+    """Id of its node; "" until it has answered."""
+    oom_kills: int | None = None
+    """Processes that the kernel had ended there when it answered, because memory ran out."""
+    opening: Any = None
+    """Reference to its taking up the work; None once that is done."""
+    flight: dict[Any, int] = field(default_factory=dict)
+    """Parts in hand by the reference to their receipt."""
+    question: Any = None
+    """Reference to its pulse; None where it was not asked, or has answered."""
+    asked_at: float = 0.0
+    """When it was asked last."""
+    pulse: float | None = None
+    """What it answered last."""
+    still_seconds: float = 0.0
+    """For how long nothing was seen of its parts getting on."""
+    is_carrier: bool = False
+    """Whether it is on a processor beside workers on GPUs, and takes only what is copied."""
+    idle_seconds: float = 0.0
+    """For how long there was no part for it."""
+
+    def moved(self) -> None:
+        """Note that it gets on."""
+        self.still_seconds = 0.0
+
+
+class Team:
+    """The workers that there are. They are equal, but for carriers, which are equal among themselves."""
+
+    def __init__(
+        self, connection: RayConnection, worker: type[Any], options: RunOptions, *, ready_seconds: float
+    ) -> None:
+        """
+        Args:
+            connection: to Ray; opened before a worker is started.
+            worker: class of the actors.
+            options: how to run.
+            ready_seconds: how long a worker may take to start, or to take up work.
+        """
+        self.actors: list[Actor] = []
+        self.ready_seconds = ready_seconds
+        self.numerics: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
+        self._carriers_numerics: dict[str, str] = {}
+        self._connection = connection
+        self._worker = worker
+        self._options = options
+        self._spawned = 0
+        self._layout = Layout(1, 1)
+        self._has_gpu = False
+
+    @property
+    def ray(self) -> Any:
+        """The ray module."""
+        return self._connection.ray
+
+    @property
+    def carriers(self) -> list[Actor]:
+        """Those on processors beside workers on GPUs."""
+        return [actor for actor in self.actors if actor.is_carrier]
+
+    @property
+    def equals(self) -> list[Actor]:
+        """All others: who can do any part."""
+        return [actor for actor in self.actors if not actor.is_carrier]
+
+    def homes(self, machines: Mapping[str, Machine], *, is_carrier: bool = False) -> frozenset[str]:
+        """Nodes that have room for a worker, if they are empty.
+
+        Args:
+            machines: what each node has.
+            is_carrier: whether it is a carrier.
+        """
+        threads, has_gpu = self._layout.threads, self._has_gpu and not is_carrier
+        return frozenset(
+            node for node, machine in machines.items() if machine.room(threads, with_gpu=has_gpu)
+        )
+
+    def equip(self, layout: Layout, *, with_gpu: bool) -> None:
+        """Say what workers that are started from now on have."""
+        self._layout, self._has_gpu = layout, with_gpu
+
+    def take_on(
+        self,
+        count: int,
+        on: Collection[str] = (),
+        *,
+        seconds: float | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Start workers, no carriers, and see that they are equal to those that are there.
+
+        Args:
+            count: how many.
+            on: ids of the nodes that they may be on, one for each of them; empty for any.
+            seconds: how long they may take; None for as long as any worker.
+            look: called every few seconds while they are waited for; it may raise. None for nothing.
+
+        Raises:
+            OptionError: they do not start, or are not equal.
+        """
+        is_first = not self.actors
+        places = [[each] for each in on] or [[] for _ in range(count)]
+        for _ in range(ATTEMPTS):
+            fresh = [self.spawn(on=place) for place in places]
+            self.actors += fresh
+            ready = [actor.handle.ready.remote() for actor in fresh]
+            answers = ready_answers(self.ray, ready, seconds=seconds or self.ready_seconds, look=look)
+            places = [place for place, answer in zip(places, answers, strict=True) if answer is None]
+            for actor, answer in zip(fresh, answers, strict=True):
+                if answer is None:
+                    self.give_up(actor)
+                    continue
+                if is_first:
+                    self.numerics, self.kernels = dict(answer["numerics"]), dict(answer["kernels"])
+                    is_first = False
+                self.hear(actor, answer)
+            if not places:
+                return
+        raise not_started(self.ready_seconds, "their answers got lost")
+
+    def spawn(
+        self, *, on: Collection[str] = (), off: Collection[str] = (), is_carrier: bool = False
+    ) -> Actor:
+        """A new worker that may not have begun yet, and is not one of ``actors`` so far.
+
+        Args:
+            on: ids of the nodes that it may be on; empty for any.
+            off: ids of nodes that it may not be on.
+            is_carrier: whether it is a carrier.
+        """
+        name = f"{'cpu-' if is_carrier else ''}worker-{self._spawned}"
+        self._spawned += 1
+        has_gpu = self._has_gpu and not is_carrier
+        options: dict[str, Any] = {
+            "num_cpus": self._layout.threads,
+            "num_gpus": 1 if has_gpu else 0,
+            # Ray would fill one machine after the other, though each has storage and memory of its own.
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            # All lanes, a part that waits for one or for its bytes to be durable, and a call beside them.
+            "max_concurrency": most_lanes(self._options) + 2,
+        }
+        if on:
+            options["label_selector"] = {_NODE_LABEL: f"in({','.join(sorted(on))})"}
+        elif off:
+            options["label_selector"] = {_NODE_LABEL: f"!in({','.join(sorted(off))})"}
+        device = self._options.device if has_gpu else "cpu"
+        handle = self.ray.remote(self._worker).options(**options).remote(name, device)
+        return Actor(name, handle, is_carrier=is_carrier)
+
+    def hear(self, actor: Actor, answer: dict[str, Any], *, kernels: bool = False) -> None:
+        """Note what a worker says of itself.
+
+        Args:
+            actor: the worker.
+            answer: of ``ready`` or ``open``.
+            kernels: whether what stages depend on must be equal too.
+
+        Raises:
+            OptionError: it is not equal to the others of its kind.
+        """
+        if actor.is_carrier and not self._carriers_numerics:
+            self._carriers_numerics = dict(answer["numerics"])
+        wanted = self._carriers_numerics if actor.is_carrier else self.numerics
+        if answer["numerics"] != wanted:
+            raise _unequal(
+                f"they differ in device or torch version: {wanted} and {answer['numerics']}.",
+                "Give --device cpu, or use equal machines",
+            )
+        if kernels and answer["kernels"] != self.kernels:
+            raise _unequal(
+                "they differ in processor or transformers version, which the work before the merge "
+                f"depends on: {self.kernels} and {answer['kernels']}.",
+                "Use equal machines, or --inline",
+            )
+        actor.node, actor.oom_kills = answer["node"], answer["oom_kills"]
+
+    def give_up(self, actor: Actor) -> None:
+        """End a worker, or what is left of it, so that it does as little as can be from now on."""
+        # Though a call to it failed it may be alive, and would go on.
+        self.ray.kill(actor.handle)
+        self.actors.remove(actor)
+
+    def dismiss(self) -> None:
+        """End all workers."""
+        for actor in tuple(self.actors):
+            self.give_up(actor)
+
+
+def _unequal(what: str, remedy: str) -> OptionError:
+    return OptionError(Problem("workers", what, f"{remedy}, so that the bytes do not depend on chance."))

@@ -1,0 +1,369 @@
+"""The work of aligning: each layer by itself is matched, and written in the other model's order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from raymerge.checkpoints.layout import PlacedTensor
+from raymerge.errors import NonFiniteError, PlanError, Problem
+from raymerge.planner.inputs.stages import RESULT_FILE, AlignSpec, Stage
+from raymerge.planner.inputs.weights import Weights
+from raymerge.planner.moe.aligned_blocks import AlignedBlock, Network, Piece, Scores
+from raymerge.planner.moe.expert_permutation import BlockPair, paired_blocks
+from raymerge.stages.alignment.matching import (
+    CHUNK,
+    EXPERT_STEP,
+    Costs,
+    Order,
+    expert_costs,
+    group_order,
+    order_of,
+    squared_distances,
+    total_cost,
+)
+from raymerge.stages.alignment.symmetry import (
+    NUM_PROBES,
+    activation_of,
+    neuron_features,
+    outputs,
+    probes,
+    with_neurons,
+)
+from raymerge.storage.local.store import LocalStore
+from raymerge.storage.ranges import Range
+from raymerge.storage.store import WriteStore
+
+# For libraries, and for freed memory that the process keeps.
+_SLACK_NBYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """How one layer's experts were aligned."""
+
+    layer: int
+    """Its number."""
+    block: str
+    """Canonical path of its experts and router."""
+    experts: int
+    """How many experts it has."""
+    experts_moved: int
+    """How many changed places."""
+    neurons_moved: float
+    """Share of the neurons that changed places, the mean over its networks; 0 where they are not matched."""
+    cost_before: float
+    """What belongs together was so far apart: mean over experts, in medians of all distances."""
+    cost_after: float
+    """The same in the new order."""
+
+
+def align_work(stage: Stage) -> AlignWork:
+    """What carries out a stage that aligns experts.
+
+    Raises:
+        TypeError: the stage is of another kind.
+    """
+    if not isinstance(stage.spec, AlignSpec):
+        raise TypeError(f"the stage {stage.name} does not align experts")
+    return AlignWork(stage, stage.spec)
+
+
+class AlignWork:
+    """Carries out one stage; a unit is a layer. Pickles without open files."""
+
+    def __init__(self, stage: Stage, spec: AlignSpec) -> None:
+        self._stage = stage
+        self._spec = spec
+        pairs, self._problems = paired_blocks(spec)
+        self._pairs: Sequence[Sequence[BlockPair]] = [
+            [pair for pair in pairs if pair.other.layer == layer] for layer in spec.layers
+        ]
+        self._placed = {tensor.name: tensor for tensor in stage.layout.tensors}
+        self._open: tuple[Weights, Weights] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}
+
+    @property
+    def num_units(self) -> int:
+        """Layers that are matched."""
+        return len(self._spec.layers)
+
+    def costs(self) -> tuple[int, ...]:
+        """Bytes that each layer reads: both models' experts, and again to match neurons and to write."""
+        return tuple(sum(self._cost(pair) for pair in pairs) for pairs in self._pairs)
+
+    def least_budget(self) -> int:
+        """Bytes that the largest layer needs: what all experts make of the probes, or two experts."""
+        return _SLACK_NBYTES + max((_least(pair) for pairs in self._pairs for pair in pairs), default=0)
+
+    def staging_nbytes(self, *, budget: int, busy: int) -> int:
+        """Bytes of disk: the result, into which every layer writes its own part."""
+        del budget, busy
+        return self._stage.layout.nbytes
+
+    def check(self) -> None:
+        """Find what stands in the way.
+
+        Raises:
+            PlanError: with all problems.
+        """
+        if self._problems:
+            raise PlanError(self._problems)
+
+    def unit(
+        self,
+        number: int,
+        *,
+        staging: Path,
+        device: torch.device,
+        budget: int,
+        tell: Callable[[int], None],
+    ) -> tuple[int, int]:
+        """Match one layer and write it.
+
+        The memory it takes is that of ``least_budget``, however large ``budget`` is. ``tell`` is called after
+        each expert with the bytes read so far.
+
+        Returns:
+            Bytes read and written.
+
+        Raises:
+            NonFiniteError: an expert or a router has NaN or infinity.
+        """
+        del budget
+        layer, written = self._spec.layers[number], 0
+        reports: list[BlockReport] = []
+        mine, theirs = self._weights()
+        count = _Count(tell)
+        with LocalStore(staging) as store, mine, theirs:
+            store.create(RESULT_FILE, self._stage.layout.nbytes)
+            for pair in self._pairs[number]:
+                matched = _Matched(pair, self._spec, mine, theirs, device=device, count=count)
+                for name, tensor in matched.tensors():
+                    written += _write(store, self._placed[name], tensor)
+                reports.append(matched.report(layer))
+            store.sync(RESULT_FILE)
+            told = json.dumps([asdict(report) for report in reports])
+            store.write_atomic(_report_key(layer), told.encode())
+        return count.nbytes, written
+
+    def files(self, number: int) -> Mapping[str, Sequence[Range]]:
+        """What a layer leaves: its tensors' bytes in the result, and its report."""
+        names = [
+            piece.logical
+            for pair in self._pairs[number]
+            for piece in pair.other.pieces(neurons=self._spec.neurons)
+        ]
+        placed = [self._placed[name] for name in names]
+        ranges = tuple(Range(tensor.offset, tensor.nbytes) for tensor in placed)
+        report = {_report_key(self._spec.layers[number]): ()}
+        return {RESULT_FILE: ranges, **report} if ranges else report
+
+    def conclude(self, staging: Path) -> Mapping[str, Any]:
+        """Make the file whole by its header.
+
+        Returns:
+            ``{"reference": NAME, "other": NAME, "layers": [...]}`` with the fields of ``BlockReport`` for
+            each layer.
+        """
+        layers: list[dict[str, Any]] = []
+        with LocalStore(staging) as store:
+            store.create(RESULT_FILE, self._stage.layout.nbytes)
+            store.write_at(RESULT_FILE, 0, self._stage.layout.header)
+            store.sync(RESULT_FILE)
+            for layer in self._spec.layers:
+                layers += json.loads((staging / _report_key(layer)).read_bytes())
+            store.sync_directory()
+        return {"reference": self._spec.reference.name, "other": self._spec.other.name, "layers": layers}
+
+    def _weights(self) -> tuple[Weights, Weights]:
+        """Readers of both models; to sort a hundred thousand names takes seconds, so once for all units."""
+        if self._open is None:
+            self._open = Weights(self._spec.reference), Weights(self._spec.other)
+        return self._open
+
+    def _cost(self, pair: BlockPair) -> int:
+        neurons, blocks = self._spec.neurons, (pair.reference, pair.other)
+        pieces = [*pair.other.pieces(neurons=neurons)]
+        for block in blocks:
+            pieces += [part for expert in block.experts for part in expert.parts]
+            pieces += [scores for scores in (_rows_of(block),) if scores is not None]
+            if neurons:
+                pieces += [part for each in (*block.experts, *block.shared) for part in each.parts]
+        return sum(piece.nbytes for piece in pieces)
+
+
+class _Count:
+    """Adds up what is read of a layer, and tells."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.nbytes = 0
+        self._tell = tell
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Bytes of these are read; raises what whoever is told raises."""
+        self.nbytes += sum(piece.nbytes for piece in pieces)
+        self._tell(self.nbytes)
+
+
+class _Matched:
+    """The experts of one layer, matched; the neurons are when the tensors are asked for."""
+
+    def __init__(
+        self,
+        pair: BlockPair,
+        spec: AlignSpec,
+        mine: Weights,
+        theirs: Weights,
+        *,
+        device: torch.device,
+        count: _Count,
+    ) -> None:
+        self._pair = pair
+        self._spec = spec
+        self._mine = mine
+        self._theirs = theirs
+        self._device = device
+        self._count = count
+        self._shares: list[float] = []
+        costs = self._expert_costs()
+        self._before = float(np.trace(costs))
+        self._order = group_order(costs, pair.num_groups, step=EXPERT_STEP)
+        self._after = total_cost(costs, self._order)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the result by its name, in the stored dtype, read and matched in turn."""
+        pair = self._pair
+        for place, number in enumerate(self._order):
+            # An expert's tensors are written under the names of the place that it takes.
+            names = [part.logical for part in pair.other.experts[place].parts]
+            yield from self._network(pair.reference.experts[place], pair.other.experts[number], names)
+        if self._spec.neurons:
+            for mine, theirs in zip(pair.reference.shared, pair.other.shared, strict=True):
+                yield from self._network(mine, theirs, [part.logical for part in theirs.parts])
+        order = torch.from_numpy(self._order)
+        self._count.add(pair.other.router)
+        for scores in pair.other.router:
+            yield scores.logical, self._theirs.raw(scores.logical).index_select(scores.axis, order)
+
+    def report(self, layer: int) -> BlockReport:
+        """What was found; after all tensors were taken."""
+        moved = int((self._order != np.arange(len(self._order))).sum())
+        count = len(self._order)
+        return BlockReport(
+            layer=layer,
+            block=self._pair.other.path,
+            experts=count,
+            experts_moved=moved,
+            neurons_moved=sum(self._shares) / len(self._shares) if self._shares else 0.0,
+            cost_before=self._before / count,
+            cost_after=self._after / count,
+        )
+
+    def _expert_costs(self) -> Costs:
+        pair = self._pair
+        features = [(self._outputs(pair.reference, self._mine), self._outputs(pair.other, self._theirs))]
+        mine, theirs = self._rows(pair.reference, self._mine), self._rows(pair.other, self._theirs)
+        if mine is not None and theirs is not None and mine.shape == theirs.shape:
+            features.append((mine, theirs))
+        return expert_costs(features)
+
+    def _outputs(self, block: AlignedBlock, weights: Weights) -> torch.Tensor:
+        """What the experts make of the probes: float32 ``[experts, probes * width]`` on the device."""
+        act = activation_of(self._spec.reference.checkpoint.config)
+        down = block.experts[0].part("down")
+        width = down.shape[0] if down is not None else 0
+        inputs = probes(width).to(self._device)
+        made = torch.empty(len(block.experts), NUM_PROBES * width, device=self._device)
+        for number, expert in enumerate(block.experts):
+            made[number] = outputs(expert, self._loaded(expert, weights), inputs, act).flatten()
+        return made
+
+    def _rows(self, block: AlignedBlock, weights: Weights) -> torch.Tensor | None:
+        """The router's rows, each of length 1; None without any."""
+        scores = _rows_of(block)
+        if scores is None:
+            return None
+        self._count.add([scores])
+        rows = self._finite(scores, weights, weights.load(scores.logical, device=self._device))
+        return torch.nn.functional.normalize(rows, dim=1)
+
+    def _loaded(self, network: Network, weights: Weights) -> dict[str, torch.Tensor]:
+        found = {
+            part.logical: self._finite(part, weights, weights.load(part.logical, device=self._device))
+            for part in network.parts
+        }
+        self._count.add(network.parts)
+        return found
+
+    def _finite(self, piece: Piece, weights: Weights, tensor: torch.Tensor) -> torch.Tensor:
+        if not bool(torch.isfinite(tensor).all()):
+            source = self._spec.reference if weights is self._mine else self._spec.other
+            what = (
+                f"{piece.stored} has elements that are NaN or infinite, and nothing can be matched with them."
+            )
+            raise NonFiniteError(Problem(source.name, what, "Take a checkpoint without such elements."))
+        return tensor
+
+    def _network(
+        self, mine: Network, theirs: Network, names: Sequence[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of one network, its neurons in the order of another's, under other names."""
+        order = self._neurons(mine, theirs)
+        for part, name in zip(theirs.parts, names, strict=True):
+            stored = self._theirs.raw(part.logical)
+            yield name, stored if order is None else with_neurons(part, stored, order)
+        self._count.add(theirs.parts)
+
+    def _neurons(self, mine: Network, theirs: Network) -> torch.Tensor | None:
+        if not self._spec.neurons:
+            return None
+        sides = zip(
+            neuron_features(mine, self._loaded(mine, self._mine)),
+            neuron_features(theirs, self._loaded(theirs, self._theirs)),
+            strict=True,
+        )
+        order: Order = order_of(squared_distances(list(sides)))
+        self._shares.append(float((order != np.arange(len(order))).mean()))
+        return torch.from_numpy(order)
+
+
+def _rows_of(block: AlignedBlock) -> Scores | None:
+    """The router's matrix."""
+    return next((scores for scores in block.router if scores.are_rows), None)
+
+
+def _report_key(layer: int) -> str:
+    return f"layer-{layer}.json"
+
+
+def _write(store: WriteStore, placed: PlacedTensor, tensor: torch.Tensor) -> int:
+    """Write a tensor's bytes to its place in the result; how many these are."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    store.write_at(RESULT_FILE, placed.offset, raw.numpy().data)
+    return placed.nbytes
+
+
+def _least(pair: BlockPair) -> int:
+    """Bytes of memory that one layer takes."""
+    expert = max(sum(part.num_elements for part in each.parts) for each in _networks(pair))
+    neurons = max(each.num_neurons for each in _networks(pair))
+    router = sum(scores.num_elements for scores in (*pair.reference.router, *pair.other.router))
+    down = pair.other.experts[0].part("down")
+    width = down.shape[0] if down is not None else 0
+    made = 2 * len(pair.other.experts) * NUM_PROBES * width * 4
+    # Numbers are loaded as float32 from bytes that are about as many; costs are float64.
+    first = made + max(2 * expert, 2 * router) * 4 + 8 * CHUNK * width
+    return max(first, 3 * expert * 4 + 8 * neurons**2 + 3 * 8 * CHUNK * neurons)
+
+
+def _networks(pair: BlockPair) -> tuple[Network, ...]:
+    return (*pair.other.experts, *pair.other.shared, *pair.reference.shared)

@@ -1,0 +1,210 @@
+"""Byte ranges of the files of one commit on the Hub, as its servers give them."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from raymerge.errors import CheckpointError, Problem, UnreadableError
+from raymerge.storage.hub.addresses import HubPlace
+from raymerge.storage.hub.refusals import asked, refusal
+from raymerge.storage.refusals import changed
+from raymerge.storage.store import FileInfo, is_key
+
+_LOOK_SECONDS = 30.0
+"""How long the Hub may take to tell of a repository or a file."""
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_TRIES = 2
+_NO_LONGER_VALID = frozenset({400, 401, 403, 404, 410})
+"""How servers of files refuse a signed address that has expired."""
+
+
+class HubFiles:
+    """Asks the Hub once for each file where its bytes are, and reads them there. Thread-safe.
+
+    The Hub sends who asks for a large file on to another server, with an address that is signed for a while.
+    That is used for all ranges of the file until it is refused. What identifies the user goes to the Hub
+    alone. Addresses are in no message, since whoever has one may read.
+    """
+
+    def __init__(self, place: HubPlace) -> None:
+        """
+        Args:
+            place: of a commit.
+        """
+        self._place = place
+        self._lock = threading.Lock()
+        self._finding: dict[str, threading.Lock] = {}
+        self._found: dict[str, str] = {}
+
+    def listing(self) -> tuple[FileInfo, ...]:
+        """Every file below the place, sorted by key; hidden directories are left out.
+
+        Raises:
+            OSError: another attempt may do.
+            CheckpointError: the Hub does not tell.
+        """
+        told = asked(lambda: repository_info(self._place, files=True), str(self._place))
+        found = (self._info(each) for each in told.siblings or ())
+        return tuple(sorted((each for each in found if each is not None), key=lambda info: info.key))
+
+    def chunks(self, info: FileInfo, offset: int, nbytes: int) -> Iterator[bytes]:
+        """``nbytes`` bytes from ``offset`` of a file, or fewer where it ends before or the connection does.
+
+        Raises:
+            OSError: another attempt may do.
+            UnreadableError: the Hub does not give them.
+            CheckpointError: the file is not the one that is expected, or the server gives other bytes.
+        """
+        where = self.where(info.key)
+        with self._opened(info, f"bytes={offset}-{offset + nbytes - 1}") as response:
+            _check_range(response, offset, nbytes, where)
+            chunks = response.iter_raw()
+            left = nbytes
+            while left and (chunk := asked(lambda: next(chunks, b""), where)):
+                yield chunk[:left]
+                left -= len(chunk[:left])
+
+    def where(self, key: str) -> str:
+        """A file, for messages."""
+        return f"{self._place}/{key}"
+
+    def forget(self, key: str) -> None:
+        """Ask the Hub anew where a file is."""
+        with self._lock:
+            self._found.pop(key, None)
+
+    @contextmanager
+    def _opened(self, info: FileInfo, wanted: str) -> Iterator[Any]:
+        """The answer to a request for a range; where the address has expired, that of a new one."""
+        for _ in range(_TRIES):
+            url = self._address(info)
+            with _answer(url, wanted, self.where(info.key)) as response:
+                if _is_of_hub(url) or response.status_code not in _NO_LONGER_VALID:
+                    yield response
+                    return
+                status = response.status_code
+            self._drop(info.key, url)
+        raise OSError(errno.EAGAIN, f"the server that the Hub sent us to refused the address ({status})")
+
+    def _address(self, info: FileInfo) -> str:
+        """Where the bytes of a file are; found once, however many threads ask."""
+        with self._lock:
+            finding = self._finding.setdefault(info.key, threading.Lock())
+        with finding:
+            found = self._found.get(info.key)
+            if found is None:
+                found = self._resolved(info)
+                with self._lock:
+                    self._found[info.key] = found
+            return found
+
+    def _drop(self, key: str, url: str) -> None:
+        with self._lock:
+            if self._found.get(key) == url:
+                del self._found[key]
+
+    def _resolved(self, info: FileInfo) -> str:
+        """Where the Hub says that the bytes of a file are.
+
+        Raises:
+            OSError: another attempt may do.
+            UnreadableError: the Hub does not give the file.
+            CheckpointError: it has another file there.
+        """
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+        place, where = self._place, self.where(info.key)
+        url = hf_hub_url(place.repository, place.path(info.key), revision=place.revision)
+        told = asked(lambda: get_hf_file_metadata(url, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT), where)
+        digest = told.etag if told.etag is not None and _DIGEST.fullmatch(told.etag) else info.version
+        if digest != info.version or told.size not in (None, info.nbytes):
+            raise CheckpointError(changed(where))
+        return str(told.location)
+
+    def _info(self, told: Any) -> FileInfo | None:
+        """A file of the repository as one of the place; None for what is not below it, or hidden."""
+        before = f"{self._place.directory}/" if self._place.directory else ""
+        key = str(told.rfilename).removeprefix(before)
+        is_hidden = any(part.startswith(".") for part in key.split("/")[:-1])
+        if not str(told.rfilename).startswith(before) or is_hidden or not is_key(key):
+            return None
+        version = told.blob_id if told.lfs is None else told.lfs.sha256
+        if told.size is None or version is None:
+            what = "the Hub does not tell its size and content."
+            raise CheckpointError(
+                Problem(self.where(key), what, "Check HF_ENDPOINT: a mirror may lack that.")
+            )
+        return FileInfo(key, int(told.size), str(version))
+
+
+def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECONDS) -> Any:
+    """What the Hub tells of a repository at a revision, with sizes and contents of its files or without.
+
+    Raises:
+        Exception: whatever the Hub's client raises.
+    """
+    from huggingface_hub import HfApi, constants
+
+    api = HfApi(endpoint=constants.ENDPOINT)
+    return api.model_info(place.repository, revision=place.revision, files_metadata=files, timeout=seconds)
+
+
+@contextmanager
+def _answer(url: str, wanted: str, where: str) -> Iterator[Any]:
+    """The answer of a server to a request for a range; its body is not read yet."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+
+    headers = build_hf_headers(token=None if _is_of_hub(url) else False)
+    headers |= {"Range": wanted, "Accept-Encoding": "identity"}
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    # On the way to another server the library leaves out what identifies the user.
+    stream = get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout)
+    response = asked(stream.__enter__, where)
+    try:
+        yield response
+    finally:
+        stream.__exit__(None, None, None)
+
+
+def _is_of_hub(url: str) -> bool:
+    """Whether an address is one of the Hub itself, which alone is told who asks."""
+    from huggingface_hub import constants
+
+    return _origin(url) == _origin(constants.ENDPOINT)
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc.lower()
+
+
+def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
+    """See that an answer has the bytes that were asked for, or as many of them as the file has.
+
+    Raises:
+        OSError: another attempt may do.
+        CheckpointError: it has not.
+    """
+    status = int(response.status_code)
+    if status == 416:
+        what = f"it has no byte {offset}."
+        raise UnreadableError(Problem(where, what, "The file is cut off: take another revision."))
+    if status == 200 and offset == 0 and response.headers.get("Content-Length") == str(nbytes):
+        return
+    if status != 206:
+        if status < 400:
+            what = "its server gives no ranges of files."
+            remedy = "Name it without hf://, and it is downloaded."
+            raise CheckpointError(Problem(where, what, remedy))
+        raise refusal(status, where)
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if found is None or int(found[1]) != offset:
+        raise OSError(errno.EAGAIN, "the server gave other bytes than were asked for")

@@ -1,0 +1,121 @@
+"""Bytes of one file that become bytes of another without a way through this process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+
+from raymerge.storage.local.extents import BLOCK_NBYTES
+
+# FICLONERANGE of linux/fs.h: the source's extents become the target's too, until one of them is written.
+_CLONE = 0x4020940D
+_CLONE_RANGE = struct.Struct("=qQQQ")
+_NEVER = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
+_COPIED_BY_SERVER: Mapping[str, str] = MappingProxyType(
+    {"nfs4": "vers=4.2", "ceph": "copyfrom", "cifs": "", "smb3": ""}
+)
+"""File systems whose servers may copy, and the mount option without which they are not asked to."""
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class _Way(Enum):
+    CLONE = "clone"
+    SERVER = "server"
+    NONE = "none"
+
+
+class RangeCopier:
+    """Remembers for each pair of devices how bytes get from one to the other. Thread-safe.
+
+    Two ways are worth taking. XFS, btrfs and their like let files share blocks, so nothing is copied. Some
+    file servers copy on their own side where the mount allows it, so that nothing crosses the network; one
+    that turns out not to is the kernel's to know, which then copies through this machine. Everywhere else
+    the kernel would always do that, through the page cache, which takes longer than reading and writing
+    directly from here.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[int, int], _Way] = {}
+
+    def copy_blocks(self, source: int, source_offset: int, target: int, offset: int, nbytes: int) -> bool:
+        """Copy whole blocks between open files; False where that cannot be, and then nothing is promised.
+
+        Args:
+            source: descriptor open for reading.
+            source_offset: first byte there, a multiple of BLOCK_NBYTES.
+            target: descriptor open for writing.
+            offset: first byte there, a multiple of BLOCK_NBYTES.
+            nbytes: length, a multiple of BLOCK_NBYTES.
+        """
+        pair = os.fstat(source).st_dev, os.fstat(target).st_dev
+        way = self._ways.get(pair, _Way.CLONE)
+        if way is _Way.CLONE:
+            refusal = _clone(source, source_offset, target, offset, nbytes)
+            if refusal in _NEVER:
+                way = self._ways[pair] = _way_without_clones(*pair)
+            else:
+                return refusal == 0
+        return way is _Way.SERVER and _copy_by_server(source, source_offset, target, offset, nbytes)
+
+
+def inner_blocks(source_offset: int, offset: int, nbytes: int) -> tuple[int, int]:
+    """Bytes before the first whole block of a range and bytes of whole blocks behind them.
+
+    There are no whole blocks where the two files' blocks do not begin at the same bytes of the range.
+    """
+    lead = -offset % BLOCK_NBYTES
+    if source_offset % BLOCK_NBYTES != offset % BLOCK_NBYTES or nbytes < lead:
+        return 0, 0
+    return lead, (nbytes - lead) // BLOCK_NBYTES * BLOCK_NBYTES
+
+
+def _clone(source: int, source_offset: int, target: int, offset: int, nbytes: int) -> int:
+    """Error number of the refusal, 0 for none."""
+    try:
+        fcntl.ioctl(target, _CLONE, _CLONE_RANGE.pack(source, source_offset, nbytes, offset))
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _way_without_clones(source_device: int, device: int) -> _Way:
+    if source_device != device:
+        return _Way.NONE
+    kind, options = mount_of(device)
+    wanted = _COPIED_BY_SERVER.get(kind)
+    return _Way.SERVER if wanted is not None and (not wanted or wanted in options) else _Way.NONE
+
+
+def mount_of(device: int) -> tuple[str, tuple[str, ...]]:
+    """The kind of file system mounted from a device (``st_dev``) and its own options, as the mount table has
+    them; nothing where that does not know the device."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return "", ()
+    for line in lines:
+        before, _, behind = line.partition(" - ")
+        if before.split()[2] == number:
+            kind, _, options = behind.split(" ")[:3]
+            return kind, tuple(options.split(","))
+    return "", ()
+
+
+def _copy_by_server(source: int, source_offset: int, target: int, offset: int, nbytes: int) -> bool:
+    done = 0
+    try:
+        while done < nbytes:
+            got = os.copy_file_range(source, target, nbytes - done, source_offset + done, offset + done)
+            if not got:
+                return False
+            done += got
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,214 @@
+"""A place in an object store, read by ranges."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from raymerge.errors import CheckpointError, Problem
+from raymerge.storage.addresses import parse_place, shown
+from raymerge.storage.local.transfers import as_bytes
+from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, file_info, object_client
+from raymerge.storage.objects.faults import asking
+from raymerge.storage.pieces import Pieces
+from raymerge.storage.refusals import changed, ends_before, reading
+from raymerge.storage.remote import FarStore
+from raymerge.storage.retry import Patience
+from raymerge.storage.store import NO_FILES, FileInfo, is_key
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+_CHUNK_NBYTES = 256 << 10
+"""What a request holds of its answer before it goes to the caller's memory."""
+_FEW = 2
+"""Objects that are looked at one by one rather than in a listing, which has all the others too."""
+_MOST_FILES = 100_000
+
+_Result = TypeVar("_Result")
+
+
+class ObjectStore(FarStore):
+    """Objects below a place. Thread-safe; pickles as its place and what it expects, without a connection.
+
+    Every request for bytes says which version of the object it is for: the one that is expected, or that this
+    store has seen. A server that has another one by now refuses, so no bytes of two versions ever meet.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        patience: Patience | None = None,
+        expected: Mapping[str, FileInfo] = NO_FILES,
+        read_seconds: float = READ_SECONDS,
+    ) -> None:
+        """
+        Args:
+            place: an address in an object store, with its options.
+            patience: how often to try again what the client has given up; None for the usual.
+            expected: objects as they must be when they are read; others may be as they like.
+            read_seconds: how long the server may be silent before a request is given up.
+
+        Raises:
+            OptionError: the address says no place in an object store.
+        """
+        self.root = str(parse_place(place))
+        self._top = shown(self.root)
+        self._patience = patience or Patience()
+        self._expected = dict(expected)
+        self._read_seconds = read_seconds
+        self._seen: dict[str, FileInfo] = {}
+        self._pieces = Pieces()
+        self._lock = threading.Lock()
+        self._client: ObjectClient | None = None
+
+    def __getstate__(self) -> tuple[str, dict[str, FileInfo]]:
+        return self.root, self._expected
+
+    def __setstate__(self, state: tuple[str, dict[str, FileInfo]]) -> None:
+        self.__init__(state[0], expected=state[1])  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Drop the connections; the store may be used again afterwards."""
+        self._pieces.close()
+        with self._lock:
+            self._client = None
+
+    def _named(self, path: str) -> str:
+        return self._top if path == "." else f"{self._top}/{path}"
+
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every object below the place, sorted by key; what lies in hidden directories is left out.
+
+        Raises:
+            CheckpointError: it cannot be listed, or holds more objects than any model.
+            TransientError: the server failed for longer than is waited.
+        """
+        client = self._connected()
+        with reading(self._top, 0):
+            found = self._tried(lambda: list(self._listed(client)), self._top, "listing")
+        self._seen.update((info.key, info) for info in found)
+        return tuple(sorted(found, key=lambda info: info.key))
+
+    def info(self, key: str) -> FileInfo | None:
+        """One object as it is now; None where there is none.
+
+        Raises:
+            CheckpointError: it may not be looked at.
+            TransientError: the server failed for longer than is waited.
+        """
+        import obstore
+
+        client, location = self._connected(), self.location(key)
+
+        def head() -> FileInfo | None:
+            try:
+                with asking(self.root, location):
+                    return file_info(key, obstore.head(client.store, client.path(key)))
+            except FileNotFoundError:
+                return None
+
+        found = self._tried(head, location, "looking")
+        if found is not None:
+            self._seen[key] = found
+        return found
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        """Several objects as they are now, by one listing; None for those that are not there."""
+        if len(keys) <= _FEW:
+            return {key: self.info(key) for key in keys}
+        found = {info.key: info for info in self.files()}
+        return {key: found.get(key) for key in keys}
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill the whole ``buffer`` from ``offset``.
+
+        Raises:
+            UnreadableError: the object cannot be read.
+            CheckpointError: it ends before the buffer is full, or is not the one expected.
+            TransientError: the server failed for longer than is waited.
+        """
+        view = as_bytes(buffer)
+        if not len(view):
+            return
+        wanted, location = self._wanted(key), self.location(key)
+        if offset + len(view) > wanted.nbytes:
+            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=wanted.nbytes))
+        self._pieces.fetch(lambda at, piece: self._fetch(wanted, location, at, piece), offset, view)
+
+    def check_expected(self) -> None:
+        """Nothing is left to see: every answer was of the version that was asked for."""
+
+    def _connected(self) -> ObjectClient:
+        with self._lock:
+            if self._client is None:
+                self._client = object_client(parse_place(self.root), read_seconds=self._read_seconds)
+            return self._client
+
+    def _wanted(self, key: str) -> FileInfo:
+        """The version of an object that is to be read."""
+        found = self._expected.get(key) or self._seen.get(key) or self.info(key)
+        if found is None:
+            location = self.location(key)
+            with reading(location, 0):
+                raise FileNotFoundError(2, os.strerror(2), location)
+        return found
+
+    def _fetch(self, wanted: FileInfo, location: str, offset: int, view: memoryview) -> None:
+        """Fill a view by one request, and more where one breaks off: each begins where the last one ended."""
+        client, done = self._connected(), 0
+
+        def go_on() -> None:
+            nonlocal done
+            begin = done
+            with asking(self.root, location):
+                for chunk in self._chunks(client, wanted, location, (offset + done, offset + len(view))):
+                    if len(chunk) > len(view) - done:
+                        done = begin  # which of its bytes are those of the range is not known
+                        raise OSError(errno.EIO, "an answer with more bytes than were asked for")
+                    view[done : done + len(chunk)] = chunk
+                    done += len(chunk)
+
+        with reading(location, offset):
+            self._tried(go_on, location, "reading", offset)
+        if done < len(view):
+            raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=offset + done))
+
+    def _chunks(
+        self, client: ObjectClient, wanted: FileInfo, location: str, span: tuple[int, int]
+    ) -> Iterator[memoryview]:
+        """The bytes of a span as they come."""
+        import obstore
+
+        # A weak one cannot be asked for; it is compared with what the answer says.
+        options: GetOptions = {"range": span}
+        if not wanted.version.startswith("W/"):
+            options["if_match"] = wanted.version
+        answer = obstore.get(client.store, client.path(wanted.key), options=options)
+        if file_info(wanted.key, answer.meta) != wanted:
+            raise CheckpointError(changed(location))
+        for chunk in answer.stream(min_chunk_size=_CHUNK_NBYTES):
+            yield memoryview(chunk)
+
+    def _listed(self, client: ObjectClient) -> Iterator[FileInfo]:
+        with asking(self.root, self._top):
+            for number, info in enumerate(client.listed(), 1):
+                is_hidden = any(part.startswith(".") for part in info.key.split("/")[:-1])
+                if is_key(info.key) and not is_hidden:
+                    yield info
+                if number > _MOST_FILES:
+                    what = f"holds more than {_MOST_FILES} objects, which is no model."
+                    raise CheckpointError(Problem(self._top, what, "Name the model's own directory."))
+
+    def _tried(self, attempt: Callable[[], _Result], location: str, doing: str, offset: int = 0) -> _Result:
+        """The result of an attempt, or of a later one where the server fails for a moment."""
+        return self._patience.have(attempt, path=location, doing=doing, offset=offset, again=_nothing)
+
+
+def _nothing(location: str) -> None:
+    """What there is to do before a request is made again."""
+    del location

@@ -1,0 +1,319 @@
+"""Writes to an object store: small objects at once, large ones as streams that are complete or absent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raymerge.errors import OptionError, Problem, TransientError
+from raymerge.storage.addresses import parse_place, shown
+from raymerge.storage.objects.client import object_client
+from raymerge.storage.objects.faults import asking
+from raymerge.storage.objects.stream import (
+    STREAM_PARTS,
+    ObjectStream,
+    OneRequest,
+    Upload,
+    part_bytes,
+    refusing,
+)
+from raymerge.storage.retry import KEPT, Patience
+from raymerge.storage.store import Buffer, FileInfo
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+
+_STREAM_RETRIES = 8
+"""How often the client repeats a part of a stream by itself: a stream cannot go back."""
+_DELETED_AT_ONCE = 1000
+_ASKED_AT_ONCE = 8
+_TRIED = 4
+"""How often an object is written over what was just seen there."""
+_STAMP = "raymerge"
+"""Name of the attribute that says who wrote an object; some stores take no signs in it."""
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object that is there."""
+
+    nbytes: int
+    """Its size."""
+    version: str
+    """What ``put_over`` knows it by; some stores give another with each write of the same bytes, or none."""
+    stamp: str
+    """What its writer put down with it; "" where it put down nothing."""
+
+
+def _unguarded() -> None:
+    """For what nobody else writes."""
+
+
+class ObjectWriter:
+    """Writes below one place of an object store. Thread-safe."""
+
+    def __init__(self, place: str, *, patience: Patience | None = None, seconds: float | None = None) -> None:
+        """
+        Args:
+            place: with its options.
+            patience: with a store that fails for a moment.
+            seconds: how long one request may take, which is then not made again; None for as long as usual.
+
+        Raises:
+            OptionError: what speaks to such stores is not installed.
+            CheckpointError: there are no credentials.
+        """
+        self.place = place
+        self._patience = patience or Patience()
+        self._address = parse_place(place)
+        if seconds is None:
+            self._objects = object_client(self._address)
+        else:
+            self._patience.end()
+            self._objects = object_client(
+                self._address, read_seconds=seconds, retries=0, whole_seconds=seconds
+            )
+        self._patient: Client | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _store(self) -> Client:
+        return self._objects.store
+
+    def _streams(self) -> Client:
+        """A client that goes on trying for longer."""
+        with self._lock:
+            self._patient = self._patient or object_client(self._address, retries=_STREAM_RETRIES).store
+        return self._patient
+
+    def location(self, key: str) -> str:
+        """The full name of a key, for messages."""
+        return f"{shown(self.place)}/{key}" if key else shown(self.place)
+
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every object below the place, sorted by key, by a listing made now."""
+        found = self._have("", "listing", lambda: list(self._objects.listed()))
+        return tuple(sorted(found, key=lambda each: each.key))
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """One object, as it is now; None where there is none."""
+        import obstore
+
+        def attempt() -> ObjectInfo | None:
+            try:
+                found = obstore.get(self._store, self._objects.path(key), options={"head": True})
+            except FileNotFoundError:
+                return None
+            stamp = str(found.attributes.get(_STAMP, ""))
+            return ObjectInfo(int(found.meta["size"]), _version(found.meta), stamp)
+
+        return self._have(key, "reading", attempt)
+
+    def infos(self, keys: Sequence[str]) -> dict[str, ObjectInfo | None]:
+        """Several objects by their keys, asked for side by side; see ``info``."""
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+            return dict(zip(keys, threads.map(self.info, keys), strict=True))
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and its version; None where there is none."""
+        import obstore
+
+        def attempt() -> tuple[bytes, str] | None:
+            try:
+                found = obstore.get(self._store, self._objects.path(key))
+                return bytes(found.bytes()), _version(found.meta)
+            except FileNotFoundError:
+                return None
+
+        return self._have(key, "reading", attempt)
+
+    def get_range(self, key: str, nbytes: int) -> bytes:
+        """The first bytes of an object."""
+        import obstore
+
+        path = self._objects.path(key)
+        return self._have(
+            key, "reading", lambda: bytes(obstore.get_range(self._store, path, start=0, length=nbytes))
+        )
+
+    def put(self, key: str, data: bytes) -> str:
+        """Write a small object, whatever is there; its version."""
+        import obstore
+
+        path = self._objects.path(key)
+        done = self._have(key, "writing", lambda: obstore.put(self._store, path, data, use_multipart=False))
+        return _version(done)
+
+    def put_new(self, key: str, data: Buffer, *, stamp: str = "") -> str | None:
+        """Write a small object if there is none; its version, or None where there is one.
+
+        Where an answer was lost and the request was repeated, the one that is there may be this one.
+
+        Args:
+            key: of the object.
+            data: all of it.
+            stamp: what ``info`` is to say of who wrote it.
+        """
+        return self._put_if(key, data, "create", stamp)
+
+    def put_over(self, key: str, data: Buffer, version: str, *, stamp: str = "") -> str | None:
+        """Write a small object over one of this version; its version, or None where it has another; and as
+        ``put_new`` where an answer was lost."""
+        # Stores know an object by one of these or by the other.
+        e_tag, _, generation = version.partition(" ")
+        known = {"e_tag": e_tag, "version": generation}
+        return self._put_if(key, data, {name: text for name, text in known.items() if text}, stamp)
+
+    def put_only(self, key: str, data: Buffer, guard: Callable[[], None], *, stamp: str = "") -> None:
+        """Write a small object where there is none, or over what was there when ``guard`` let it pass.
+
+        However late a request arrives, it changes nothing that came after that: a client repeats by itself
+        what was under way when its machine was suspended.
+
+        Args:
+            key: of the object.
+            data: all of it.
+            guard: raises where nothing more is to be written; called before each request that writes.
+            stamp: what ``info`` is to say of who wrote it. One of this size that bears it already is as good.
+
+        Raises:
+            TransientError: others go on writing there, or the store failed for a while.
+            TargetError: it is refused for good.
+        """
+        there: ObjectInfo | None = None
+        for _ in range(_TRIED):
+            guard()
+            if there is None:
+                done = self.put_new(key, data, stamp=stamp)
+            else:
+                done = self.put_over(key, data, there.version, stamp=stamp)
+            if done is not None:
+                return
+            # Looked at before the guard is asked, so that it was there while the place was still ours.
+            there = self.info(key)
+            if stamp and there is not None and (there.nbytes, there.stamp) == (len(data), stamp):
+                return
+        raise TransientError(f"{self.location(key)}: another process goes on writing there. {KEPT}")
+
+    def _put_if(self, key: str, data: Buffer, mode: Any, stamp: str) -> str | None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        path, attributes = self._objects.path(key), _attributes(stamp)
+
+        def attempt() -> str | None:
+            try:
+                done = obstore.put(
+                    self._store, path, data, mode=mode, attributes=attributes, use_multipart=False
+                )
+            except (AlreadyExistsError, PreconditionError):
+                return None
+            except (NotSupportedError, NotImplementedError) as error:
+                raise OptionError(unconditional(self.location(""))) from error
+            return _version(done)
+
+        return self._have(key, "writing", attempt)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; one that is not there is fine."""
+        import obstore
+
+        paths = [self._objects.path(key) for key in keys]
+        for start in range(0, len(paths), _DELETED_AT_ONCE):
+            some = paths[start : start + _DELETED_AT_ONCE]
+            self._have("", "deleting", partial(_deleted, obstore.delete, self._store, some))
+
+    def stream(
+        self, key: str, nbytes: int, *, stamp: str = "", guard: Callable[[], None] = _unguarded
+    ) -> ObjectStream:
+        """An object of so many bytes to come, which is there once it is finished.
+
+        What is at the key stays until then. One of a single part is written as ``put_only`` does.
+
+        Args:
+            key: of the object.
+            nbytes: how long it will be.
+            stamp: what ``info`` is to say of who wrote it.
+            guard: called just before the store is to have it for good; raises where it is not to.
+        """
+        import obstore
+
+        path, size = self._objects.path(key), part_bytes(nbytes)
+        if nbytes <= size:
+            put = partial(self.put_only, key, guard=guard, stamp=stamp)
+            return OneRequest(put, self.location(key), nbytes)
+        writer = obstore.open_writer(
+            self._streams(),
+            path,
+            attributes=_attributes(stamp),
+            buffer_size=size,
+            max_concurrency=STREAM_PARTS,
+        )
+        return Upload(writer, self.place, self.location(key), nbytes, guard)
+
+    def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
+        """Abort what killed processes left half uploaded; how many there were.
+
+        Only of S3, and where boto3 is installed: elsewhere the store's own rules clear them away.
+
+        Args:
+            is_ours: whether an upload to a key below the place may be aborted.
+
+        Raises:
+            TransientError: the store failed for a while.
+        """
+        if self._address.scheme != "s3" or self._address.options.anonymous:
+            return 0
+        from raymerge.storage.objects.unfinished_uploads import abort_uploads
+
+        attempt = partial(abort_uploads, self._address, self._objects, is_ours)
+        return self._patience.have(attempt, path=self.location(""), doing="listing", again=lambda _: None)
+
+    def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
+        """The result of a request that is made again where the store fails for a moment.
+
+        Raises:
+            TransientError: it failed for a while.
+            TargetError: it will be refused again.
+        """
+        location = self.location(key)
+
+        def tried() -> _Result:
+            with refusing(self.place, location), asking(self.place, location):
+                return attempt()
+
+        return self._patience.have(tried, path=location, doing=doing, again=lambda _: None)
+
+
+def unconditional(location: str) -> Problem:
+    """Says that a store has no conditional requests."""
+    what = "this store has no conditional writes, so that two runs could not be told apart."
+    return Problem(
+        location, what, "Take a store that has them (S3, GCS, Azure, MinIO), or a local directory."
+    )
+
+
+def _deleted(delete: Callable[..., None], store: Any, paths: Sequence[str]) -> None:
+    try:
+        delete(store, list(paths))
+    except FileNotFoundError:
+        # Some stores say so of what is not there, and may not have looked at the others.
+        for path in paths:
+            try:
+                delete(store, path)
+            except FileNotFoundError:
+                continue
+
+
+def _attributes(stamp: str) -> dict[str, str] | None:
+    return {_STAMP: stamp} if stamp else None
+
+
+def _version(found: Any) -> str:
+    """What an object must still have to be written over: its tag, and its number where the store has one."""
+    return f"{found['e_tag'] or ''} {found['version'] or ''}".strip()
