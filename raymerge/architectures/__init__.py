@@ -12,23 +12,29 @@ from raymerge.architectures.canonical import (
 from raymerge.architectures.dense_models import DenseModel, dense_mlp, dense_model
 from raymerge.architectures.depth import restack_config
 from raymerge.architectures.layers import Stack, rename_layer, stacks
-from raymerge.architectures.modules import module_finder, module_of
-from raymerge.architectures.moe_names import (
+from raymerge.architectures.moe_output import (
     AddedTensor,
     FusedExperts,
     added_tensors,
     expert_names,
     fused_names,
     is_fused,
+    moe_config,
     router_name,
     shared_gate_name,
     shared_names,
     trunk_name,
 )
-from raymerge.architectures.moe_output import moe_config
 from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
 from raymerge.architectures.moe_targets import Layout, MoeTarget, named_targets, targets
-from raymerge.architectures.roles import NameReader, TensorInfo, describe, joined_matrix
+from raymerge.architectures.roles import (
+    NameReader,
+    TensorInfo,
+    describe,
+    joined_matrix,
+    module_finder,
+    module_of,
+)
 from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules
 from raymerge.architectures.ties import TiedPair, declared_tie, tied_pair
 

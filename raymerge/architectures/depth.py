@@ -7,15 +7,231 @@ What all layers say together is written in the donor's own form, or as a list wh
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures.layers import with_layers
-from raymerge.architectures.parents import Origin, Parent, Path, Said, read_config
-from raymerge.architectures.periods import restack_periods
-from raymerge.architectures.quantised_names import restack_names
-from raymerge.architectures.rules import DepthRules, Rules, load_rules
+from raymerge.architectures.parents import (
+    LAYER_TYPES,
+    ORDINARY,
+    Origin,
+    Parent,
+    Path,
+    Said,
+    period,
+    read_config,
+)
+from raymerge.architectures.rules import DepthRules, Periodic, Rules, load_rules
 from raymerge.architectures.sections import text_path
+
+
+def restack_periods(section: dict[str, Any], origins: Sequence[Origin], depth: DepthRules) -> tuple[str, ...]:
+    """Change the periodic fields of a section in place; a sentence for each that cannot say the new order."""
+    return tuple(sentence for rule in depth.periodic if (sentence := _restack(section, origins, rule)))
+
+
+def _restack(section: dict[str, Any], origins: Sequence[Origin], rule: Periodic) -> str | None:
+    own = period(section, rule)
+    theirs = next((value for each in origins if (value := period(each.said.section, rule))), None)
+    wanted = own or theirs
+    if wanted is None or _is_overridden(section, rule):
+        return None
+    special = [origin.is_special(rule) for origin in origins]
+    silent = next((origin.said.name for origin in origins if origin.is_special(rule) is None), None)
+    if silent is not None or (own is None and section.get(rule.key) is not None):
+        return (
+            f"{rule.key} is {wanted} in one model, but {silent or 'the donor'} does not say with a period "
+            "which layers are of that kind, and one config has to say it for all layers."
+        )
+    return _fold(section, rule, [flag is True for flag in special], wanted)
+
+
+def _is_overridden(section: dict[str, Any], rule: Periodic) -> bool:
+    """Whether a list says it layer by layer; such a list was restacked with the others."""
+    if rule.layer_types and section.get(LAYER_TYPES):
+        return True
+    listed = rule.index_list is not None and rule.index_list != ORDINARY
+    return listed and section.get(str(rule.index_list)) is not None
+
+
+def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], wanted: int) -> str | None:
+    if _as_period(section, rule, special, wanted):
+        return None
+    if rule.layer_types:
+        section[LAYER_TYPES] = [rule.layer_types[0 if flag else 1] for flag in special]
+        return None
+    if rule.index_list:
+        _as_list(section, rule, rule.index_list, special)
+        return None
+    return (
+        f"{rule.key} is {wanted}, but in the new order the layers of that kind are "
+        f"{[index for index, flag in enumerate(special) if flag]}, which no period gives."
+    )
+
+
+def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool], wanted: int) -> bool:
+    """Say the new order with a period, the old one if possible; False if none says it."""
+    for candidate in (wanted, *range(1, len(special) + 2)):
+        for offset in range(candidate) if rule.offset else (-rule.shift,):
+            if all(((index - offset) % candidate == 0) == flag for index, flag in enumerate(special)):
+                section[rule.key] = candidate
+                if rule.offset:
+                    section[rule.offset] = offset
+                return True
+    return False
+
+
+def _as_list(section: dict[str, Any], rule: Periodic, key: str, special: Sequence[bool]) -> None:
+    if key != ORDINARY:
+        section[key] = [index for index, flag in enumerate(special) if flag]
+        return
+    ordinary = {index for index, flag in enumerate(special) if not flag}
+    section[key] = sorted(ordinary | set(section.get(key) or ()))
+    section[rule.key] = 1
+
+
+_TABLES = ("quantization_config", "compression_config")
+_PATTERN = re.compile(r"^(?:re|[-+]):|[*?+^$|\\()\[\]{}]")
+_BESIDE_TEXT = ("audio", "speech", "talker")
+
+
+def restack_names(
+    result: dict[str, Any], donor: Said, origins: Sequence[Origin], rules: Rules
+) -> Iterator[str]:
+    """Rename the layers in the quantisation tables of a config in place; yields what one table cannot say.
+
+    A name becomes as many names as its layer is used times, and none where the layer is left out.
+    """
+    keys = text_path(result)
+    section = result
+    for depth in range(len(keys) + 1):
+        section = section[keys[depth - 1]] if depth else result
+        for table in _TABLES:
+            work = _Renaming(donor, origins, _LayerNames(rules))
+            value = work.fold((*keys[:depth], table))
+            if value is not None:
+                section[table] = value
+            yield from work.sentences(table)
+
+
+class _LayerNames:
+    """Finds the layer numbers of the main stack in names and patterns."""
+
+    def __init__(self, rules: Rules) -> None:
+        words = "|".join(sorted(map(re.escape, rules.layer_words)))
+        self._aside = rules.vision | rules.mtp
+        self._name = re.compile(rf"((?:\w+\.)*?(?:{words}))\.([0-9]+)(\..*)?")
+        self._numbered = re.compile(rf"(?:^|[^A-Za-z])(?:{words})[^A-Za-z]*[0-9]")
+
+    def layer(self, name: str) -> int | None:
+        """The layer that a plain name speaks of, or None."""
+        found = None if _PATTERN.search(name) else self._name.fullmatch(name)
+        return int(found[2]) if found and not self._is_aside(found[1]) else None
+
+    def renamed(self, name: str, layer: int) -> str:
+        """The name with another layer number."""
+        return self._name.sub(lambda found: f"{found[1]}.{layer}{found[3] or ''}", name, count=1)
+
+    def is_numbered_pattern(self, text: str) -> bool:
+        """Whether a text is a pattern that means layers by their numbers."""
+        # A class of all digits means any layer, as \d does, whose letter keeps it from being found.
+        plain = text.replace("[0-9]", r"\d")
+        return bool(_PATTERN.search(text) and self._numbered.search(plain)) and not self._is_aside(plain)
+
+    def _is_aside(self, text: str) -> bool:
+        words = re.split(r"[^A-Za-z0-9_]+", text)
+        return not self._aside.isdisjoint(words) or any(word.startswith(_BESIDE_TEXT) for word in words)
+
+
+class _Renaming:
+    """One table of all models, folded into one."""
+
+    def __init__(self, donor: Said, origins: Sequence[Origin], names: _LayerNames) -> None:
+        self._donor = donor
+        self._origins = origins
+        self._names = names
+        self._models = list({each.said.name: each.said for each in origins}.values())
+        self._differing: dict[str, list[str]] = {}
+        self._patterns: dict[str, None] = {}
+
+    def fold(self, path: Path) -> Any:
+        """The value under ``path`` for the new order; None where no model has it."""
+        values = [_at(said, path) for said in (self._donor, *self._models)]
+        if any(isinstance(value, Mapping) for value in values):
+            return self._folded(path)
+        if any(_is_names(value) for value in values):
+            return list(self._folded(path))
+        for said, value in zip(self._models, values[1:], strict=True):
+            if value != values[0]:
+                self._differ(said, path)
+        return copy.deepcopy(values[0])
+
+    def sentences(self, table: str) -> Iterator[str]:
+        """What was found that one table cannot say."""
+        for name, fields in self._differing.items():
+            yield (
+                f"{table} says other things in {name} than in the donor ({', '.join(fields)}), "
+                "and one config has to hold for all layers."
+            )
+        for pattern in self._patterns:
+            yield f"{table} has the pattern '{pattern}', whose layer numbers cannot follow the new order."
+
+    def _folded(self, path: Path) -> dict[str, Any]:
+        """The members of a table, or the names of a list as its keys."""
+        renamed: dict[str, Any] = {}
+        for new, origin in enumerate(self._origins):
+            renamed |= self._moved(origin.said, path, {origin.layer: new})
+        if self._origins and self._origins[-1].said.count is not None:
+            # Multi-token-prediction layers stay behind those of the model that ends the stack.
+            last = self._origins[-1].said
+            count, total = last.count or 0, len(self._origins)
+            renamed |= self._moved(last, path, {count + n: total + n for n in range(last.mtp)})
+        kept = self._kept(path)
+        return {**renamed, **{key: self.fold((*path, key)) for key in kept}}
+
+    def _kept(self, path: Path) -> tuple[str, ...]:
+        """Members that name no layer. Every model must have the same ones."""
+        kept: dict[str, list[str]] = {}
+        models = (self._donor, *self._models)
+        is_list = not any(isinstance(_at(said, path), Mapping) for said in models)
+        for said in models:
+            members = _members(_at(said, path))
+            self._patterns |= dict.fromkeys(key for key in members if self._names.is_numbered_pattern(key))
+            kept[said.name] = [key for key in members if self._names.layer(key) is None]
+            if is_list and set(kept[said.name]) != set(kept[self._donor.name]):
+                self._differ(said, path)
+        return tuple(dict.fromkeys(key for keys in kept.values() for key in keys))
+
+    def _moved(self, said: Said, path: Path, numbers: Mapping[int, int]) -> dict[str, Any]:
+        return {
+            self._names.renamed(key, numbers[layer]): copy.deepcopy(value)
+            for key, value in _members(_at(said, path)).items()
+            if (layer := self._names.layer(key)) is not None and layer in numbers
+        }
+
+    def _differ(self, said: Said, path: Path) -> None:
+        fields = self._differing.setdefault(said.name, [])
+        if path[-1] not in fields:
+            fields.append(path[-1])
+
+
+def _at(said: Said, path: Path) -> Any:
+    value: Any = said.config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _members(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    return dict.fromkeys(value) if _is_names(value) else {}
+
 
 # Only a model that uses sliding windows reads this count of layers without one.
 _WINDOW = "max_window_layers"

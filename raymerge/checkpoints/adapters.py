@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE, AdapterConfig, parse_adapter_config
-from raymerge.checkpoints.files import LeftOut, sort_files
+from raymerge.checkpoints.files import LeftOut, linked_directories, sort_files
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.json_files import read_bounded
-from raymerge.checkpoints.links import linked_directories
 from raymerge.checkpoints.source import PickleReader, WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown

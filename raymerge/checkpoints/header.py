@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from raymerge.checkpoints.strict_json import parse_strict_json
+from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import ReadStore

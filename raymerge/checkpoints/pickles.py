@@ -9,23 +9,190 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import xxhash
 
 from raymerge.checkpoints.header import MAX_HEADER_NBYTES, METADATA_KEY, FileHeader, StoredTensor
-from raymerge.checkpoints.pickle_bounds import check_extent
-from raymerge.checkpoints.pickled_file import StoreFile
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
     import torch
+
+
+_MAX_DEPTH = 200
+_MAX_STACK = 100_000
+_MAX_SIZE = 50_000_000
+# pickle adds to maps by the thousand, which is what it has on its stack; the largest models have a hundred
+# thousand tensors, of thirty values each.
+
+_Extent: TypeAlias = tuple[int, int]
+"""Values in a value, those that it holds several times counted as often, and levels of them."""
+
+_ONE: _Extent = (1, 1)
+_STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
+_ADDITIONS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+_FETCHES = {"GET", "BINGET", "LONG_BINGET"}
+
+
+def check_extent(description: bytes) -> None:
+    """Go through the steps of a pickle without doing them.
+
+    Raises:
+        ValueError: it is no pickle, or what it describes is larger or deeper than a map of tensors.
+    """
+    stack: list[_Extent | None] = []
+    memo: dict[int, _Extent] = {}
+    for step, argument, _ in pickletools.genops(description):
+        place = int(argument) if isinstance(argument, int) else 0
+        if step.name in _STORES or step.name == "MEMOIZE":
+            memo[len(memo) if step.name == "MEMOIZE" else place] = _top(stack)
+        elif step.name in _FETCHES:
+            stack.append(memo.get(place, _ONE))
+        else:
+            _do(step, stack)
+
+
+def _do(step: Any, stack: list[_Extent | None]) -> None:
+    """Take from the stack what a step takes, and put there what it makes of it."""
+    taken = _taken(step, stack)
+    *inner, outer = taken or [_ONE]
+    size, depth = 1 + sum(each[0] for each in taken), 1 + max((each[1] for each in inner), default=0)
+    # What is added to does not get deeper by that; what is made of values does.
+    depth = max(depth, outer[1] + (step.name not in _ADDITIONS))
+    if size > _MAX_SIZE or depth > _MAX_DEPTH:
+        raise ValueError("it describes what is far larger than the file")
+    if len(stack) > _MAX_STACK:
+        raise ValueError("it holds back too many values at once")
+    stack.extend(None if each is pickletools.markobject else (size, depth) for each in step.stack_after)
+
+
+def _taken(step: Any, stack: list[_Extent | None]) -> list[_Extent]:
+    wanted = list(step.stack_before)
+    taken: list[_Extent] = []
+    if pickletools.markobject in wanted:
+        # Everything down to the last mark, the mark, and what stands before it in the list.
+        while (each := _popped(stack)) is not None:
+            taken.append(each)
+        wanted = wanted[: wanted.index(pickletools.markobject)]
+    for _ in wanted:
+        each = _popped(stack)
+        if each is None:
+            raise ValueError("it has a mark where a value is wanted")
+        taken.append(each)
+    return taken
+
+
+def _popped(stack: list[_Extent | None]) -> _Extent | None:
+    if not stack:
+        raise ValueError("it takes more values than there are")
+    return stack.pop()
+
+
+def _top(stack: list[_Extent | None]) -> _Extent:
+    return (stack[-1] if stack else None) or _ONE
+
+
+_END_NBYTES = 256 << 10
+"""Of each end of a file, where torch keeps what describes it."""
+_READERS = 16
+
+
+class StoreFile(io.RawIOBase):
+    """A file of a store. Of a store that is far, what is asked for by and by is fetched before, all at once:
+    an archive has a directory at its end and a head for each record, and requests take long to begin."""
+
+    def __init__(self, store: ReadStore, info: FileInfo) -> None:
+        """
+        Args:
+            store: has the file.
+            info: the file.
+        """
+        super().__init__()
+        self._store = store
+        self._info = info
+        self._at = 0
+        self._kept: list[tuple[int, bytes]] = []
+        if info.nbytes > 2 * _END_NBYTES:
+            self.look_ahead([(0, _END_NBYTES), (info.nbytes - _END_NBYTES, _END_NBYTES)])
+        else:
+            self.look_ahead([(0, info.nbytes)])
+
+    def look_ahead(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch offsets and numbers of bytes that are read later; no more than there is of the file.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if not self._store.is_far:
+            return
+        inside = ((start, min(nbytes, self._info.nbytes - start)) for start, nbytes in spans)
+        wanted = [(start, nbytes) for start, nbytes in inside if len(self._ahead(start)) < nbytes]
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="header") as threads:
+            for found in threads.map(self._fetched, wanted):
+                insort(self._kept, found)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``, wherever the next byte is read.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        ahead = self._ahead(offset)[:nbytes]
+        return bytes(ahead) if len(ahead) == nbytes else self._store.read(self._info.key, offset, nbytes)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte is read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Choose where the next byte is read."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.nbytes}[whence]
+        if start + offset < 0:
+            raise OSError(f"byte {start + offset} is before the file")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, or as much of it as is at hand, or as the file has bytes left."""
+        view = memoryview(buffer).cast("B")
+        ahead = self._ahead(self._at)[: len(view)]
+        nbytes = len(ahead) or max(0, min(len(view), self._info.nbytes - self._at))
+        if ahead:
+            view[:nbytes] = ahead
+        elif nbytes:
+            self._store.read_into(self._info.key, self._at, view[:nbytes])
+        self._at += nbytes
+        return nbytes
+
+    def _fetched(self, span: tuple[int, int]) -> tuple[int, bytes]:
+        return span[0], self._store.read(self._info.key, *span)
+
+    def _ahead(self, offset: int) -> memoryview:
+        """What was fetched before of the bytes from an offset on."""
+        place = bisect_right(self._kept, offset, key=lambda each: each[0]) - 1
+        if place < 0:
+            return memoryview(b"")
+        start, data = self._kept[place]
+        return memoryview(data)[offset - start :]
+
 
 _ARCHIVE_START = b"PK\x03\x04"
 _LOCAL_HEADER_NBYTES = 30

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raymerge.checkpoints.files import LeftOut, sort_files
+from raymerge.checkpoints.files import LeftOut, linked_directories, sort_files, stray_links
 from raymerge.checkpoints.header import FileHeader, StoredTensor, read_header
 from raymerge.checkpoints.index import PICKLES, SAFETENSORS, check_index, find_weights
 from raymerge.checkpoints.json_files import load_json, read_bounded
-from raymerge.checkpoints.links import linked_directories, stray_links
 from raymerge.checkpoints.quantisation.stored_shapes import read_shapes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, Problem

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
+from raymerge.cli.options import read_memory
 from raymerge.cli.render.screen import MODEL_HELP, make_console, own_stdout
 from raymerge.cli.running import (
     Address,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from raymerge import events
 from raymerge.cli.messages import STOPPED, Failure, show_failure
 from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.screen import make_console, printable, put_json
 from raymerge.errors import OptionError, Problem
+from raymerge.events import Event
 
 if TYPE_CHECKING:
     from raymerge.deploy.targets.target import RunReport, Runs
+
 
 _ENDS = ("error", "ended")
 """Events that say why a run made no output: of the command line, and of a journal."""
@@ -77,7 +82,6 @@ class Relay:
             self._show(found)
 
     def _show(self, found: Mapping[str, Any]) -> None:
-        from raymerge.cli.event_json import event_from_json
 
         with suppress(ValueError):
             self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
@@ -184,3 +188,42 @@ def _event(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
+
+
+def event_from_json(found: Mapping[str, Any]) -> Event | None:
+    """The event that ``Event.to_json`` gave; None for what is no event, or one of another version."""
+    kind = _kinds().get(str(found.get("event")))
+    if kind is None:
+        return None
+    wanted = [each.name for each in fields(kind)]
+    try:
+        return kind(**{name: _value(name, found[name]) for name in wanted if name in found})
+    except (TypeError, KeyError):
+        return None
+
+
+def _kinds() -> dict[str, type[Event]]:
+    """Every kind of event by the name that it has in JSON."""
+    kinds = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
+    return {_name(each): each for each in kinds if each is not Event}
+
+
+def _name(kind: type[Event]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field as it was before: JSON knows neither tuples nor the values that some events hold."""
+    if name in ("groups", "unforeseen"):
+        from raymerge.merge_plan.duplicates import DuplicateGroup
+
+        return tuple(DuplicateGroup(**each) for each in value)
+    if name == "roles":
+        from raymerge.merge_plan.encoding_errors import RoleError, TensorError
+
+        return tuple(RoleError(**{**each, "worst": TensorError(**each["worst"])}) for each in value)
+    if name == "above" and value is not None:
+        from raymerge.merge_plan.encoding_errors import ErrorsAbove, TensorError
+
+        return ErrorsAbove(**{**value, "worst": TensorError(**value["worst"])})
+    return tuple(value) if isinstance(value, list) else value

@@ -25,8 +25,7 @@ from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.planner.inspection import ExpertLayout, Group, Inspection, Tie
-    from raymerge.planner.quantised_groups import QuantisedGroup
+    from raymerge.planner.inspection import ExpertLayout, Group, Inspection, QuantisedGroup, Tie
 
 _FILES_SHOWN = 8
 

@@ -7,10 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from raymerge.errors import OptionError, Problem
 from raymerge.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.units import parse_size
 
 if TYPE_CHECKING:
     from raymerge.deploy.profiles import Profile
+
+
+def read_memory(memory: str | None) -> int | None:
+    """The bytes meant by ``--memory``.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    if memory is None:
+        return None
+    try:
+        return parse_size(memory)
+    except ValueError as error:
+        raise OptionError(
+            Problem("--memory", f"{error}.", "The memory of one worker is a number with a unit.")
+        ) from error
+
 
 ProfileFile: TypeAlias = Annotated[
     str | None, typer.Option("--profile", metavar="FILE", help="Where and how to run, as YAML.")

@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.options import ProfileFile, planned_options
+from raymerge.cli.options import ProfileFile, planned_options, read_memory
 from raymerge.cli.render.duplicates import group_lines, sized
 from raymerge.cli.render.screen import (
     counted,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from raymerge.options import RunOptions
     from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
-    from raymerge.planner.simulate import Cluster, Simulation
+    from raymerge.planner.simulation import Cluster, Simulation
 
 _VALUE_SHOWN = 40
 _GROUPS = 5
@@ -166,7 +165,7 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
     Raises:
         OptionError: the workers have too little memory.
     """
-    from raymerge.planner.simulate import simulate_plan
+    from raymerge.planner.simulation import simulate_plan
 
     wanted = [not account.is_made and not account.explanation.problems for account in accounts]
     check_memory(cluster, [each.explanation.memory for each in compress(accounts, wanted)])
@@ -244,7 +243,7 @@ def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Proje
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
     from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
-    from raymerge.runtime.workers.budget import fit_budget
+    from raymerge.runtime.workers.sizing import fit_budget
 
     try:
         return fit_budget(plan, options, is_far=is_far), ()

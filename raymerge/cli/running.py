@@ -16,8 +16,7 @@ import typer
 
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
 from raymerge.cli.plan import explain_all, show_accounts
-from raymerge.cli.render.progress import make_progress
-from raymerge.cli.render.routing import show_routing
+from raymerge.cli.render.progress import make_progress, show_routing
 from raymerge.cli.render.screen import make_console, put_json
 from raymerge.errors import AskedError, IncompleteError
 from raymerge.options import USUAL_PATIENCE, Device, RunOptions

@@ -170,7 +170,7 @@ def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
 
 def _by_traces(place: str, storage: StoreOptions) -> Sought:
     """By what runs left at their place, as far as it is seen from here."""
-    from raymerge.deploy.targets.local_part import PlaceRuns
+    from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.storage.addresses import with_options
 
     return Sought(PlaceRuns(), with_options(place, storage), place, storage)
@@ -178,7 +178,7 @@ def _by_traces(place: str, storage: StoreOptions) -> Sought:
 
 def reported(sought: Sought) -> RunReport:
     """What is known of a run: by who runs it, and by its traces at its place where that is seen here."""
-    from raymerge.deploy.targets.local_part import PlaceRuns
+    from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState
 
     if isinstance(sought.runs, PlaceRuns):
@@ -201,7 +201,7 @@ def reported(sought: Sought) -> RunReport:
 
 def _traces(place: str, storage: StoreOptions) -> RunReport | None:
     """What a run left at its place; None where nothing of it is seen from here."""
-    from raymerge.deploy.targets.local_part import PlaceRuns
+    from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState
     from raymerge.storage.addresses import with_options
 

@@ -71,8 +71,8 @@ def _follow(target: Target, run: str, submission: Submission, stdout: IO[str], *
 
 def _submission(recipe: str, output: str | None, where: Where, flags: Flags) -> Submission:
     from raymerge.deploy.targets.target import Submission, new_run_name
-    from raymerge.documents.text import read_file
-    from raymerge.recipes.genre import RECIPE
+    from raymerge.documents.yaml_text import read_file
+    from raymerge.recipes.entry import RECIPE
     from raymerge.storage.addresses import check_output_address
 
     if output is None:

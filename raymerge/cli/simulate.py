@@ -17,7 +17,7 @@ from raymerge.units import format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
     from raymerge.merge_plan.projection import Projection
-    from raymerge.planner.simulate import Cluster, Simulation, Spread
+    from raymerge.planner.simulation import Cluster, Simulation, Spread
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"
 """How it is written."""
@@ -160,7 +160,7 @@ def read_cluster(words: Sequence[str]) -> Cluster:
     Raises:
         OptionError: with everything that is wrong with it.
     """
-    from raymerge.planner.simulate import Cluster
+    from raymerge.planner.simulation import Cluster
 
     values: dict[str, Any] = {}
     problems: list[Problem] = []

@@ -18,9 +18,8 @@ from raymerge.cli.adapters import (
     show_adapter,
     told_modules,
 )
-from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded
-from raymerge.cli.options import Flags, ProfileFile, options_from
+from raymerge.cli.options import Flags, ProfileFile, options_from, read_memory
 from raymerge.cli.plan import default_output
 from raymerge.cli.render.screen import make_console, own_stdout, put_json
 from raymerge.cli.running import (

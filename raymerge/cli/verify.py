@@ -13,9 +13,8 @@ import typer
 from rich.text import Text
 
 from raymerge.cli import proofs
-from raymerge.cli.memory import read_memory
 from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.options import ProfileFile, reached
+from raymerge.cli.options import ProfileFile, reached, read_memory
 from raymerge.cli.render.screen import counted, make_console, own_stdout, printable, put_json
 from raymerge.cli.render.tally import Tally
 from raymerge.cli.running import Address, Ending, Inline, Memory, Threads, Workers, terminable

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-Path: TypeAlias = tuple[str | int, ...]
+from raymerge.errors import UserError
+
+FieldPath: TypeAlias = tuple[str | int, ...]
 """Steps from the top of a document to one value: ``("models", 0, "parameters", "weight")``."""
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ _SHOWN_CHARACTERS = 60
 class Fault:
     """One thing that is wrong with a value."""
 
-    path: Path
+    path: FieldPath
     """Where, relative to the value that was being read."""
     what: str
     """The fact, a sentence with the value in it."""
@@ -43,7 +45,7 @@ class FaultError(ValueError):
         super().__init__(" ".join(f"{fault.what} {fault.remedy}" for fault in self.faults))
 
 
-def attempt(read: Callable[[object], T], value: object, path: Path, faults: list[Fault]) -> T | None:
+def attempt(read: Callable[[object], T], value: object, path: FieldPath, faults: list[Fault]) -> T | None:
     """What ``read`` makes of ``value``, or None after its faults were added to ``faults`` below ``path``."""
     try:
         return read(value)
@@ -92,7 +94,7 @@ def kind(value: object) -> str:
 
 def _of_detail(detail: Mapping[str, Any]) -> Iterator[Fault]:
     # A fault of a map's key has this marker behind the key; the key itself is the place.
-    at: Path = detail["loc"]
+    at: FieldPath = detail["loc"]
     if detail["type"] == "string_type" and at[-1:] == ("[key]",):
         at = at[:-1]
     cause = detail.get("ctx", {}).get("error")
@@ -118,3 +120,17 @@ def _in_our_words(detail: Mapping[str, Any]) -> Fault:
             return Fault((), f"{show(value)} is {kind(value)}; expected a text.", "Put it in quotes.")
         case _:
             return Fault((), f"{show(value)} is not accepted here.", "See the documentation.")
+
+
+@dataclass(frozen=True, slots=True)
+class Genre:
+    """A sort of text."""
+
+    noun: str
+    """What messages call it, like ``recipe``."""
+    opening: str
+    """How its first key is written, like ``merge_method: ...``."""
+    error: type[UserError]
+    """What is raised for one that is wrong."""
+    about_secrets: str
+    """Why none may stand in it and what to do with one, a sentence or more."""

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raymerge.documents.faults import Fault, Path
-from raymerge.documents.genre import Genre
+from raymerge.documents.faults import Fault, FieldPath, Genre
 from raymerge.errors import Problem
 
 _SECRETS = {
@@ -61,7 +60,7 @@ def check_text(text: str, name: str, genre: Genre) -> None:
         raise genre.error(problems)
 
 
-def secrets_in(value: Any, genre: Genre, path: Path = ()) -> Iterator[Fault]:
+def secrets_in(value: Any, genre: Genre, path: FieldPath = ()) -> Iterator[Fault]:
     """Secrets in the values of a document, also where the text spells them in another way."""
     if isinstance(value, str):
         kinds = [kind for kind, pattern in _SECRETS.items() if pattern.search(value)]

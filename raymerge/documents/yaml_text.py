@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import yaml
 from yaml import Mark
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from raymerge.documents.faults import Fault, Path
-from raymerge.documents.genre import Genre
+from raymerge.documents.faults import Fault, FieldPath, Genre
 from raymerge.errors import Problem, UserError
 
 MAX_NODES = 10_000
@@ -40,17 +40,17 @@ class Places:
 
     name: str
     """The document's name in messages: its path as the user gave it."""
-    marks: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
+    marks: Mapping[FieldPath, tuple[int, int]] = field(default_factory=dict)
     """Line and column, from 1, of each key and list item; empty for one that was never a text."""
-    renamed: Mapping[Path, str] = field(default_factory=dict)
+    renamed: Mapping[FieldPath, str] = field(default_factory=dict)
     """Keys that are read under another name than they are written: by the path as it is read, below parents
     as they are written."""
-    left_out: frozenset[Path] = frozenset()
+    left_out: frozenset[FieldPath] = frozenset()
     """Items of lists that are not read, so that those behind them have smaller numbers than in the text."""
 
-    def as_written(self, path: Path) -> Path:
+    def as_written(self, path: FieldPath) -> FieldPath:
         """The path of a value in the document as the user wrote it."""
-        found: Path = ()
+        found: FieldPath = ()
         for step in path:
             if isinstance(step, int):
                 gone = sorted(int(each[-1]) for each in self.left_out if each[:-1] == found)
@@ -59,14 +59,14 @@ class Places:
             found = (*found, self.renamed.get((*found, step), step))
         return found
 
-    def mark(self, path: Path) -> tuple[int, int]:
+    def mark(self, path: FieldPath) -> tuple[int, int]:
         """Line and column of ``path`` or of its nearest known parent; ``(0, 0)`` without a text."""
         path = self.as_written(path)
         while path and path not in self.marks:
             path = path[:-1]
         return self.marks.get(path, (0, 0))
 
-    def at(self, path: Path) -> str:
+    def at(self, path: FieldPath) -> str:
         """``recipe.yml:7:18``, or ``recipe: models[0].parameters.weight`` without a text."""
         if self.marks:
             return spot(self.name, self.mark(path))
@@ -198,12 +198,12 @@ class _Walk:
     def __init__(self, name: str, start: tuple[int, int], genre: Genre) -> None:
         self.name = name
         self.genre = genre
-        self.marks: dict[Path, tuple[int, int]] = {(): start}
+        self.marks: dict[FieldPath, tuple[int, int]] = {(): start}
         self.faults: list[Fault] = []
         self._num_nodes = 0
         self._scalars = yaml.SafeLoader("")
 
-    def value(self, node: Node, path: Path, depth: int) -> object:
+    def value(self, node: Node, path: FieldPath, depth: int) -> object:
         self._count(node, depth)
         if node.tag not in _PLAIN_TAGS and node.tag != _DATE_TAG:
             self.faults.append(
@@ -216,7 +216,7 @@ class _Walk:
             return [self._item(item, (*path, index), depth) for index, item in enumerate(node.value)]
         return self._scalar(node, path)
 
-    def mapping(self, node: MappingNode, path: Path, depth: int) -> dict[str, object]:
+    def mapping(self, node: MappingNode, path: FieldPath, depth: int) -> dict[str, object]:
         """Own keys first, then those of ``<<`` that are not its own: the order in which they hold."""
         own: dict[str, object] = {}
         for key, value in self._own_pairs(node, path):
@@ -229,15 +229,15 @@ class _Walk:
                 own[key] = self._entry(key, value, path, depth)
         return own
 
-    def _item(self, node: Node, path: Path, depth: int) -> object:
+    def _item(self, node: Node, path: FieldPath, depth: int) -> object:
         self.marks[path] = _mark(node)
         return self.value(node, path, depth + 1)
 
-    def _entry(self, key: str, pair: tuple[Node, Node], path: Path, depth: int) -> object:
+    def _entry(self, key: str, pair: tuple[Node, Node], path: FieldPath, depth: int) -> object:
         self.marks[(*path, key)] = _mark(pair[0])
         return self.value(pair[1], (*path, key), depth + 1)
 
-    def _own_pairs(self, node: MappingNode, path: Path) -> Iterator[tuple[str, tuple[Node, Node]]]:
+    def _own_pairs(self, node: MappingNode, path: FieldPath) -> Iterator[tuple[str, tuple[Node, Node]]]:
         for key, value in node.value:
             if key.tag == _MERGE_TAG:
                 continue
@@ -247,7 +247,7 @@ class _Walk:
                 self._bad_key(key, path)
 
     def _merged_pairs(
-        self, node: MappingNode, path: Path, depth: int
+        self, node: MappingNode, path: FieldPath, depth: int
     ) -> Iterator[tuple[str, tuple[Node, Node]]]:
         for key, value in node.value:
             if key.tag != _MERGE_TAG:
@@ -264,7 +264,7 @@ class _Walk:
                         Fault(path, "'<<' takes a map.", "Give it an alias of one: <<: *name.")
                     )
 
-    def _scalar(self, node: Node, path: Path) -> object:
+    def _scalar(self, node: Node, path: FieldPath) -> object:
         if node.tag == _DATE_TAG:
             # YAML reads 2024-01-31 as a date; who writes it means a name or a revision.
             return str(node.value)
@@ -278,14 +278,14 @@ class _Walk:
             return None
         return value
 
-    def _bad_key(self, key: Node, path: Path) -> None:
+    def _bad_key(self, key: Node, path: FieldPath) -> None:
         shown = ascii(key.value) if isinstance(key, ScalarNode) else "a list or map"
         # No value of a map has a number for its step, so the place in the text may stand for a bad key.
         place = (*path, key.start_mark.index)
         self.marks[place] = _mark(key)
         self.faults.append(Fault(place, f"the key {shown} is not a text.", "Put it in quotes."))
 
-    def _repeated(self, key: str, path: Path, again: Node) -> None:
+    def _repeated(self, key: str, path: FieldPath, again: Node) -> None:
         first = self.marks[(*path, key)]
         place = (*path, key, again.start_mark.index)
         self.marks[place] = _mark(again)
@@ -382,3 +382,52 @@ def _is_key(key: ScalarNode) -> bool:
 def _is_text(value: str) -> bool:
     """Whether every character of it can be written; an escape in YAML may give half a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+MAX_TEXT_BYTES = 4 * 2**20
+"""Bytes of such a text."""
+
+
+def read_file(name: str, genre: Genre) -> str:
+    """The text of a file, which messages call by the name under which the user gave it.
+
+    Raises:
+        UserError: of the genre's kind: there is no such file, it cannot be read, is too large or not UTF-8.
+    """
+    noun = genre.noun
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+    except FileNotFoundError:
+        raise genre.error(Problem(name, "there is no such file.", f"Check the path of the {noun}.")) from None
+    except OSError as error:
+        reason = f"the {noun} cannot be read ({error.strerror})."
+        raise genre.error(Problem(name, reason, "Give the path of a readable YAML file.")) from error
+    if len(content) > MAX_TEXT_BYTES:
+        raise _too_large(name, genre)
+    return _decode(content, name, genre)
+
+
+def check_length(text: str, name: str, genre: Genre) -> None:
+    """Refuse a text of more than ``MAX_TEXT_BYTES``.
+
+    Raises:
+        UserError: of the genre's kind.
+    """
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_large(name, genre)
+
+
+def _decode(content: bytes, name: str, genre: Genre) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        mark = (before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
+        what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
+        raise genre.error(Problem(spot(name, mark), what, f"Save the {genre.noun} as UTF-8.")) from None
+
+
+def _too_large(name: str, genre: Genre) -> UserError:
+    what = f"the {genre.noun} has more than {MAX_TEXT_BYTES} bytes."
+    return genre.error(Problem(name, what, f"Give the {genre.noun}, not a file of weights."))

@@ -11,7 +11,7 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import RawCodes
 from raymerge.execute.ops import RowJob
-from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Read, Scales
 
 

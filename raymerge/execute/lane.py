@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
-from raymerge.execute.bands import pieces
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.compute_permit import Turn
 from raymerge.execute.decoding import scatter
@@ -29,8 +28,7 @@ from raymerge.execute.encoding import (
     shared_scale,
 )
 from raymerge.execute.fp8_sums import coded_sum
-from raymerge.execute.gathers import Raw, RawCodes
-from raymerge.execute.loading import NOTHING, LoadBuffer
+from raymerge.execute.gathers import Input, Raw, RawCodes, RawInput
 from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.output import Fill, Output
 from raymerge.execute.reading import LoadReader
@@ -39,6 +37,79 @@ from raymerge.execute.transfers import Arrival, Transfers
 from raymerge.execute.views import PlacedResults, rows_of_codes
 from raymerge.merge_plan.expressions import Read
 from raymerge.methods import StoredTile, Tile
+
+
+def pieces(tile: TileJob, raw: Raw) -> Iterator[tuple[TileJob, Raw]]:
+    """A tile of a row with codes as tiles that are computed at once; any other as it is.
+
+    Args:
+        tile: the tile.
+        raw: its bytes.
+    """
+    if not (tile.piece and tile.row.has_codes):
+        yield tile, raw
+        return
+    for start in range(0, tile.count, tile.piece):
+        count = min(tile.piece, tile.count - start)
+        inputs = zip(raw, tile.row.parts[0].inputs, strict=True)
+        cut = tuple(_part(each, source, start, count) for each, source in inputs)
+        yield replace(tile, start=tile.start + start, count=count, piece=0), cut
+
+
+def _part(raw: RawInput, source: Input, start: int, count: int) -> RawInput:
+    """The bytes of some elements."""
+    if not isinstance(source, Read):
+        raise TypeError("rows with codes that are assembled are made at once")
+    begin, nbytes = source.dtype.nbytes(start), source.dtype.nbytes(count)
+    if isinstance(raw, torch.Tensor):
+        return raw[begin : begin + nbytes]
+    if not isinstance(raw, RawCodes) or source.scales is None:
+        raise TypeError("an input was read as another kind of input")
+    first, of_scales = source.scales.of(start, count)
+    skipped = first - source.scales.offset
+    scales = raw.scales[skipped : skipped + of_scales]
+    return RawCodes(raw.codes[begin : begin + nbytes], scales, raw.tensor_scale)
+
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+"""No buffer yet."""
+
+
+class LoadBuffer:
+    """One lane's buffer for loads, one load after the other.
+
+    It is kept, as memory that was used before is many times faster than fresh memory. One that is larger than
+    usual makes way as soon as its bytes are wanted for something else.
+    """
+
+    def __init__(self, transfers: Transfers, *, usual_bytes: int, limit: int) -> None:
+        """
+        Args:
+            transfers: gives memory.
+            usual_bytes: length of the buffer, unless a load needs more.
+            limit: bytes that the buffer and the computing may have together.
+        """
+        self._transfers = transfers
+        self._usual_bytes = usual_bytes
+        self._limit = limit
+        self._held = NOTHING
+        self._leaving: Arrival | None = None
+
+    def room(self, load: Load) -> torch.Tensor:
+        """uint8 of at least ``load.nbytes``, page-aligned; what was in it before is gone."""
+        if self._leaving is not None:
+            self._leaving.synchronize()
+            self._leaving = None
+        held = self._held.numel()
+        if held < load.nbytes or (held > self._usual_bytes and held + load.work_bytes > self._limit):
+            # The old one goes first, as both at once may be too much.
+            self._held = NOTHING
+            self._held = self._transfers.buffer(max(self._usual_bytes, load.nbytes))
+        return self._held
+
+    def leave(self, arrival: Arrival | None) -> None:
+        """Say when what was read has left the buffer; None: when the next load is asked for."""
+        self._leaving = arrival
 
 
 @dataclass(frozen=True, slots=True)

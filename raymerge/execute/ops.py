@@ -12,11 +12,10 @@ import numpy as np
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import AssembledInput, Input
-from raymerge.merge_plan.assembly_memory import assembly_need
 from raymerge.merge_plan.columns import RunReader, ints
 from raymerge.merge_plan.expressions import Expression, Read, repeated_reads
 from raymerge.merge_plan.gathers import read_term, read_view
-from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, row_need
+from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, assembly_need, row_need
 from raymerge.merge_plan.scales import read_scales
 from raymerge.merge_plan.tables import Plan
 

@@ -13,7 +13,7 @@ import xxhash
 
 from raymerge.checkpoints.codecs import ErrorSums
 from raymerge.execute.compute_permit import Turn
-from raymerge.execute.finite import first_non_finite
+from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob
 from raymerge.execute.transfers import Arrival
 from raymerge.merge_plan.expressions import Read

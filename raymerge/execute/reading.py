@@ -11,9 +11,8 @@ import torch
 
 from raymerge.execute.gathers import AssembledInput, Raw, RawCodes, RawInput, RawRows, Taken
 from raymerge.execute.tiles import Load, TileJob
-from raymerge.merge_plan.assembly_memory import HOLE_MOST, REQUEST_MOST
 from raymerge.merge_plan.expressions import Read, Scales, Term
-from raymerge.merge_plan.memory import LOAD_MOST, READ_ROOM
+from raymerge.merge_plan.memory import HOLE_MOST, LOAD_MOST, READ_ROOM, REQUEST_MOST
 from raymerge.methods import sample_runs
 from raymerge.storage.local.buffers import room_for
 from raymerge.storage.ranges import Extent, Range, coalesce

@@ -15,7 +15,7 @@ from raymerge.execute.decoding import is_aligned, numbers, rounded
 from raymerge.execute.encoding import encoding_of
 from raymerge.execute.gathers import Raw, RawCodes, RawInput
 from raymerge.execute.ops import JobPart, RowJob
-from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Read
 
 

@@ -12,8 +12,8 @@ from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
-from raymerge.execute.finite import first_non_finite
 from raymerge.execute.fp8_sums import is_summed_at_once, warm_up_sums
+from raymerge.execute.non_finite import first_non_finite
 from raymerge.merge_plan.expressions import Expression
 from raymerge.methods import (
     BLOCK,

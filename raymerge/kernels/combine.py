@@ -15,17 +15,180 @@ import numpy as np
 import numpy.typing as npt
 
 from raymerge.kernels.bf16 import narrow, widen
-from raymerge.kernels.combine_part import swap_near
 from raymerge.kernels.jit import compiled, inlined
 
-Words = npt.NDArray[np.uint16]
-Places = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# What is kept of it leaves most of the nearest cache to the inputs, and to whatever shares the processor.
 _RUN = 1024
-_ZERO = np.float32(0.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+@compiled
+def weighted_sum(out: Floats, vectors: Floats, stride: int, coefficients: Doubles) -> None:
+    """Write ``sum c v``.
+
+    Args:
+        out: ``[n]``.
+        vectors: elements of all vectors, each vector ``stride`` after the one before it.
+        stride: elements.
+        coefficients: ``[N]``.
+    """
+    for begin in range(0, out.size, _RUN):
+        _write_sum(out[begin : begin + _RUN], vectors, stride, coefficients, begin)
+
+
+@compiled
+def weighted_sum_on_base(
+    out: Floats, vectors: Floats, stride: int, coefficients: Doubles, base: Floats, factors: Doubles
+) -> None:
+    """Write ``b + f * sum c v``, as ``weighted_sum``, with a factor for each of several equal stretches."""
+    length = out.size // max(1, factors.size)
+    for stretch in range(factors.size):
+        factor, end = np.float32(factors[stretch]), (stretch + 1) * length
+        for begin in range(stretch * length, end, _RUN):
+            run = out[begin : min(begin + _RUN, end)]
+            start = base[begin : begin + run.size]
+            _write_sum(run, vectors, stride, coefficients, begin)
+            for index in range(run.size):
+                run[index] = start[index] - (_ZERO - run[index] * factor)
+
+
+@compiled
+def combination(
+    out: Floats,
+    vectors: Floats,
+    stride: int,
+    coefficients: Doubles,
+    anchor: int,
+    excess: float,
+    origin: Floats,
+) -> None:
+    """Write ``v_a - e (o - v_a) - sum c_i (v_a - v_i)``.
+
+    Args:
+        out: ``[n]``.
+        vectors: as in ``weighted_sum``.
+        stride: elements.
+        coefficients: ``[N]``; that of the anchor does not count.
+        anchor: a.
+        excess: e; 0 for nothing of that kind.
+        origin: ``[n]``; empty for zeros.
+    """
+    for begin in range(0, out.size, _RUN):
+        run = out[begin : begin + _RUN]
+        start = vectors[anchor * stride + begin : anchor * stride + begin + run.size]
+        _copy(run, start)
+        if excess != 0.0:
+            _subtract_excess(run, start, origin[begin : begin + _RUN], np.float32(excess))
+        for vector in range(coefficients.size):
+            at = vector * stride + begin
+            if vector != anchor:
+                _subtract_change(run, start, vectors[at : at + run.size], np.float32(coefficients[vector]))
+
+
+@compiled
+def arcs(out: Floats, start: Floats, other: Floats, origin: Floats, factors: Floats) -> None:
+    """Write ``s - c (s - t) - e (o - s)`` with factors for each of several equal stretches.
+
+    Args:
+        out: ``[n]``.
+        start: ``[n]``, s.
+        other: ``[n]``, t.
+        origin: ``[n]``, o; empty for zeros.
+        factors: ``[2, stretches]``: e and c.
+    """
+    length = out.size // max(1, factors.shape[1])
+    for stretch in range(factors.shape[1]):
+        excess, of_other, end = factors[0, stretch], factors[1, stretch], (stretch + 1) * length
+        for begin in range(stretch * length, end, _RUN):
+            run = out[begin : min(begin + _RUN, end)]
+            source = start[begin : begin + run.size]
+            _copy(run, source)
+            _subtract_change(run, source, other[begin : begin + run.size], of_other)
+            _subtract_excess(run, source, origin[begin : begin + run.size], excess)
+
+
+@compiled
+def arcs_by_column(out: Floats, start: Floats, other: Floats, origin: Floats, factors: Floats) -> None:
+    """As ``arcs``, with factors for each column of the matrices that the vectors are."""
+    length = factors.shape[1]
+    excesses, of_others = factors[0], factors[1]
+    for begin in range(0, out.size, max(1, length)):
+        run, source = out[begin : begin + length], start[begin : begin + length]
+        target, centre = other[begin : begin + length], origin[begin : begin + length]
+        for column in range(length):
+            run[column] = source[column] - ((source[column] - target[column]) * of_others[column] + _ZERO)
+        if centre.size:
+            for column in range(length):
+                run[column] -= (centre[column] - source[column]) * excesses[column] + _ZERO
+        else:
+            for column in range(length):
+                run[column] -= (_ZERO - source[column]) * excesses[column] + _ZERO
+
+
+@compiled
+def swap_near(out: Floats, base: Floats, source: Floats, t: float, least: float) -> None:
+    """Write ``b + s (v - b)`` with ``s = t / max(|v - b|, least)``, cut off at 0 and 1.
+
+    Counted from the nearer end.
+    """
+    reach, shortest = np.float32(t), np.float32(least)
+    for index in range(out.size):
+        start, end = base[index], source[index]
+        change = end - start
+        length = abs(change)
+        # Written so that NaN stays as it is.
+        share = reach / (shortest if length < shortest else length)
+        share = _ZERO if share < _ZERO else share
+        share = _ONE if share > _ONE else share
+        swapped = share >= np.float32(0.5)
+        rest = (_ONE if swapped else _ZERO) - share
+        out[index] = (end if swapped else start) - (change * rest + _ZERO)
+
+
+@inlined
+def _write_sum(run: Floats, vectors: Floats, stride: int, coefficients: Doubles, begin: int) -> None:
+    """Write ``sum c v`` for the run from one element on."""
+    first, factor = vectors[begin : begin + run.size], np.float32(coefficients[0])
+    for index in range(run.size):
+        run[index] = first[index] * factor
+    for vector in range(1, coefficients.size):
+        at = vector * stride + begin
+        values, weight = vectors[at : at + run.size], np.float32(coefficients[vector])
+        for index in range(run.size):
+            run[index] += values[index] * weight
+
+
+@inlined
+def _copy(run: Floats, values: Floats) -> None:
+    for index in range(run.size):
+        run[index] = values[index]
+
+
+@inlined
+def _subtract_change(run: Floats, start: Floats, other: Floats, factor: np.float32) -> None:
+    """Subtract ``c (s - t)``, as 0.0 rather than -0.0."""
+    for index in range(run.size):
+        run[index] -= (start[index] - other[index]) * factor + _ZERO
+
+
+@inlined
+def _subtract_excess(run: Floats, start: Floats, origin: Floats, excess: np.float32) -> None:
+    """Subtract ``e (o - s)``, as 0.0 rather than -0.0."""
+    if origin.size:
+        for index in range(run.size):
+            run[index] -= (origin[index] - start[index]) * excess + _ZERO
+    else:
+        for index in range(run.size):
+            run[index] -= (_ZERO - start[index]) * excess + _ZERO
+
+
+Words = npt.NDArray[np.uint16]
+Places = npt.NDArray[np.int64]
+
+# What is kept of it leaves most of the nearest cache to the inputs, and to whatever shares the processor.
+_STORED_ZERO = np.float32(0.0)
 
 
 @compiled
@@ -61,7 +224,7 @@ def stored_sum_on_base(
             at = of_vectors[vector] + begin
             _add_scaled_delta(run, words[at : at + run.size], origin, np.float32(coefficients[vector]))
         for index in range(run.size):
-            run[index] = origin[index] - (_ZERO - run[index] * by)
+            run[index] = origin[index] - (_STORED_ZERO - run[index] * by)
         narrow(run, target)
 
 
@@ -89,11 +252,13 @@ def stored_combination(
         if excess != 0.0:
             at = places[0] + begin
             origin = words[at : at + run.size * num_origins]
-            _subtract_excess(run, start, origin, np.float32(excess))
+            _subtract_stored_excess(run, start, origin, np.float32(excess))
         for vector in range(coefficients.size):
             at = of_vectors[vector] + begin
             if vector != anchor:
-                _subtract_change(run, start, words[at : at + run.size], np.float32(coefficients[vector]))
+                _subtract_stored_change(
+                    run, start, words[at : at + run.size], np.float32(coefficients[vector])
+                )
         narrow(run, target)
 
 
@@ -105,10 +270,10 @@ def stored_arc(out: Words, words: Words, places: Places, excess: float, of_other
         target = out[begin : begin + _RUN]
         run, start = merged[: target.size], anchored[: target.size]
         _start(run, start, words[places[0] + begin : places[0] + begin + run.size])
-        _subtract_change(
+        _subtract_stored_change(
             run, start, words[places[1] + begin : places[1] + begin + run.size], np.float32(of_other)
         )
-        _subtract_excess(run, start, words[:0], np.float32(excess))
+        _subtract_stored_excess(run, start, words[:0], np.float32(excess))
         narrow(run, target)
 
 
@@ -165,18 +330,18 @@ def _add_scaled_delta(run: Floats, words: Words, origin: Floats, weight: np.floa
 
 
 @inlined
-def _subtract_change(run: Floats, start: Floats, other: Words, factor: np.float32) -> None:
+def _subtract_stored_change(run: Floats, start: Floats, other: Words, factor: np.float32) -> None:
     """Subtract ``c (s - t)``, as 0.0 rather than -0.0."""
     for index in range(run.size):
-        run[index] -= (start[index] - value_of(other[index])) * factor + _ZERO
+        run[index] -= (start[index] - value_of(other[index])) * factor + _STORED_ZERO
 
 
 @inlined
-def _subtract_excess(run: Floats, start: Floats, origin: Words, excess: np.float32) -> None:
+def _subtract_stored_excess(run: Floats, start: Floats, origin: Words, excess: np.float32) -> None:
     """Subtract ``e (o - s)``, as 0.0 rather than -0.0, of zeros where the origin is empty."""
     if origin.size:
         for index in range(run.size):
-            run[index] -= (value_of(origin[index]) - start[index]) * excess + _ZERO
+            run[index] -= (value_of(origin[index]) - start[index]) * excess + _STORED_ZERO
     else:
         for index in range(run.size):
-            run[index] -= (_ZERO - start[index]) * excess + _ZERO
+            run[index] -= (_STORED_ZERO - start[index]) * excess + _STORED_ZERO

@@ -13,11 +13,118 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from raymerge.kernels.bf16 import rounded, widened
-from raymerge.kernels.elect import BY_SIZE, Choice, Picks, Sum, is_among
+from raymerge.kernels.bf16 import CHUNK, load_deltas, narrow, rounded, widened
+from raymerge.kernels.elect import (
+    BY_SIZE,
+    Choice,
+    Cuts,
+    Picks,
+    Rows,
+    Sum,
+    is_among,
+    merge_factors,
+    merge_picked,
+    write_selected,
+)
 from raymerge.kernels.hashes import fill_numbers
 from raymerge.kernels.jit import compiled, inlined
+from raymerge.kernels.ranks import thin_rows
 from raymerge.kernels.selection import RUN, Finder, make_finder, places
+from raymerge.kernels.sums import add_squares
+
+
+class Inputs(NamedTuple):
+    """A run of elements of base and sources."""
+
+    words: NDArray[np.uint16]
+    """Memory that holds them."""
+    places: NDArray[np.int64]
+    """Where in it each of them begins, ``[1 + N]``."""
+    start: int
+    """Index of the first element within the logical tensor."""
+
+
+class Ranked(NamedTuple):
+    """What becomes of the elements of each delta, by their ranks in their rows."""
+
+    words: NDArray[np.uint64]
+    """The two words of the key, ``[N, 2]``."""
+    tables: NDArray[np.int64]
+    """As ``ranks.thin_rows`` takes them, ``[tables, row length]``."""
+    chosen: NDArray[np.int64]
+    """For each delta, which of the tables is its; -1 for none, ``[N]``."""
+    factors: NDArray[np.float32]
+    """What the elements of a delta without a table are multiplied by, ``[N]``."""
+
+
+@compiled
+def merge_picked_stored(inputs: Inputs, picks: Picks, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_picked`` makes of the deltas, rounded; ``out`` is ``[n]``."""
+    rows, merged = np.empty((inputs.places.size, CHUNK), np.float32), np.empty(CHUNK, np.float32)
+    deltas = Rows(rows[1:].reshape(-1), CHUNK)
+    for begin in range(0, out.size, CHUNK):
+        size = min(CHUNK, out.size - begin)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
+        merge_picked(rows[0, :size], deltas, picks, inputs.start + begin, how, merged[:size])
+        narrow(merged[:size], out[begin : begin + size])
+
+
+@compiled
+def merge_ranked_stored(inputs: Inputs, ranked: Ranked, how: Sum, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect.merge_factors`` makes of deltas thinned by rank, rounded; ``out`` is whole rows."""
+    length, num_sources = ranked.tables.shape[1], how.coefficients.size
+    chunk = max(1, CHUNK // length) * length
+    rows, merged = np.empty((1 + num_sources, chunk), np.float32), np.empty(chunk, np.float32)
+    factors = np.empty((num_sources, chunk), np.float32)
+    deltas, thinned = Rows(rows[1:].reshape(-1), chunk), Rows(factors.reshape(-1), chunk)
+    for begin in range(0, out.size, chunk):
+        size = min(chunk, out.size - begin)
+        load_deltas(inputs.words, inputs.places, begin, size, rows)
+        for source in range(num_sources):
+            row = rows[1 + source, :size]
+            write_factors(row, ranked, source, inputs.start + begin, factors[source, :size])
+        merge_factors(rows[0, :size], deltas, thinned, how, merged[:size])
+        narrow(merged[:size], out[begin : begin + size])
+
+
+@compiled
+def write_factors(
+    delta: NDArray[np.float32], ranked: Ranked, source: int, start: int, out: NDArray[np.float32]
+) -> None:
+    """What each element of some rows of a delta is multiplied by."""
+    table = ranked.chosen[source]
+    if table < 0:
+        out[:] = ranked.factors[source]
+        return
+    fill_numbers(ranked.words[source, 0], ranked.words[source, 1], start, out.view(np.int32))
+    thin_rows(delta, ranked.tables[table], out)
+
+
+@compiled
+def add_squares_stored(
+    inputs: Inputs, size: int, cuts: Cuts, selects: bool, squares: NDArray[np.float64]
+) -> None:
+    """Add up the squares of each delta, piece after piece.
+
+    Args:
+        inputs: the first element begins a piece of the tensor.
+        size: elements of each input.
+        cuts: as ``elect.write_selected`` takes them.
+        selects: whether only those count that it would select.
+        squares: ``[N]``, added to.
+    """
+    rows = np.empty((inputs.places.size, CHUNK), np.float32)
+    chosen = np.empty((squares.size, CHUNK if selects else 0), np.float32)
+    for begin in range(0, size, CHUNK):
+        length = min(CHUNK, size - begin)
+        load_deltas(inputs.words, inputs.places, begin, length, rows)
+        if selects:
+            # What lies behind a short chunk is of no matter.
+            write_selected(Rows(rows[1:].reshape(-1), CHUNK), cuts, inputs.start + begin, chosen)
+        for source in range(squares.size):
+            row = chosen[source, :length] if selects else rows[1 + source, :length]
+            squares[source] = add_squares(squares[source], row)
+
 
 MOST = 6
 """Sources that may be merged in this way."""
@@ -244,3 +351,60 @@ def _merge_elected(
         if numbers.divides:
             merged = merged / (divisor if divisor != zero else one)
         out[i] = rounded(base - (-(merged * numbers.factor) + zero))
+
+
+@compiled
+def merge_ranked_few(inputs: FewInputs, ranked: Ranked, numbers: Numbers, out: NDArray[np.uint16]) -> None:
+    """Write what ``elect_stored.merge_ranked_stored`` writes."""
+    length, words, places = ranked.tables.shape[1], inputs.words, inputs.places
+    chunk = max(1, CHUNK // length) * length
+    delta, terms = np.empty(chunk, np.float32), np.empty((len(numbers.weights), chunk), np.float32)
+    for begin in range(0, out.size, chunk):
+        size, first = min(chunk, out.size - begin), np.uint64(begin)
+        bases, results = words[places[0] + first :][:size], out[begin : begin + size]
+        for source in range(len(numbers.weights)):
+            own, term = words[places[source + 1] + first :][:size], terms[source, :size]
+            for i in range(size):
+                delta[i] = widened(own[i]) - widened(bases[i])
+            write_factors(delta[:size], ranked, source, inputs.start + begin, term)
+            coefficient = numbers.coefficients[source]
+            for i in range(size):
+                term[i] = term[i] * delta[i] * coefficient
+        if numbers.elects:
+            _merge_ranked_elected(bases, terms, numbers, results)
+        else:
+            _merge_ranked(bases, terms, numbers, results)
+
+
+@inlined
+def _merge_ranked(
+    bases: NDArray[np.uint16], terms: NDArray[np.float32], numbers: Numbers, out: NDArray[np.uint16]
+) -> None:
+    """Write the base plus the factor times the sum of the terms."""
+    weights, zero = numbers.weights, np.float32(0.0)
+    for i in range(out.size):
+        total = zero
+        for source in range(len(weights)):
+            total += terms[source, i]
+        out[i] = rounded(widened(bases[i]) - (-(total * numbers.factor) + zero))
+
+
+@inlined
+def _merge_ranked_elected(
+    bases: NDArray[np.uint16], terms: NDArray[np.float32], numbers: Numbers, out: NDArray[np.uint16]
+) -> None:
+    """Write the base plus the factor times the sum of the terms that have the sign of all."""
+    shares, weights, zero, one = numbers.shares, numbers.weights, np.float32(0.0), np.float32(1.0)
+    for i in range(out.size):
+        votes, merged, divisor = zero, zero, zero
+        for source in range(len(weights)):
+            votes += terms[source, i]
+        for source in range(len(weights)):
+            term = terms[source, i]
+            # NaN makes NaN of the votes, and passes as not negative, like them.
+            agreeing = (term if (term < zero) == (votes < zero) else zero) * shares[source]
+            merged += agreeing
+            divisor += weights[source] if agreeing != zero else zero
+        if numbers.divides:
+            merged = merged / (divisor if divisor != zero else one)
+        out[i] = rounded(widened(bases[i]) - (-(merged * numbers.factor) + zero))

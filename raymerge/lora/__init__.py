@@ -6,10 +6,9 @@ from pathlib import Path
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.lora.choose import Selection
-from raymerge.lora.combine import CombineOptions, combine_adapters
+from raymerge.lora.combine import CombineOptions, adapter_problems, combine_adapters, combine_recipe
 from raymerge.lora.extract import ExtractOptions, extract
 from raymerge.lora.matrices import Limits
-from raymerge.lora.recipe import adapter_problems, combine_recipe
 from raymerge.lora.report import Combination, Extraction, LeftOut, ModuleReport, OnModule
 from raymerge.lora.sources import open_named_model
 from raymerge.lora.writer import output_directory

@@ -12,7 +12,7 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.inputs.sources import open_adapter_reference
 from raymerge.planner.inputs.unread import refuse_unread, unread_problem
 from raymerge.recipes import ModelReference, parse_reference
-from raymerge.storage.resolve import USUAL, Lookup, resolve_source
+from raymerge.storage.open import USUAL, Lookup, resolve_source
 
 
 def open_named_model(text: str) -> Checkpoint:

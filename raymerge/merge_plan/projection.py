@@ -11,7 +11,6 @@ import pyarrow as pa
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.assembly_memory import assembly_needs
 from raymerge.merge_plan.columns import ints, last_values, lists, sums
 from raymerge.merge_plan.expressions import Expression, Scales
 from raymerge.merge_plan.gathers import read_view, repeated_inputs
@@ -21,6 +20,7 @@ from raymerge.merge_plan.memory import (
     Need,
     PartSize,
     RowSize,
+    assembly_needs,
     expression_passes,
     row_need,
     tiling,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import in_natural_order
-from raymerge.merge_plan.assembly_memory import group_multiple
 from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, scales_expression, scales_part
+from raymerge.merge_plan.memory import group_multiple
 from raymerge.methods import BLOCK, Access, find_method
 
 _SEGMENTS_WANTED = 64

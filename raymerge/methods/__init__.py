@@ -1,6 +1,5 @@
 """Merge methods: declarations and arithmetic on float32 tensors. No files, names, logs or clocks."""
 
-from raymerge.methods.draws import normal, uniform
 from raymerge.methods.gather import StoredTile, gather, sample_of, sample_runs, sampled
 from raymerge.methods.method import (
     BLOCK,
@@ -8,17 +7,20 @@ from raymerge.methods.method import (
     SAMPLE_LENGTH,
     SAMPLE_RUNS,
     Access,
+    AnchoredKernel,
+    AnchoredSum,
     BaseUse,
     Kernel,
     Method,
     Parameter,
     Settings,
+    Stored,
+    StoredKernel,
     Takes,
     Tile,
     Value,
 )
-from raymerge.methods.random import keep_mask, random_key
-from raymerge.methods.stored import AnchoredKernel, AnchoredSum, Stored, StoredKernel
+from raymerge.methods.random import keep_mask, normal, random_key, uniform
 from raymerge.methods.table import find_method, is_parameter, methods
 
 __all__ = [

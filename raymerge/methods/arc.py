@@ -63,10 +63,10 @@ def points_of_arcs(
     """
     if not start.is_cpu:
         return points_of_arcs_in_torch(start, other, origin, factors, by_column=by_column)
-    from raymerge.kernels import combine_part
+    from raymerge.kernels import combine
 
     out = torch.empty(start.numel(), dtype=torch.float32)
-    write = combine_part.arcs_by_column if by_column else combine_part.arcs
+    write = combine.arcs_by_column if by_column else combine.arcs
     write(out.numpy(), start.numpy(), other.numpy(), elements(origin), factors.numpy())
     return out
 

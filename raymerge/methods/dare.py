@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Access, BaseUse, Method, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Settings, SinglePass, Stored, Takes, Tile
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
-from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import PickedMerge
 

@@ -14,15 +14,24 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.few import few_inputs_of, few_numbers_of
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+)
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
-from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import inputs_of
 
 if TYPE_CHECKING:
-    from raymerge.kernels.elect_stored_part import Ranked
+    from raymerge.kernels.elect_stored import Ranked
 
 # Of one long row: what becomes of each rank, places, room to sort them and counts, 8 bytes each, and what
 # the first of these is made of.
@@ -50,8 +59,7 @@ class DellaKernel(SinglePass):
 
     def apply_stored(self, stored: Stored, settings: Settings, state: None, out: NDArray[np.uint16]) -> bool:
         """The same in one loop, of whole rows."""
-        from raymerge.kernels.elect_stored_part import merge_ranked_stored
-        from raymerge.kernels.ranked_few import merge_ranked_few
+        from raymerge.kernels.elect_stored import merge_ranked_few, merge_ranked_stored
 
         if not stored.count:
             return True
@@ -66,7 +74,7 @@ class DellaKernel(SinglePass):
 
 def _ranked(settings: Settings) -> Ranked:
     """What becomes of the elements of all deltas, as the compiled loop takes it."""
-    from raymerge.kernels.elect_stored_part import Ranked
+    from raymerge.kernels.elect_stored import Ranked
 
     spreads = _spreads(settings)
     needed = _tabled(spreads)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raymerge.methods.stored import Stored
+from raymerge.methods.method import Stored
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Sum

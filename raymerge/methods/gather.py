@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Tile
-from raymerge.methods.stored import Stored, StoredKernel
+from raymerge.methods.method import SAMPLE_LENGTH, SAMPLE_RUNS, Method, Settings, Stored, StoredKernel, Tile
 
 # A sample is one element of so many, in runs of no fewer elements than that.
 _ONE_IN, _SHORTEST_RUN = 16, 64

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Settings, Tile
+from raymerge.methods.method import AnchoredSum, Settings, Stored, Tile
 from raymerge.methods.reduce import add_products_in_torch, elements, flat
-from raymerge.methods.stored import AnchoredSum, Stored
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 Coefficients: TypeAlias = tuple[float, ...]
@@ -57,11 +56,11 @@ class Gram:
         """The same of stored vectors; of their differences to the first input where that is one more."""
         if not self.size:
             return
-        from raymerge.kernels import sums_stored
+        from raymerge.kernels import sums
 
         num_origins = len(stored.places) - self.size
         totals = self.products[:, 0]
-        sums_stored.add_stored_grams(totals, stored.words, stored.places, stored.count, num_origins)
+        sums.add_stored_grams(totals, stored.words, stored.places, stored.count, num_origins)
 
     def add_in_torch(self, vectors: torch.Tensor, origin: torch.Tensor | None) -> None:
         """The same as ``add``, on any device.
@@ -192,7 +191,7 @@ def combine(sources: torch.Tensor, coefficients: Coefficients, origin: torch.Ten
     """
     if not sources.is_cpu:
         return combine_in_torch(sources, coefficients, origin)
-    from raymerge.kernels import combine_part as loops
+    from raymerge.kernels import combine as loops
 
     out = torch.empty(sources.shape[1], dtype=torch.float32)
     anchor, excess = _anchor(coefficients)

@@ -9,8 +9,18 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.gram import anchored_sum, combine, combine_stored
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.stored import AnchoredSum, Stored
+from raymerge.methods.method import (
+    Access,
+    AnchoredSum,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+)
 from raymerge.methods.sums import check_shares, shares, stored_sum_of_products, sum_of_products
 
 _NORMALIZE = "normalize"

@@ -8,8 +8,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.stored import Stored
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+)
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 

@@ -4,22 +4,75 @@ A method is tensors in, a tensor out: no files, names, logging, clocks or ambien
 needs to know of a tensor beside its elements (parameters, random keys, shape) comes in ``Settings``.
 """
 
-# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
-
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.stored import Stored, StoredKernel
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A run of elements of one logical tensor, from every input, in bfloat16 and on the processor."""
+
+    words: NDArray[np.uint16]
+    """Memory that holds the inputs."""
+    places: NDArray[np.int64]
+    """Where in it each input begins, ``[inputs]``; the base first where there is one."""
+    count: int
+    """Elements of the run."""
+    start: int
+    """Index of the first element within the logical tensor."""
+
+    def part(self, first: int, count: int) -> Stored:
+        """Some of the elements."""
+        return replace(self, places=self.places + first, count=count, start=self.start + first)
+
+
+@dataclass(frozen=True, slots=True)
+class AnchoredSum:
+    """``v_a - e (0 - v_a) - sum c_i (v_a - v_i)`` of the sources v, in this order, each step rounded."""
+
+    coefficients: tuple[float, ...]
+    """c, one for each source; that of the anchor does not count."""
+    anchor: int
+    """a."""
+    excess: float
+    """e; 0 for nothing of that kind."""
+
+
+@runtime_checkable
+class AnchoredKernel(Protocol):
+    """What a kernel has besides when its result is such a sum, so that others may compute it."""
+
+    def anchored(self, settings: Settings) -> AnchoredSum | None:
+        """The sum that ``apply`` gives, bit for bit; None where these settings ask for something else."""
+
+
+@runtime_checkable
+class StoredKernel(Protocol):
+    """What a kernel has beside ``observe`` and ``apply`` when it can do the same to stored elements.
+
+    Bits are the same either way. Deltas are made of the base, which comes first, where the method takes them.
+    """
+
+    def observe_stored(self, state: Any, stored: Stored, settings: Settings, pass_index: int) -> bool:
+        """Take in a tile; False, and nothing done, where these settings or this pass ask for pieces."""
+
+    def apply_stored(self, stored: Stored, settings: Settings, state: Any, out: NDArray[np.uint16]) -> bool:
+        """Write the result's elements into ``out`` ``[count]``, rounded; False as above. What is possible
+        is so for all parts of a tensor, and shows with a part of no elements."""
+
+
+# ruff: noqa: ARG002 - a kernel has all arguments of the protocol, whether it needs them or not
+
 
 BLOCK = 65_536
 """Elements; every tile of a TENSOR method starts at a multiple of it within its logical tensor."""

@@ -8,8 +8,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
-from raymerge.methods.stored import Stored
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+)
 
 _LEAST = 1e-6
 
@@ -33,10 +42,10 @@ def swap_near(base: torch.Tensor, source: torch.Tensor, t: float) -> torch.Tenso
     """The kernel's result for one tile, float32 ``[n]`` all."""
     if not base.is_cpu:
         return swap_near_in_torch(base, source, t)
-    from raymerge.kernels import combine_part
+    from raymerge.kernels import combine
 
     out = torch.empty(base.numel(), dtype=torch.float32)
-    combine_part.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
+    combine.swap_near(out.numpy(), base.numpy(), source.numpy(), t, _LEAST)
     return out
 
 

@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.methods.few import few_inputs_of, few_numbers_of
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Stored, Takes, Tile
 from raymerge.methods.reduce import add_squares, chunks
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
-from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import agreeing_sum, on_base, rows_of, sum_of_terms
 from raymerge.methods.trim import (
     EVERYTHING,
@@ -185,7 +184,7 @@ def _selected_deltas(tile: Tile, state: _Statistics) -> torch.Tensor:
 
 def _add_squares(state: _Statistics, stored: Stored) -> None:
     """Add up the squares of what is selected of each delta."""
-    from raymerge.kernels.elect_stored_part import add_squares_stored
+    from raymerge.kernels.elect_stored import add_squares_stored
     from raymerge.kernels.spread import add_squares_few
 
     squares, cuts, few = np.array(state.squares), state.for_loops().cuts, _few(stored)

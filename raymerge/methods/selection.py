@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import SAMPLE_RUNS
+from raymerge.methods.method import SAMPLE_RUNS, Stored
 from raymerge.methods.reduce import PIECE, add_values
-from raymerge.methods.stored import Stored
 
 if TYPE_CHECKING:
     from raymerge.kernels.selection import Bins
@@ -172,7 +171,7 @@ class MagnitudeSelection:
     @classmethod
     def observe_delta(cls, selections: Sequence[MagnitudeSelection], stored: Stored, source: int) -> None:
         """``observe`` one source's delta, for one selection or two at once."""
-        from raymerge.kernels.selection_stored import count_delta, count_every
+        from raymerge.kernels.spread import count_delta, count_every
 
         places = stored.places[[0, 1 + source]]
         # As many as there are selections, also of those that have ended: the loop is compiled for a number.
@@ -195,7 +194,7 @@ class MagnitudeSelection:
         bracket = self._bracket
         if bracket is None:
             return 0
-        from raymerge.kernels.selection_stored import count_spread
+        from raymerge.kernels.spread import count_spread
 
         room = self._room(bracket).numpy()
         above, num_differing = count_spread(stored.words, stored.places, stored.count, _bins(bracket), room)
@@ -219,7 +218,7 @@ class MagnitudeSelection:
         cls, selections: Sequence[MagnitudeSelection], stored: Stored, places: NDArray[np.int64]
     ) -> None:
         """The same for one delta; ``places`` are those of base and source."""
-        from raymerge.kernels.selection_stored import add_delta
+        from raymerge.kernels.spread import add_delta
 
         counting = [(each, each._bracket) for each in selections if each._bracket is not None]
         if not counting:

@@ -14,9 +14,8 @@ import torch
 
 from raymerge.methods.arc import points_of_arcs
 from raymerge.methods.gram import NEGLIGIBLE, Words
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Stored, Takes, Tile
 from raymerge.methods.reduce import add_pair
-from raymerge.methods.stored import Stored
 
 _PARALLEL = 0.9995
 
@@ -59,7 +58,7 @@ class SlerpKernel:
 
     def observe_stored(self, state: _Arc, stored: Stored, settings: Settings, pass_index: int) -> bool:
         """The same."""
-        from raymerge.kernels import sums_stored
+        from raymerge.kernels import sums as sums_stored
 
         sums_stored.add_stored_pair(state.sums, stored.words, stored.places, stored.count)
         return True

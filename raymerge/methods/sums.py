@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Settings, Tile
+from raymerge.methods.method import Settings, Stored, Tile
 from raymerge.methods.reduce import flat
-from raymerge.methods.stored import Stored
 
 _CANCELS = 1e-8
 
@@ -30,11 +29,11 @@ def sum_of_products(vectors: torch.Tensor, coefficients: Sequence[float]) -> tor
     _check_count(vectors, coefficients)
     if not vectors.is_cpu:
         return sum_of_products_in_torch(vectors, coefficients)
-    from raymerge.kernels import combine_part
+    from raymerge.kernels import combine
 
     out = torch.empty(vectors.shape[1], dtype=torch.float32)
     of_vectors = np.array(coefficients, dtype=np.float64)
-    combine_part.weighted_sum(out.numpy(), flat(vectors), vectors.stride(0), of_vectors)
+    combine.weighted_sum(out.numpy(), flat(vectors), vectors.stride(0), of_vectors)
     return out
 
 
@@ -79,14 +78,14 @@ def sum_on_base(
     _check_count(tile.sources, coefficients)
     if not tile.sources.is_cpu:
         return sum_on_base_in_torch(tile, coefficients, factor)
-    from raymerge.kernels import combine_part
+    from raymerge.kernels import combine
 
     base = tile.require_base()
     out = torch.empty(base.numel(), dtype=torch.float32)
     factors = np.array([factor]) if isinstance(factor, float) else factor.double().numpy()
     of_deltas = np.array(coefficients, dtype=np.float64)
     deltas, stride = flat(tile.sources), tile.sources.stride(0)
-    combine_part.weighted_sum_on_base(out.numpy(), deltas, stride, of_deltas, base.numpy(), factors)
+    combine.weighted_sum_on_base(out.numpy(), deltas, stride, of_deltas, base.numpy(), factors)
     return out
 
 

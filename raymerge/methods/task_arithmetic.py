@@ -13,9 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+)
 from raymerge.methods.reduce import flat
-from raymerge.methods.stored import Stored
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 if TYPE_CHECKING:

@@ -14,17 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Settings, Tile
+from raymerge.methods.method import Settings, Stored, Tile
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
 from raymerge.methods.selection import MagnitudeSelection, Sample
-from raymerge.methods.stored import Stored
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Cuts, Picks, Sum
-    from raymerge.kernels.elect_stored import Numbers
-    from raymerge.kernels.elect_stored_part import Inputs
+    from raymerge.kernels.elect_stored import Inputs, Numbers
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -165,7 +163,7 @@ def mark_kept(delta: torch.Tensor, trim: Trim, out: torch.Tensor, *, start: int)
 
 def inputs_of(stored: Stored) -> Inputs:
     """Stored elements as the compiled loops take them."""
-    from raymerge.kernels.elect_stored_part import Inputs
+    from raymerge.kernels.elect_stored import Inputs
 
     return Inputs(stored.words, stored.places, stored.start)
 
@@ -195,11 +193,11 @@ class PickedMerge:
 
     def apply_stored(self, stored: Stored, out: NDArray[np.uint16]) -> None:
         """Write the result of a tile, rounded."""
-        from raymerge.kernels import elect, elect_stored_part
+        from raymerge.kernels import elect, elect_stored
         from raymerge.kernels import elect_stored as elect_few
 
         if self._picks.by == elect.BY_SPREAD or len(stored.places) > 1 + elect_few.MOST:
-            elect_stored_part.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
+            elect_stored.merge_picked_stored(inputs_of(stored), self._picks, self._how, out)
             return
         if self._numbers is None:
             self._numbers = elect_few.numbers_of(self._picks, self._how)

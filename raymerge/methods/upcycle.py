@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from raymerge.methods.draws import normal
 from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
-from raymerge.methods.random import hashed, random_key
+from raymerge.methods.random import hashed, normal, random_key
 from raymerge.methods.reduce import PIECE, add_squares, add_values, chunks
 
 _LEAST_WORD = -(1 << 63)

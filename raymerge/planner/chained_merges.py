@@ -32,7 +32,7 @@ from raymerge.planner.inputs.sources import (
 from raymerge.planner.inputs.stages import Stage
 from raymerge.planner.recipe_check import neutral_recipe
 from raymerge.recipes import AnyRecipe, Draft, ModelReference, Recipe, did_you_mean, references
-from raymerge.storage.resolve import USUAL, Lookup
+from raymerge.storage.open import USUAL, Lookup
 
 _LENGTH_NBYTES = 8
 """Bytes of a file before the JSON of its header."""

@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.fields import closest, did_you_mean
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, Parameter, is_parameter, methods
 from raymerge.planner.inputs.sources import Path_, model_references
 from raymerge.planner.matching.bind import check_parameter_names, methods_at, written_blocks
 from raymerge.planner.matching.layer_map import Parameters
-from raymerge.planner.matching.method_assignment import check_rule_sources
-from raymerge.planner.matching.router_policy import with_router_rule
+from raymerge.planner.matching.method_assignment import check_rule_sources, with_router_rule
 from raymerge.recipes import (
     Conditional,
     Gradient,

@@ -15,8 +15,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from raymerge.errors import HeldError, Problem, RaymergeError, TargetError, TransientError
-from raymerge.publish.holder import Holder, holder_from, is_here, myself, runs_here
-from raymerge.publish.lease import BEAT_SECONDS, DEAD_SECONDS, held, lost
+from raymerge.publish.lease import (
+    BEAT_SECONDS,
+    DEAD_SECONDS,
+    Holder,
+    held,
+    holder_from,
+    is_here,
+    lost,
+    myself,
+    runs_here,
+)
 from raymerge.storage.objects.writer import ObjectWriter, unconditional
 
 _LOOK_SECONDS = 1.0

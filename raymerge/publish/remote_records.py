@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.publish.attempt import MARK
-from raymerge.publish.holder import Holder, is_here, runs_here
-from raymerge.publish.lease import DEAD_SECONDS, Hold
+from raymerge.publish.lease import DEAD_SECONDS, Hold, Holder, is_here, runs_here
 from raymerge.publish.ledger import NAME
 from raymerge.publish.output_contents import MANIFEST
 from raymerge.publish.remote_lease import look
-from raymerge.publish.remote_ledger import pieces_of
-from raymerge.publish.remote_staging import LEASE, STEPS_LEASE
+from raymerge.publish.remote_staging import LEASE, STEPS_LEASE, pieces_of
 from raymerge.publish.remote_stop import ask_to_stop
 from raymerge.publish.run_records import RECORD, STORY, Record
 from raymerge.storage.addresses import shown

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from raymerge.checkpoints.index import INDEX_FILE, SAFETENSORS
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import IncompleteError, Problem, TargetError
+from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import MARK, RECORD, mark_of
 from raymerge.publish.conditions import difference
@@ -35,9 +37,7 @@ from raymerge.publish.output_contents import (
     no_part,
     recorded_files,
 )
-from raymerge.publish.remote_journal import JournalMirror
 from raymerge.publish.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
-from raymerge.publish.remote_ledger import RemoteLedger
 from raymerge.publish.remote_shards import RemoteShards
 from raymerge.publish.remote_stop import STOP, withdraw
 from raymerge.publish.run_records import entries_of
@@ -50,9 +50,140 @@ from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.stream import LARGEST_OBJECT, stream_bytes
 from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.retry import KEPT
 from raymerge.storage.store import FileInfo
 from raymerge.units import format_size
 from raymerge.verifier.companions import PROVENANCE_FILE
+
+_TRIED = 10
+
+
+class RemoteLedger(Ledger):
+    """A ledger that is durable once its last piece is an object: no object can be appended to.
+
+    Pieces are kept by the mark of the run's beginning, and none is written over another: a process that
+    was taken for dead and goes on can neither add to the ledger of another run nor take from it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        conditions: Mapping[str, Any],
+        writer: ObjectWriter,
+        record: str,
+        mark: str,
+        guard: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            path: the local file, with all that was there when the run began.
+            conditions: as in ``Ledger``.
+            writer: of the output place.
+            record: key of the run record.
+            mark: of the run's beginning.
+            guard: raises where the place is no longer that of this run.
+        """
+        self._writer = writer
+        self._guard = guard
+        self._record = record
+        self._mark = mark
+        self._next = 1 + max((_number(key) for key in self._pieces()), default=0)
+        super().__init__(path, conditions)
+
+    @staticmethod
+    def fetch(path: Path, writer: ObjectWriter, record: str, mark: str) -> None:
+        """Have the local file as the objects say; none where there are no objects."""
+        whole = writer.get(f"{record}/{NAME}")
+        if whole is None:
+            path.unlink(missing_ok=True)
+            return
+        pieces = [writer.get(key) for key in pieces_of((each.key for each in writer.files()), record, mark)]
+        texts = [whole[0], *(each[0] for each in pieces if each is not None)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts))
+
+    def begin(self, receipts: Mapping[int, Receipt]) -> None:
+        """Begin anew; who looks meanwhile finds the old receipts, some of them, or these."""
+        super().begin(receipts)
+        old = self._pieces()
+        self._writer.put_only(f"{self._record}/{NAME}", self._path.read_bytes(), self._guard)
+        self._writer.delete(old)
+
+    def _append(self, *entries: Mapping[str, Any]) -> None:
+        before = self._path.stat().st_size
+        super()._append(*entries)
+        with self._path.open("rb") as file:
+            file.seek(before)
+            text = file.read()
+        # A piece that is there is of a process that was taken for dead, and as true as ours, or is ours, if
+        # an answer was lost.
+        for number in range(self._next, self._next + _TRIED):
+            key = f"{self._record}/ledger/{self._mark}/{number:08d}.jsonl"
+            if self._writer.put_new(key, text) is not None:
+                self._next = number + 1
+                return
+        raise IncompleteError(f"{self._writer.location(key)}: another process writes there. {KEPT}")
+
+    def _pieces(self) -> list[str]:
+        return pieces_of((each.key for each in self._writer.files()), self._record, self._mark)
+
+
+def pieces_of(keys: Iterable[str], record: str, mark: str) -> list[str]:
+    """Those of some keys that are pieces of the ledger of one beginning, in order."""
+    found = (key for key in keys if key.startswith(f"{record}/ledger/{mark}/") and _number(key) > 0)
+    return sorted(found, key=_number)
+
+
+def _number(key: str) -> int:
+    name = key.rpartition("/")[2].removesuffix(".jsonl")
+    return int(name) if name.isdecimal() and len(name) < 19 else 0
+
+
+_PAUSE_SECONDS = 5.0
+
+
+class JournalMirror:
+    """Keeps an object as a local file is."""
+
+    def __init__(self, writer: ObjectWriter, journal: Path, key: str, is_ours: Callable[[], bool]) -> None:
+        """
+        Args:
+            writer: of the output place; the mirror's own, without patience.
+            journal: the local file; need not exist.
+            key: of the object.
+            is_ours: whether the place is still that of this run; asked just before each time.
+        """
+        self._writer = writer
+        self._journal = journal
+        self._key = key
+        self._is_ours = is_ours
+        self._nbytes = 0
+        self.lock = threading.Lock()
+        """Nothing is written while somebody has it."""
+
+    @contextmanager
+    def mirroring(self) -> Iterator[None]:
+        """Have it written every few seconds until the block ends."""
+        ended = threading.Event()
+
+        def go_on() -> None:
+            while not ended.wait(_PAUSE_SECONDS):
+                self.mirror()
+
+        threading.Thread(target=go_on, name="journal", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def mirror(self) -> None:
+        """Write it now, if the store lets it and there is anything new; raises nothing."""
+        with suppress(Exception), self.lock:
+            if self._journal.stat().st_size != self._nbytes and self._is_ours():
+                text = self._journal.read_bytes()
+                self._writer.put(self._key, text)
+                self._nbytes = len(text)
+
 
 LEASE = f"{RECORD}/lease.json"
 """Key of the lease."""

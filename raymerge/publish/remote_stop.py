@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 
-from raymerge.publish.holder import Holder, holder_from, is_same_process, myself
+from raymerge.publish.lease import Holder, holder_from, is_same_process, myself
 from raymerge.publish.run_records import RECORD
 from raymerge.storage.objects.writer import ObjectWriter
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from raymerge.publish.holder import Holder
 from raymerge.publish.journal import JOURNAL
-from raymerge.publish.lease import Hold, hold_of
+from raymerge.publish.lease import Hold, Holder, hold_of
 from raymerge.publish.ledger import NAME
 from raymerge.publish.steps_place import steps_beside
 from raymerge.publish.stop_request import StopRequest

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from raymerge.publish.holder import Holder, holder_from, is_same_process, myself
+from raymerge.publish.lease import Holder, holder_from, is_same_process, myself
 
 _LOOK_SECONDS = 2.0
 _MOST_BYTES = 1 << 16

@@ -14,12 +14,11 @@ from pydantic import (
     ValidationInfo,
 )
 
-from raymerge.documents.entry import MapEntry, by
-from raymerge.documents.faults import Fault, FaultError, Path, show
-from raymerge.documents.fields import read_integer, read_text
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.faults import Fault, FaultError, FieldPath, Genre, show
+from raymerge.documents.fields import MapEntry, by, closest, did_you_mean, read_integer, read_text
 from raymerge.documents.yaml_text import Places
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
+from raymerge.errors import RecipeError
 from raymerge.recipes.reference import (
     Exists,
     ModelReference,
@@ -138,7 +137,7 @@ class Document(Entry):
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def misplaced_keys(document: type[Document], data: object, path: Path = ()) -> Iterator[Fault]:
+def misplaced_keys(document: type[Document], data: object, path: FieldPath = ()) -> Iterator[Fault]:
     """Keys of the document, and others that it has advice on, that stand below ``parameters``.
 
     Args:
@@ -222,3 +221,15 @@ Reference: TypeAlias = Annotated[ModelReference, PlainValidator(_reference), Pla
 MergeDType: TypeAlias = Annotated[DType, by(_dtype), PlainSerializer(config_name)]
 ShardSize: TypeAlias = Annotated[int, by(_shard_size)]
 Parameters: TypeAlias = Mapping[str, Annotated[Setting, by(read_setting), PlainSerializer(plain_setting)]]
+
+
+RECIPE = Genre(
+    noun="recipe",
+    opening="merge_method: ...",
+    error=RecipeError,
+    about_secrets=(
+        "A recipe is kept in what it makes, for all to read: take it out, make it invalid where it came "
+        "from, and log in with 'hf auth login' or set HF_TOKEN."
+    ),
+)
+"""The sort of text that says what to merge."""

@@ -2,12 +2,264 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, MergeDType, Reference, ShardSize
-from raymerge.recipes.expert_change import ExpertChange
+from pydantic import PlainSerializer
+
+from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
+from raymerge.documents.fields import between, by, did_you_mean, read_integer
+from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
+
+ExpertIds: TypeAlias = tuple[int, ...]
+"""Numbers of experts, from 0."""
+
+ExpertGroups: TypeAlias = tuple[ExpertIds, ...]
+"""Experts that become one, group by group."""
+
+T = TypeVar("T", bound=Sequence[object])
+
+_LIST = "Write numbers of experts, like [0, 2, 3]."
+_GROUPS = "Write groups of experts, like [[0, 1], [2, 3]]."
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayer(Generic[T]):
+    """What a recipe says of every layer that has experts: once for all, or layer by layer."""
+
+    everywhere: T | None
+    """What holds in every layer; None where ``by_layer`` has it."""
+    by_layer: tuple[tuple[int, T], ...] = ()
+    """Numbers of layers, rising, each with what holds there; every one has as many items."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts each layer is left with."""
+        return len(self.by_layer[0][1] if self.everywhere is None else self.everywhere)
+
+    def at(self, layer: int) -> T | None:
+        """What holds in a layer; None if the recipe goes layer by layer and leaves this one out."""
+        return self.everywhere if self.everywhere is not None else dict(self.by_layer).get(layer)
+
+
+def read_id(value: object) -> int:
+    """The number of one expert.
+
+    Raises:
+        FaultError: it is no whole number, or below 0.
+    """
+    return _read_number(value, "expert")
+
+
+def read_ids(value: object) -> ExpertIds:
+    """Numbers of experts, in the order given.
+
+    Raises:
+        FaultError: every item that is no number or was there before; no list, or an empty one.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST))
+    if not value:
+        raise FaultError(Fault((), "the list is empty.", _LIST))
+    ids = read_each(read_id, value)
+    _refuse_repeated([((index,), expert) for index, expert in enumerate(ids)])
+    return ids
+
+
+def read_groups(value: object) -> ExpertGroups:
+    """Groups of experts, in the order given.
+
+    Raises:
+        FaultError: every group that is none, and every expert that is in two.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS))
+    if not value:
+        raise FaultError(Fault((), "the list is empty.", _GROUPS))
+    groups = read_each(read_ids, value)
+    placed = [
+        ((number, index), expert) for number, group in enumerate(groups) for index, expert in enumerate(group)
+    ]
+    _refuse_repeated(placed)
+    return groups
+
+
+def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
+    """One list for all layers, or a map from layers to lists of one length.
+
+    Raises:
+        FaultError: all that is wrong with any of them.
+    """
+    if isinstance(value, PerLayer):
+        return value
+    if not isinstance(value, Mapping):
+        return PerLayer(read(value))
+    if not value:
+        raise FaultError(Fault((), "the map is empty.", "Write a list for each layer, or one for all."))
+    faults: list[Fault] = []
+    found: dict[int, T] = {}
+    for key, part in value.items():
+        layer = attempt(_read_layer, key, (str(key),), faults)
+        listed = attempt(read, part, (str(key),), faults)
+        if layer is None or listed is None:
+            continue
+        if layer in found:
+            faults.append(Fault((str(key),), f"layer '{layer}' was given before.", "Remove one of the two."))
+        faults += _as_long(str(key), layer, listed, found)
+        found.setdefault(layer, listed)
+    if faults:
+        raise FaultError(faults)
+    return PerLayer(None, tuple(sorted(found.items(), key=lambda pair: pair[0])))
+
+
+def plain_per_layer(change: PerLayer[Any]) -> object:
+    """The lists as a recipe writes them."""
+    if change.everywhere is not None:
+        return _plain(change.everywhere)
+    return {str(layer): _plain(listed) for layer, listed in change.by_layer}
+
+
+def _as_long(key: str, layer: int, listed: Sequence[object], found: Mapping[int, T]) -> Iterable[Fault]:
+    first = next(iter(found), None)
+    if first is not None and len(found[first]) != len(listed):
+        what = (
+            f"the list of layer '{layer}' is {len(listed)} long, that of layer '{first}' {len(found[first])}."
+        )
+        yield Fault(
+            (key,), what, "Make all equally long: the config has one number of experts for all layers."
+        )
+
+
+def _refuse_repeated(placed: Sequence[tuple[tuple[int, ...], int]]) -> None:
+    seen: set[int] = set()
+    faults: list[Fault] = []
+    for path, expert in placed:
+        if expert in seen:
+            faults.append(Fault(path, f"expert {expert} was listed before.", "Name each expert once."))
+        seen.add(expert)
+    if faults:
+        raise FaultError(faults)
+
+
+def _read_layer(value: object) -> int:
+    return _read_number(value, "layer")
+
+
+def _read_number(value: object, noun: str) -> int:
+    try:
+        number = read_integer(value)
+    except FaultError:
+        what = f"{show(value)} is {kind(value)}; expected the number of one {noun}."
+        raise FaultError(Fault((), what, f"Write a whole number; {noun}s count from 0.")) from None
+    if number < 0:
+        raise FaultError(Fault((), f"{number} is below {noun} 0.", f"{noun.capitalize()}s count from 0."))
+    return number
+
+
+def _plain(listed: Sequence[object]) -> list[object]:
+    return [_plain(item) if isinstance(item, tuple) else item for item in listed]
+
+
+_CHANGES = ("keep", "drop", "merge", "add", "dense")
+_MIXTURES = ("mean", "concatenated")
+_SCORED = ("drop", "merge")
+_BUILT = "Experts of a mixture that is to be built are a list: experts: [{source_model: PATH}, ...]."
+
+
+def _read_dense(value: object) -> int | str:
+    if isinstance(value, str) and value in _MIXTURES:
+        return value
+    try:
+        return read_id(value)
+    except FaultError:
+        remedy = f"{did_you_mean(str(value), _MIXTURES)} Write mean, concatenated or the number of an expert."
+        raise FaultError(Fault((), f"{show(value)} is not known here.", remedy.lstrip())) from None
+
+
+def _read_drop(value: object) -> int:
+    if isinstance(value, (list, tuple, Mapping)):
+        what = f"{show(value)} is {kind(value)}; 'drop' is how many experts go, those with the lowest scores."
+        raise FaultError(Fault((), what, "Write a number, or list below 'keep' the experts that stay."))
+    return between(1)(value)
+
+
+_Kept = Annotated[
+    PerLayer[ExpertIds], by(partial(read_per_layer, read_ids)), PlainSerializer(plain_per_layer)
+]
+_Merged = Annotated[
+    PerLayer[ExpertGroups], by(partial(read_per_layer, read_groups)), PlainSerializer(plain_per_layer)
+]
+
+
+class AddedExpert(Entry):
+    """Experts of another model, behind those that are there."""
+
+    shape: ClassVar[str] = "a map like {model: PATH, experts: [0, 1]}"
+    advice: ClassVar[Mapping[str, str]] = {"source_model": "Here the key is 'model'."}
+
+    model: Reference
+    """A mixture of experts of the same shapes; or a dense model, whose feed-forward layers become one."""
+    experts: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
+    """Which of its experts, in this order; None for all of them."""
+    row_of: Annotated[int, by(read_id)] | None = None
+    """Number of the base's expert whose router row and biases are copied; None for those of ``model``, which
+    a dense one does not have."""
+
+
+class ExpertChange(Entry):
+    """What becomes of the experts; exactly one of keep, drop, merge, add and dense."""
+
+    shape: ClassVar[str] = "a map like {keep: [0, 1, 5]}"
+    advice: ClassVar[Mapping[str, str]] = dict.fromkeys(("source_model", "positive_prompts"), _BUILT)
+
+    keep: _Kept | None = None
+    """Experts that stay, in the order of their new numbers."""
+    drop: Annotated[int, by(_read_drop)] | None = None
+    """How many experts of each layer go, those with the lowest ``scores``."""
+    merge: _Merged | None = None
+    """Groups of experts that become one each: their mean, weighted by ``scores`` where there are some."""
+    add: tuple[AddedExpert, ...] = ()
+    """Experts that are added, in this order."""
+    dense: Annotated[int | Literal["mean", "concatenated"], by(_read_dense)] | None = None
+    """Makes the model dense: of one expert, of the ``mean`` of all, or of all side by side."""
+    of: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
+    """Which experts ``dense: mean`` and ``dense: concatenated`` take; None for all of them."""
+    scores: Text | None = None
+    """How much each expert counts: ``weights`` for the size of its weights, or the path of a file."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """One change, with scores and a choice of experts where it can use them."""
+        given = [key for key in _CHANGES if data.get(key) is not None and (key != "add" or data[key])]
+        listed = ", ".join(_CHANGES)
+        if not given:
+            is_empty = data.get("add") is not None
+            what = "'add' is empty." if is_empty else "nothing says what becomes of the experts."
+            yield Fault(("add",) if is_empty else (), what, f"Fill one of: {listed}.")
+            return
+        if len(given) > 1:
+            both = " and ".join(f"'{key}'" for key in given)
+            remedy = f"Keep one of: {listed}. One merge may follow another as a second document of the file."
+            yield Fault((given[1],), f"{both} are both given.", remedy)
+        yield from _misplaced(data, given)
+
+
+def _misplaced(data: Mapping[str, Any], given: Sequence[str]) -> Iterable[Fault]:
+    if "drop" in given and data.get("scores") is None:
+        what = "'drop' needs 'scores' to know which experts go."
+        yield Fault(("drop",), what, "Add 'scores: weights' or 'scores: FILE', or write 'keep'.")
+    if data.get("scores") is not None and not {*given} & {*_SCORED}:
+        what = f"'scores' has no meaning beside '{given[0]}'."
+        yield Fault(("scores",), what, "Remove it, or write 'drop' or 'merge'.")
+    # A dense that is neither is told by its own reader.
+    is_one = data.get("dense") is None or isinstance(data["dense"], int)
+    if data.get("of") is not None and is_one:
+        what = "'of' chooses the experts of 'dense: mean' and 'dense: concatenated' only."
+        yield Fault(("of",), what, "Remove it, or write 'dense: mean' or 'dense: concatenated'.")
+
 
 _NOT_BUILT = (
     "A map of 'experts' changes the experts of one checkpoint. To build a mixture of experts, write a list: "

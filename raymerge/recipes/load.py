@@ -3,19 +3,318 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raymerge.documents.secrets import check_text
-from raymerge.documents.text import check_length, read_file
-from raymerge.documents.yaml_text import Located, Part, Places, read_document, split_documents, spot
+from pydantic import ValidationError
+
+from raymerge.documents.faults import Fault, FaultError, FieldPath, faults_of, kind
+from raymerge.documents.fields import choice_of, did_you_mean
+from raymerge.documents.secrets import check_text, secrets_in
+from raymerge.documents.yaml_text import (
+    Located,
+    Part,
+    Places,
+    check_length,
+    in_order,
+    read_document,
+    read_file,
+    split_documents,
+    spot,
+)
 from raymerge.errors import Problem, RecipeError
-from raymerge.recipes.draft import Draft, draft_document, join_drafts, with_order_problems
-from raymerge.recipes.genre import RECIPE
-from raymerge.recipes.order import AnyRecipe
+from raymerge.recipes.entry import RECIPE, Reading
+from raymerge.recipes.expert_set import ExpertSetRecipe
+from raymerge.recipes.moe import MoeRecipe
+from raymerge.recipes.order import AnyRecipe, order_problems
+from raymerge.recipes.out_format import OUT_FORMATS
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
+from raymerge.recipes.selector import ROLE_NAMES
+from raymerge.recipes.settings import Scalar
+
+UNREADABLE = Scalar(math.nan)
+"""Stands for a setting that is there and cannot be read."""
+
+
+class Unnamed(str):
+    """Stands for a ``merge_method`` that is not there or cannot be read; a kind of its own, for its text is
+    one that somebody may write."""
+
+    __slots__ = ()
+
+
+_UNNAMED = Unnamed("?")
+
+_ROUNDS = 16
+_BY_THEMSELVES = {
+    (name,) for name in ("dtype", "out_dtype", "seed", "shard_size", "duplicates", "warn_encoding_error")
+}
+"""Fields without which nothing else becomes wrong."""
+_EXPERTS_FORMS = (
+    "Write a list to build a mixture of experts from dense models: experts: [{source_model: PATH}, ...]; "
+    "or a map to change the experts of one: experts: {keep: [0, 1]}."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Recipes as they were read, with all that is wrong in what was written."""
+
+    recipes: tuple[AnyRecipe, ...]
+    """Those that could be read, wrong values left out or taken for what was most likely meant."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong, in the order of the text."""
+    partial: tuple[AnyRecipe, ...] = ()
+    """Those of the recipes that lack something on which the rest may depend."""
+    names: tuple[str, ...] = ()
+    """Names of all recipes, of those too that could not be read."""
+    guessed: frozenset[str] = frozenset()
+    """Places of values that were taken for what was most likely meant: what else is wrong there may come of
+    that."""
+
+    def require(self) -> tuple[AnyRecipe, ...]:
+        """The recipes, if nothing is wrong.
+
+        Raises:
+            RecipeError: with every problem.
+        """
+        if self.problems:
+            raise RecipeError(self.problems)
+        return self.recipes
+
+    def is_partial(self, recipe: AnyRecipe) -> bool:
+        """Whether a recipe lacks something on which the rest may depend."""
+        return any(each is recipe for each in self.partial)
+
+
+def join_drafts(drafts: Iterable[Draft]) -> Draft:
+    """Several drafts as one."""
+    each = tuple(drafts)
+    return Draft(
+        tuple(recipe for draft in each for recipe in draft.recipes),
+        in_order(problem for draft in each for problem in draft.problems),
+        tuple(recipe for draft in each for recipe in draft.partial),
+        tuple(name for draft in each for name in draft.names),
+        frozenset(place for draft in each for place in draft.guessed),
+    )
+
+
+def with_order_problems(draft: Draft, exists: Exists) -> Draft:
+    """The draft with what is wrong between its recipes."""
+    between = order_problems(draft.recipes, exists=exists, are_all=not draft.problems)
+    return replace(draft, problems=in_order((*draft.problems, *between)))
+
+
+def draft_document(document: Located, text: str | None, exists: Exists) -> Draft:
+    """One recipe, as far as it can be read.
+
+    Args:
+        document: what was written, with the faults of the YAML itself.
+        text: the user's text, if there was one.
+        exists: whether a text is a local directory.
+    """
+    if secret := list(secrets_in(document.data, RECIPE)):
+        # Alone, for messages on the same values would repeat them.
+        return Draft((), tuple(document.places.problems(secret)))
+    return _Drafting(document, text, exists).draft()
+
+
+class _Drafting:
+    """One document whose faults are noted and taken out until the rest can be read."""
+
+    def __init__(self, document: Located, text: str | None, exists: Exists) -> None:
+        self._data: Any = document.data
+        self._places = document.places
+        self._text = text
+        self._exists = exists
+        self._anchored = document.anchored
+        self._problems = self._places.problems(list(document.faults))
+        # What YAML could not give is missing below: one fault for one cause.
+        self._broken = {fault.path for fault in document.faults}
+        self._guessed: set[FieldPath] = set()
+        self._guessed_at: set[str] = set()
+        self._is_unnamed = False
+        self._is_partial = any(_lost(document.data, fault.path) for fault in document.faults)
+
+    def draft(self) -> Draft:
+        """The recipe without what is wrong, and all that is."""
+        name = self._data.get("name")
+        recipe, faults = self._noted()
+        for _ in range(_ROUNDS):
+            if not faults or not all(fault.path for fault in faults):
+                break
+            self._leave_out(faults)
+            recipe, faults = self._read()
+        if self._is_unnamed and isinstance(recipe, Recipe):
+            recipe = recipe.model_copy(update={"merge_method": _UNNAMED})  # Reading makes plain text of it.
+        recipes = () if recipe is None else (recipe,)
+        names = (name,) if isinstance(name, str) else ()
+        partial = recipes if self._is_partial else ()
+        return Draft(recipes, in_order(self._problems), partial, names, frozenset(self._guessed_at))
+
+    def _noted(self) -> tuple[AnyRecipe | None, list[Fault]]:
+        """The recipe if nothing else is wrong, and what is, which is noted.
+
+        Slips are mended first, since other faults may come of them: keys before values.
+        """
+        recipe, faults = self._read()
+        told: list[Fault] | None = None
+        for _ in range(_ROUNDS):
+            slips = [fault for fault in faults if fault.meant is not None]
+            slips = [fault for fault in slips if fault.is_key] or slips
+            if not slips:
+                break
+            if not slips[0].is_key:
+                # A value that was guessed may not go with the others: that is no fault of theirs.
+                told = faults
+            self._note(slips)
+            for fault in slips:
+                self._mend(fault)
+            recipe, faults = self._read()
+        self._note(fault for fault in faults if not self._is_told(fault) and (told is None or fault in told))
+        return recipe, faults
+
+    def _read(self) -> tuple[AnyRecipe | None, list[Fault]]:
+        try:
+            schema = _kind(self._data)
+            ignored = schema.ignored(self._data, self._anchored)
+            reading = Reading(self._places, self._text, self._exists, notes=tuple(ignored.values()))
+            effective = {key: value for key, value in self._data.items() if key not in ignored}
+            return schema.model_validate(effective, context=reading), []
+        except FaultError as error:
+            return None, list(error.faults)
+        except ValidationError as error:
+            return None, faults_of(error)
+
+    def _is_told(self, fault: Fault) -> bool:
+        """Whether a fault comes of another: of YAML that has no value there, or of a key that was guessed and
+        does not fit what is below it."""
+        path = fault.path
+        of_guess = any(
+            path[: len(key)] == key and not any(isinstance(step, str) for step in path[len(key) :])
+            for key in self._guessed
+        )
+        return of_guess or path in self._broken
+
+    def _note(self, faults: Iterable[Fault]) -> None:
+        self._problems += self._places.problems(list(faults))
+
+    def _mend(self, fault: Fault) -> None:
+        """Put what was meant in the place of what is written."""
+        *parents, last = fault.path
+        above = tuple(parents)
+        meant = str(fault.meant)
+        if not fault.is_key:
+            self._guessed_at.add(self._places.at(fault.path))
+            self._data = _changed(self._data, fault.path, lambda _: meant)
+            return
+        holder = _at(self._data, above)
+        if meant in holder:
+            self._data = _changed(self._data, above, lambda each: _without(each, last))
+            return
+        self._guessed.add((*above, meant))
+        written = {**self._places.renamed, (*self._places.as_written(above), meant): str(last)}
+        self._places = replace(self._places, renamed=written)
+        self._data = _changed(
+            self._data, above, lambda each: {meant if key == last else key: each[key] for key in each}
+        )
+
+    def _leave_out(self, faults: Sequence[Fault]) -> None:
+        """Take out what is wrong; where nothing is written, what it would be a part of."""
+        gone: set[FieldPath] = set()
+        for fault in faults:
+            path = fault.path
+            self._is_partial |= not fault.is_key and "parameters" not in path and path not in _BY_THEMSELVES
+            if "parameters" in path[:-1]:
+                setting = path[: path.index("parameters") + 2]
+                self._data = _changed(self._data, setting, lambda _: UNREADABLE)
+            elif path == ("merge_method",):
+                self._data = {**self._data, "merge_method": _UNNAMED}
+                self._is_unnamed = True
+            elif path[0] == "experts" and len(path) <= 2 and not _lost(self._data, path):
+                # What the router lacks is nothing to those who look at the models.
+                self._data = {**self._data, "gate_mode": "random", "experts_per_token": 1}
+            else:
+                gone.add(self._written_part(path))
+        for path in sorted(gone, key=_removal_order, reverse=True):
+            if not any(path[:length] in gone for length in range(len(path))):
+                self._remove(path)
+
+    def _written_part(self, path: FieldPath) -> FieldPath:
+        """A path, or the first above it at which something is written."""
+        while path and _lost(self._data, path):
+            path = path[:-1]
+        return path
+
+    def _remove(self, path: FieldPath) -> None:
+        if not path:
+            self._data = {}
+            return
+        *above, last = path
+        if isinstance(last, int):
+            gone = self._places.left_out | {self._places.as_written(path)}
+            self._places = replace(self._places, left_out=gone)
+        self._data = _changed(self._data, tuple(above), lambda each: _without(each, last))
+
+
+def _removal_order(path: FieldPath) -> tuple[tuple[bool, str | int], ...]:
+    """By this, backwards, items of a list are taken out from its end."""
+    return tuple((isinstance(step, str), step) for step in path)
+
+
+def _at(value: Any, path: FieldPath) -> Any:
+    for step in path:
+        value = value[step]
+    return value
+
+
+def _lost(data: Any, path: FieldPath) -> bool:
+    """Whether there is nothing at a path."""
+    for step in path:
+        if isinstance(data, Mapping):
+            data = data.get(step)
+        elif isinstance(data, (list, tuple)) and isinstance(step, int) and step < len(data):
+            data = data[step]
+        else:
+            return True
+    return data is None
+
+
+def _changed(value: Any, path: FieldPath, change: Callable[[Any], Any]) -> Any:
+    """A copy of plain data with another value at a path."""
+    if not path:
+        return change(value)
+    step, rest = path[0], path[1:]
+    if isinstance(value, Mapping):
+        return {key: _changed(each, rest, change) if key == step else each for key, each in value.items()}
+    return [_changed(each, rest, change) if index == step else each for index, each in enumerate(value)]
+
+
+def _without(value: Any, step: str | int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: each for key, each in value.items() if key != step}
+    return [each for index, each in enumerate(value) if index != step]
+
+
+def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[ExpertSetRecipe]:
+    """Which kind of recipe is meant, by what ``experts`` is.
+
+    Raises:
+        FaultError: it is there, and neither of the two things that it may be.
+    """
+    experts = data.get("experts")
+    if isinstance(experts, Mapping):
+        return ExpertSetRecipe
+    if isinstance(experts, (list, tuple)) or "gate_mode" in data:
+        return MoeRecipe
+    if "experts" not in data:
+        return Recipe
+    raise FaultError(Fault(("experts",), f"'experts' is {kind(experts)}.", _EXPERTS_FORMS))
+
 
 _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 """Fields that say so of themselves."""
@@ -143,3 +442,74 @@ def _draft_parts(parts: Sequence[Part], name: str, exists: Exists) -> Draft:
         else:
             drafts.append(draft_document(document, part.text, exists))
     return with_order_problems(join_drafts(drafts), exists)
+
+
+_NAME = "convert"
+_PLACE = "--to"
+_PATTERN = frozenset("*?[.")
+"""What a pattern of names has one of, and a role has not."""
+
+
+def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
+    """A passthrough of one model with ``out_format``.
+
+    Args:
+        model: a directory or a Hub name, as in a recipe.
+        to: ``[SELECTOR:]FORMAT``, the first that speaks of a tensor holds for it. A selector is a role or a
+            pattern of names; without one a format is for all tensors.
+        exists: whether a text is a local directory.
+
+    Raises:
+        RecipeError: with all that is wrong.
+    """
+    lines: list[dict[str, str]] = []
+    problems: list[Problem] = []
+    for text in to:
+        try:
+            lines.append(_line(text))
+        except FaultError as error:
+            problems += (Problem(f"{_PLACE} {text}", fault.what, fault.remedy) for fault in error.faults)
+    problems += _never_reached(to, lines) if not problems else ()
+    if problems:
+        raise RecipeError(problems)
+    wanted = {"merge_method": "passthrough", "models": [{"model": model}], "out_format": lines}
+    return recipe_from_mapping(wanted, _ArgumentPlaces(_NAME, arguments=tuple(to)), exists=exists)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgumentPlaces(Places):
+    """Places of a recipe that is made of arguments."""
+
+    arguments: tuple[str, ...] = ()
+    """Those of ``--to``: one is a line of ``out_format``."""
+
+    def at(self, path: FieldPath) -> str:
+        """The argument that says what the recipe has there."""
+        if path[:1] != ("out_format",):
+            return Places(self.name, self.marks).at(path)
+        line = path[1] if len(path) > 1 else None
+        told = self.arguments[line] if isinstance(line, int) else ""
+        return f"{_PLACE} {told}".rstrip()
+
+
+def _line(text: str) -> dict[str, str]:
+    """A line of ``out_format``."""
+    selector, colon, form = text.rpartition(":")
+    line = {"value": choice_of(*OUT_FORMATS)(form)}
+    if not colon:
+        return line
+    if selector in ROLE_NAMES:
+        return {"role": selector, **line}
+    if not _PATTERN.isdisjoint(selector):
+        return {"glob": selector, **line}
+    what = f"'{selector}' is no role, and no pattern of names either."
+    hint = did_you_mean(selector, ROLE_NAMES)
+    remedy = f"{hint} Roles are {', '.join(ROLE_NAMES)}; a pattern is like '*.self_attn.*'.".lstrip()
+    raise FaultError(Fault((), what, remedy))
+
+
+def _never_reached(to: Sequence[str], lines: Sequence[dict[str, str]]) -> list[Problem]:
+    """What stands behind a format for all tensors."""
+    place = next((index for index, line in enumerate(lines) if len(line) == 1), len(lines))
+    what = f"'{to[place]}' stands before it and is for all tensors." if place < len(to) else ""
+    return [Problem(f"{_PLACE} {text}", what, f"Give '{to[place]}' last.") for text in to[place + 1 :]]

@@ -9,14 +9,14 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
-from raymerge.documents.faults import Path
+from raymerge.documents.faults import FieldPath
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.reference import Exists, ModelReference
-from raymerge.recipes.rule import MethodRule
-from raymerge.recipes.schema import ModelEntry, ModuleEntry, Recipe, SliceSource
+from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, Recipe, SliceSource
 from raymerge.recipes.tokenizer import Tokenizer, TokenRow
+from raymerge.storage.addresses import as_path
 
 AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
 """What a document of a file may be."""
@@ -24,7 +24,7 @@ AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
 Merge = TypeVar("Merge", bound=AnyRecipe)
 
 
-def references(recipe: AnyRecipe) -> Iterator[tuple[Path, ModelReference]]:
+def references(recipe: AnyRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     """Every model that a recipe names, with its place in the recipe.
 
     In written order but for the base, which is first; what only chooses among models named elsewhere, the
@@ -117,7 +117,7 @@ def _uses(recipes: Sequence[AnyRecipe]) -> Iterator[_Use]:
                     yield _Use(index, by_name[named], recipe.where(*path), revision)
 
 
-def _of_mixture(recipe: MoeRecipe) -> Iterator[tuple[Path, ModelReference]]:
+def _of_mixture(recipe: MoeRecipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
         for index, expert in enumerate(experts):
             yield (key, index, "source_model"), expert.source_model
@@ -126,7 +126,7 @@ def _of_mixture(recipe: MoeRecipe) -> Iterator[tuple[Path, ModelReference]]:
         yield from _of_rules(("trunk", "methods"), recipe.trunk.methods)
 
 
-def _of_merge(recipe: Recipe) -> Iterator[tuple[Path, ModelReference]]:
+def _of_merge(recipe: Recipe) -> Iterator[tuple[FieldPath, ModelReference]]:
     yield from _of_body((), recipe)
     for name, module in recipe.modules.items():
         yield from _of_body(("modules", name), module)
@@ -139,13 +139,13 @@ def _of_merge(recipe: Recipe) -> Iterator[tuple[Path, ModelReference]]:
         yield ("router",), recipe.router
 
 
-def _of_rules(path: Path, rules: Sequence[MethodRule]) -> Iterator[tuple[Path, ModelReference]]:
+def _of_rules(path: FieldPath, rules: Sequence[MethodRule]) -> Iterator[tuple[FieldPath, ModelReference]]:
     for index, rule in enumerate(rules):
         for position, source in enumerate(rule.sources):
             yield (*path, index, "sources", position), source
 
 
-def _of_body(path: Path, body: Recipe | ModuleEntry) -> Iterator[tuple[Path, ModelReference]]:
+def _of_body(path: FieldPath, body: Recipe | ModuleEntry) -> Iterator[tuple[FieldPath, ModelReference]]:
     yield from _of_entries((*path, "models"), body.models)
     for position, piece in enumerate(body.slices):
         place = (*path, "slices", position)
@@ -155,13 +155,13 @@ def _of_body(path: Path, body: Recipe | ModuleEntry) -> Iterator[tuple[Path, Mod
 
 
 def _of_entries(
-    path: Path, entries: Sequence[ModelEntry | SliceSource]
-) -> Iterator[tuple[Path, ModelReference]]:
+    path: FieldPath, entries: Sequence[ModelEntry | SliceSource]
+) -> Iterator[tuple[FieldPath, ModelReference]]:
     for index, entry in enumerate(entries):
         yield (*path, index, "model"), entry.model
 
 
-def _of_tokenizer(tokenizer: Tokenizer) -> Iterator[tuple[Path, ModelReference]]:
+def _of_tokenizer(tokenizer: Tokenizer) -> Iterator[tuple[FieldPath, ModelReference]]:
     if isinstance(tokenizer.source, ModelReference):
         yield ("tokenizer", "source"), tokenizer.source
     for token, entry in tokenizer.tokens.items():
@@ -241,3 +241,32 @@ def _results(uses: _Uses) -> Iterator[Problem]:
             what = f"no other merge uses '{recipe.name}', but a file has one result, here {called}."
             remedy = "Use it as a model of another merge, or put it into a file of its own."
             yield Problem(recipe.where("name"), what, remedy)
+
+
+def places_read(recipes: Sequence[AnyRecipe]) -> Iterator[tuple[str, str]]:
+    """Every place that recipes name to read from, and where; results of other recipes among them are none.
+
+    Args:
+        recipes: all of a file.
+
+    Returns:
+        Pairs of a place in the text, ``recipe.yml:7:9``, and what stands there: a path, where that is a
+        ``file://`` address.
+    """
+    names = {each.name for each in recipes if each.name}
+    for recipe in recipes:
+        for path, reference in references(recipe):
+            for place in (reference.path, reference.lora_path):
+                if place is not None and place not in names:
+                    yield recipe.where(*path), as_path(place)
+        yield from _files(recipe)
+
+
+def _files(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
+    if isinstance(recipe, MoeRecipe):
+        for key, experts in (("experts", recipe.experts), ("shared_experts", recipe.shared_experts)):
+            for index, expert in enumerate(experts):
+                if expert.prompt_file is not None:
+                    yield recipe.where(key, index, "prompt_file"), expert.prompt_file
+    elif isinstance(recipe, ExpertSetRecipe) and recipe.experts.scores not in (None, "weights"):
+        yield recipe.where("experts", "scores"), str(recipe.experts.scores)

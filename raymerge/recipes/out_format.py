@@ -9,8 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import PlainSerializer, PlainValidator
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.fields import choice_of
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.fields import choice_of, closest, did_you_mean
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 
 OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, show
-from raymerge.documents.fields import read_text
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.fields import closest, did_you_mean, read_text
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]

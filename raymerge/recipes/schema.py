@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import PlainSerializer, ValidationInfo, field_validator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo, field_validator
 
-from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.fields import between, choice_of, read_positive
-from raymerge.documents.suggest import closest
-from raymerge.recipes.adapter import AdapterOutput
+from raymerge.documents.fields import (
+    between,
+    by,
+    choice_of,
+    closest,
+    did_you_mean,
+    read_number,
+    read_positive,
+    read_switch,
+)
 from raymerge.recipes.entry import (
     DEFAULT_SHARD_SIZE,
     Document,
@@ -22,11 +28,129 @@ from raymerge.recipes.entry import (
     ShardSize,
     Text,
     misplaced_keys,
+    plain_word_or_reference,
+    word_or_reference,
 )
 from raymerge.recipes.out_format import OutFormat
-from raymerge.recipes.router import Alignment, RouterSource
-from raymerge.recipes.rule import MethodRule
+from raymerge.recipes.reference import ModelReference
+from raymerge.recipes.selector import SELECTOR_KEYS, Selector, plain_layers, read_layers, read_roles
 from raymerge.recipes.tokenizer import Tokenizer, TokenizerSource
+
+
+def _energy(value: object) -> float:
+    energy = read_number(value)
+    if not 0 < energy <= 1:
+        what = f"{energy} is not a share of the energy."
+        raise FaultError(Fault((), what, "Write a number above 0 and up to 1, like 0.99."))
+    return energy
+
+
+class AdapterOutput(Entry):
+    """How the merged change of each matrix becomes two factors again."""
+
+    shape: ClassVar[str] = "a map like {rank: 16}"
+
+    rank: Annotated[int, by(between(1))] | None = None
+    """Largest rank of a matrix; None for the largest that the sources have."""
+    combine: Annotated[Literal["svd", "concatenate"], by(choice_of("svd", "concatenate"))] = "svd"
+    """``svd``: the best factors of that rank; ``concatenate``: the sources' own side by side, which is exact
+    and adds up their ranks."""
+    energy: Annotated[float, by(_energy)] | None = None
+    """Share of the squared singular values that is enough, so that ranks may be smaller; None for all."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """Concatenated factors are not cut."""
+        if data.get("combine") != "concatenate":
+            return
+        for key in ("rank", "energy"):
+            if data.get(key) is not None:
+                what = f"'{key}' limits the rank, which 'combine: concatenate' does not do."
+                yield Fault((key,), what, f"Remove '{key}', or write 'combine: svd'.")
+
+
+RouterSource: TypeAlias = Annotated[
+    Literal["merge", "base"] | ModelReference,
+    PlainValidator(word_or_reference("merge", "base")),
+    PlainSerializer(plain_word_or_reference),
+]
+
+_WORDS = ("experts", "none")
+_MAP = "a map like {experts: true, neurons: false}"
+
+
+class Align(Entry):
+    """What of independently trained sources is brought into the base's order before they are merged."""
+
+    shape: ClassVar[str] = _MAP
+
+    experts: Annotated[bool, by(read_switch)] = True
+    """Whether the experts of a layer are matched, together with their router rows; always so."""
+    neurons: Annotated[bool, by(read_switch)] = True
+    """Whether the neurons inside each pair of experts are matched too."""
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """Neurons have a counterpart only where their expert has one."""
+        if data.get("experts") is False:
+            what = "'experts' is false, and neurons are matched within matched experts only."
+            yield Fault(("experts",), what, "Remove it, or write 'align: none'.")
+
+
+def _read_align(value: object) -> object:
+    """``experts`` and ``none`` as what they stand for; a map as it is."""
+    if value == "experts":
+        return {}
+    if value is False or value == "none":
+        return None
+    if isinstance(value, (Mapping, Align)):
+        return value
+    remedy = f"{did_you_mean(str(value), _WORDS)} Write experts, none, or {_MAP}."
+    raise FaultError(Fault((), f"{show(value)} is not known here.", remedy.lstrip()))
+
+
+Alignment: TypeAlias = Annotated[Align | None, BeforeValidator(_read_align)]
+
+
+_CHANGES = ("merge_method", "sources", "parameters")
+
+
+class MethodRule(Entry):
+    """How the tensors that its selector speaks of are made, where that differs from the recipe's own way."""
+
+    shape: ClassVar[str] = "a map like {role: attention, merge_method: slerp}"
+
+    filter: Text | None = None
+    """A plain part of the output tensor's name."""
+    glob: Text | None = None
+    """A pattern of its whole name."""
+    role: Annotated[tuple[str, ...], by(read_roles), PlainSerializer(list)] = ()
+    """Roles, one of which it has."""
+    layers: Annotated[tuple[tuple[int, int], ...], by(read_layers), PlainSerializer(plain_layers)] = ()
+    """Ranges of layers, both ends included, in one of which it lies."""
+    merge_method: Text | None = None
+    """Name of the method; None for the recipe's own."""
+    sources: tuple[Reference, ...] = ()
+    """Which of the models take part; empty for all of them."""
+    parameters: Parameters = {}
+    """Settings that hold for these tensors, before all others."""
+
+    @property
+    def selector(self) -> Selector:
+        """Which tensors the rule speaks of."""
+        return Selector(self.filter, self.glob, self.role, self.layers)
+
+    @classmethod
+    def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
+        """It speaks of some tensors, and says something of them."""
+        if all(data.get(key) is None for key in SELECTOR_KEYS):
+            remedy = f"Add one of: {', '.join(SELECTOR_KEYS)}."
+            yield Fault((), "the rule does not say which tensors it is for.", remedy)
+        if not any(data.get(key) for key in _CHANGES):
+            yield Fault((), "the rule changes nothing.", f"Add one of: {', '.join(_CHANGES)}.")
+        elif data.get("sources") in ([], ()):
+            yield Fault(("sources",), "the list is empty.", "Name models, or remove it: all take part then.")
+
 
 MAX_SEED = 2**64 - 1
 """Largest seed: the random masks take 64 bits."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.fields import read_number
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.fields import closest, did_you_mean, read_number
 from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
 
 _CHOICE_KEYS = (*SELECTOR_KEYS, "value")

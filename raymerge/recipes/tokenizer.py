@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
-from raymerge.documents.entry import by
 from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.fields import between, read_switch
+from raymerge.documents.fields import between, by, read_switch
 from raymerge.recipes.entry import (
     Entry,
     Reference,

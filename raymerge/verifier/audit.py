@@ -20,9 +20,8 @@ from raymerge.verifier.comparing import Written, judge
 from raymerge.verifier.digests import Expectation, check_bytes, constant_bytes, copied_bytes
 from raymerge.verifier.findings import Findings
 from raymerge.verifier.plan_ops import PlanRow, PlanRows
-from raymerge.verifier.reader import Reader
 from raymerge.verifier.recompute import LogicalTensor, Recomputation, Undecided, recomputation_of
-from raymerge.verifier.stored import elements_of
+from raymerge.verifier.stored import Reader, elements_of
 
 _TILE = 4096
 """Elements that are sampled together, as bytes are read in runs."""

@@ -15,9 +15,8 @@ from raymerge.merge_plan.expressions import Part
 from raymerge.verifier.findings import AGAIN, Findings
 from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
 from raymerge.verifier.plan_ops import PlanRow, written
-from raymerge.verifier.reader import Reader
 from raymerge.verifier.recompute import Expected
-from raymerge.verifier.stored import CodeFacts, elements_of
+from raymerge.verifier.stored import CodeFacts, Reader, elements_of
 
 _TOO_OPEN = 2.0**-6
 """Share of the largest magnitudes of a run that a doubt must stay below for an element to be judged."""

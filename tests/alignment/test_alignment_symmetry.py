@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raymerge.architectures import Projection
 from raymerge.dtypes import DType
-from raymerge.planner.moe.aligned_blocks import Network, Part
-from raymerge.stages.alignment.symmetry import (
+from raymerge.planner.moe.expert_permutation import Network, Part
+from raymerge.stages.alignment.work import (
     NUM_PROBES,
     activation_of,
     neuron_features,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from raymerge.architectures.expert_meaning import ExpertMeaning, expert_meaning
+from raymerge.architectures.expert_fields import ExpertMeaning, expert_meaning
 
 FAMILIES = (
     *("mixtral", "minimax", "minimax_m2", "granitemoe", "granitemoehybrid", "qwen2_moe", "qwen3_moe"),

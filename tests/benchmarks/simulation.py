@@ -40,8 +40,8 @@ from raymerge.events import Event, SegmentDone
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
 from raymerge.options import RunOptions
-from raymerge.planner.simulate import Cluster, Limiter, Simulation, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds
+from raymerge.planner.simulation import Cluster, Limiter, Simulation, simulate_plan
 from raymerge.runtime.workers.sizing import cores_here
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from benchmarks.cache import warm
 
-from raymerge.merge_plan.lanes import lanes_of
-from raymerge.merge_plan.memory import LOAD_MOST
+from raymerge.merge_plan.memory import LOAD_MOST, lanes_of
 from raymerge.runtime.workers.sizing import cores_here
 from raymerge.storage.local.buffers import aligned_buffer, room_for
 from raymerge.storage.local.store import LocalStore

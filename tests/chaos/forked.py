@@ -20,7 +20,7 @@ _IMPORTED = (
     "raymerge.cli.main",
     "raymerge.cli.submit",
     "raymerge.api",
-    "raymerge.runtime.driver.inline",
+    "raymerge.runtime.driver.run",
     "torch",
 )
 

@@ -22,12 +22,13 @@ from kits.tokenizer_maker import (
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from raymerge.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
-from raymerge.checkpoints.tokenizer_json import (
+from raymerge.checkpoints.tokenizer import (
     AddedToken,
+    TokenizerFiles,
     TokenizerKind,
     added_ids,
     has_holes,
+    read_tokenizer,
     read_tokenizer_model,
 )
 from raymerge.errors import CheckpointError, Problem

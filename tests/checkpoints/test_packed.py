@@ -29,9 +29,8 @@ from kits.packed_headers import (
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors
+from raymerge.checkpoints.quantisation.detect import PackedTensors, fp8_blocks, implied_block, packed_tensors
 from raymerge.checkpoints.quantisation.encoding import Format
-from raymerge.checkpoints.quantisation.packed_grids import fp8_blocks, implied_block
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.inputs.quantised import quantised_tensors

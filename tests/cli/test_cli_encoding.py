@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from raymerge.cli.render.encoding import encoding_lines, encoding_warning
+from raymerge.cli.render.duplicates import encoding_lines, encoding_warning
 from raymerge.cli.render.progress import PlainProgress
 from raymerge.events import EncodingErrorsFound
 from raymerge.merge_plan.encoding_errors import ErrorsAbove, RoleError, TensorError

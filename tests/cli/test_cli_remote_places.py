@@ -12,7 +12,7 @@ from kits.checkpoint_maker import tiny_llama
 from kits.command_line import Outcome, run_command
 from kits.s3_server import S3Server, s3_server
 
-from raymerge import proving
+from raymerge import api
 from raymerge.api import submit, verify_load
 from raymerge.errors import OptionError
 from raymerge.options import RunOptions
@@ -187,7 +187,7 @@ def test_a_copy_that_takes_the_memory_is_not_loaded(
     left = OwnDirectory(str(tmp_path))
     os.close(left._descriptor)
     free = iter([1 << 40, 1 << 10])
-    monkeypatch.setattr(proving, "free_memory", lambda: next(free))
+    monkeypatch.setattr(api, "free_memory", lambda: next(free))
     verdict = verify_load(s3.place("out"), scratch=str(tmp_path))
     assert (verdict.problems, verdict.ran) == ((), False)
     assert "of memory and may take 1" in verdict.note

@@ -15,9 +15,9 @@ from kits.command_line import Outcome, run_command
 from kits.driver_process import PATIENCE_SECONDS, driver, wait_for_receipts
 from kits.merge_cases import Family, digests, make_family, merge, recipes
 
-from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.local import PlaceRuns
 from raymerge.deploy.targets.sending import RunNote, RunNotes
-from raymerge.publish.holder import myself
+from raymerge.publish.lease import myself
 from raymerge.publish.stop_request import StopRequest
 
 

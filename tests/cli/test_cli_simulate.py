@@ -18,7 +18,7 @@ from raymerge.cli.simulate import check_memory, in_hand, read_cluster, show_simu
 from raymerge.errors import OptionError
 from raymerge.merge_plan.projection import Projection
 from raymerge.options import RunOptions
-from raymerge.planner.simulate import Cluster, simulate_plan
+from raymerge.planner.simulation import Cluster, simulate_plan
 from raymerge.units import format_duration
 
 STARTUP = 8.0

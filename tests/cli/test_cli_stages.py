@@ -17,8 +17,7 @@ from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
 from raymerge.api import RunOptions
-from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, summary
-from raymerge.cli.render.routing import show_routing
+from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, show_routing, summary
 from raymerge.cli.render.tally import Tally
 from raymerge.events import (
     Event,

@@ -24,7 +24,7 @@ import raymerge.api
 from raymerge.errors import IncompleteError
 from raymerge.events import Event, Published, SegmentDone, Stopping
 from raymerge.options import RunOptions
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 
 
 class StopHere(Exception):  # noqa: N818 - it is no error

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import BY_CHANCE, BY_SIZE, NO_CHANCES, NO_CUTS, Chances, Cuts, Picks, Sum
-from raymerge.kernels.elect_stored import MOST, FewInputs, merge_few, numbers_of
-from raymerge.kernels.elect_stored_part import Inputs, merge_picked_stored
+from raymerge.kernels.elect_stored import MOST, FewInputs, Inputs, merge_few, merge_picked_stored, numbers_of
 from raymerge.kernels.selection import RUN
 
 SPECIAL = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x7F7F, 0x0080], np.uint16)

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.kernels.draws import fill_points, fill_uniform
-from raymerge.kernels.hashes import fill_factors, fill_numbers, hashed, hashed_pair, keep
+from raymerge.kernels.hashes import (
+    fill_factors,
+    fill_numbers,
+    fill_points,
+    fill_uniform,
+    hashed,
+    hashed_pair,
+    keep,
+)
 
 WORD = 1 << 64
 words = st.integers(0, WORD - 1)

@@ -22,7 +22,7 @@ from raymerge.kernels.selection import (
     places,
     spread,
 )
-from raymerge.kernels.selection_stored import count_delta, count_every
+from raymerge.kernels.spread import count_delta, count_every
 
 MASK = np.uint32(0x7FFF_FFFF)
 

@@ -11,11 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import BY_SPREAD, NO_CHANCES, Cuts, Picks
-from raymerge.kernels.elect_stored import FewInputs
-from raymerge.kernels.elect_stored_part import Inputs, add_squares_stored, merge_picked_stored
+from raymerge.kernels.elect_stored import FewInputs, Inputs, add_squares_stored, merge_picked_stored
 from raymerge.kernels.selection import MIXED, Bins
-from raymerge.kernels.selection_stored import count_spread_of_rows
-from raymerge.kernels.spread import add_squares_few, count_spread_few, counts_few, merge_spread_few
+from raymerge.kernels.spread import (
+    add_squares_few,
+    count_spread_few,
+    count_spread_of_rows,
+    counts_few,
+    merge_spread_few,
+)
 from raymerge.methods.few import few_numbers_of
 from raymerge.methods.sce import sum_of
 

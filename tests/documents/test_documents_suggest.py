@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.suggest import closest, did_you_mean
+from raymerge.documents.fields import closest, did_you_mean
 
 KEYS = ("merge_method", "models", "slices", "modules", "dtype", "out_dtype", "density", "weight")
 

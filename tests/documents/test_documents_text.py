@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.documents.genre import Genre
+from raymerge.documents.faults import Genre
 from raymerge.documents.secrets import check_text, secrets_in
-from raymerge.documents.text import MAX_TEXT_BYTES, check_length, read_file
-from raymerge.documents.yaml_text import read_document, split_documents
+from raymerge.documents.yaml_text import (
+    MAX_TEXT_BYTES,
+    check_length,
+    read_document,
+    read_file,
+    split_documents,
+)
 from raymerge.errors import PlanError
 
 LETTER = Genre(noun="letter", opening="dear: ...", error=PlanError, about_secrets="Letters are read by all.")

@@ -16,9 +16,9 @@ from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute import fp8_sums, lane
-from raymerge.execute.bands import pieces
 from raymerge.execute.decoding import numbers
 from raymerge.execute.gathers import RawCodes
+from raymerge.execute.lane import pieces
 from raymerge.execute.ops import JobPart, RowJob
 from raymerge.execute.tiles import TileJob
 from raymerge.merge_plan.expressions import Read, Scales, conversion_expression

@@ -14,7 +14,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.compute import PartComputation, Scratch
 from raymerge.execute.decoding import decode, encode, rounded, scatter
 from raymerge.execute.ops import JobPart, RowJob
-from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Expression, Read, conversion_expression, copy_expression
 
 CPU = torch.device("cpu")

@@ -137,7 +137,7 @@ from raymerge.allocator import return_free_memory
 from raymerge.api import plan, submit
 from raymerge.merge_plan.memory import expression_passes
 from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
-from raymerge.runtime.workers.budget import fit_budget
+from raymerge.runtime.workers.sizing import fit_budget
 from raymerge.options import RunOptions
 
 job = json.load(sys.stdin)

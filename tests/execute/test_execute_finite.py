@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.dtypes import DType
-from raymerge.execute.finite import first_non_finite
-from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.execute.non_finite import first_non_finite
+from raymerge.merge_plan.elements import torch_dtype
 
 FLOATS = (DType.F16, DType.BF16, DType.F32, DType.F64)
 SILENT = tuple(dtype for dtype in DType if dtype not in FLOATS)

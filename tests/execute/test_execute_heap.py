@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from raymerge.execute.heap import HeapWatch, Resident
+from raymerge.execute.segment import HeapWatch, Resident
 
 
 class _Process:
@@ -99,7 +99,7 @@ def test_the_system_knows_of_peaks_between_two_looks(before: int, peak: int) -> 
 def test_what_was_freed_again_before_anybody_looked_is_in_the_peak() -> None:
     """In a process of its own, which was never larger before."""
     code = (
-        "from raymerge.execute.heap import HeapWatch\n"
+        "from raymerge.execute.segment import HeapWatch\n"
         "watch = HeapWatch(1 << 40)\n"
         "memory = b'x' * (150 << 20)\n"
         "del memory\n"

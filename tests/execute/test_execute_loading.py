@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.execute.loading import LoadBuffer
+from raymerge.execute.lane import LoadBuffer
 from raymerge.execute.tiles import Load
 from raymerge.execute.transfers import HostTransfers
 

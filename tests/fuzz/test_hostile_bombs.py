@@ -25,7 +25,7 @@ from raymerge.checkpoints.adapters import open_adapter
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.json_files import MAX_DEPTH, load_json
 from raymerge.checkpoints.patterns import foreign_pattern
-from raymerge.checkpoints.pickle_bounds import check_extent
+from raymerge.checkpoints.pickles import check_extent
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, PlanError, RecipeError
 from raymerge.merge_plan.tables import load_plan, save_plan

@@ -20,7 +20,7 @@ from kits.merges import MEAN, make_models, write_recipe
 from raymerge.documents.secrets import check_text, secrets_in
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipes, recipe_from_mapping
-from raymerge.recipes.genre import RECIPE
+from raymerge.recipes.entry import RECIPE
 
 PLANTED = {
     "HF_TOKEN": "hf_" + "Planted1" * 5,

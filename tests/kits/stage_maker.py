@@ -23,8 +23,7 @@ from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.stages import RESULT_FILE, GateSpec, Stage, make_stage, prepared_of
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
-from raymerge.runtime.driver.inline import InlinePool
-from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.driver.stage_work import StageWork
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.local.store import LocalStore

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
 from kits.method_kit import FEW_BYTES, same_bits, threads
 
-from raymerge.kernels.draws import fill_points
+from raymerge.kernels.hashes import fill_points
 from raymerge.methods import BLOCK, keep_mask, normal, random_key, uniform
 from raymerge.methods import reduce as reduce_module
-from raymerge.methods.draws import _points_by_torch, _uniform_by_torch
-from raymerge.methods.random import key_words
+from raymerge.methods.random import _points_by_torch, _uniform_by_torch, key_words
 
 CPU = torch.device("cpu")
 MANY = 1 << 20
@@ -168,7 +167,7 @@ def test_keys_are_independent(one: int, other: int) -> None:
 @pytest.mark.parametrize("word", [-(1 << 63), (1 << 63) - 1, -1, 0, 1 << 11, -(1 << 12)])
 def test_every_hash_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest hash and the largest are the tails; those about 0 the middle."""
-    monkeypatch.setattr("raymerge.methods.draws.hashed", lambda _, words: words.fill_(word))
+    monkeypatch.setattr("raymerge.methods.random.hashed", lambda _, words: words.fill_(word))
     points, shares = _points_by_torch(1, 0, 3, CPU), _uniform_by_torch(1, 0, torch.empty(3))
     point = ((word >> 12) + 0.5) / 2**52 + 0.5
     assert 0 < point < 1

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from raymerge.methods import BLOCK, Access, Method, Settings, Tile, find_method, sample_of
 from raymerge.methods.gather import sample_runs
+from raymerge.methods.method import Stored, StoredKernel
 from raymerge.methods.sce import _Statistics
-from raymerge.methods.stored import Stored, StoredKernel
 from raymerge.methods.trim import Selections
 
 SPECIAL = (0.0, -0.0, 1e-40, -3e-39, 1e-38, 3.3e38, -3.3e38, float("nan"), float("inf"), -float("inf"))

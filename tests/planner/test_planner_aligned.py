@@ -34,8 +34,7 @@ from raymerge.planner.inputs.sources import holdings, open_sources
 from raymerge.planner.inputs.stages import AlignSpec, Stage, prepared_of
 from raymerge.planner.matching.input_resolver import Supplies
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.planner.moe.aligned_blocks import aligned_blocks
-from raymerge.planner.moe.expert_permutation import align_stages
+from raymerge.planner.moe.expert_permutation import align_stages, aligned_blocks
 from raymerge.planner.outputs.build import build_plan
 
 ALIGNED = {"merge_method": "linear", "align": "experts", "parameters": {"weight": 1}}

@@ -19,11 +19,10 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import AssembledInput
 from raymerge.execute.ops import Jobs
-from raymerge.merge_plan.assembly_memory import assembly_needs, group_multiple
 from raymerge.merge_plan.checks.check import check_plan
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.gathers import AssemblyNumbers, input_bytes
-from raymerge.merge_plan.memory import InputNeed
+from raymerge.merge_plan.memory import InputNeed, assembly_needs, group_multiple
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK, ROW_GROUP

@@ -11,7 +11,7 @@ import torch
 from kits.checkpoint_maker import write_checkpoint
 from kits.expert_models import good_set, submitted
 
-from raymerge.architectures.expert_meaning import ExpertMeaning
+from raymerge.architectures.expert_fields import ExpertMeaning
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.inputs.weights import Weights
 from raymerge.recipes import recipe_from_mapping
@@ -24,7 +24,7 @@ Matrices = Mapping[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def layouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing said against experts of one family in another: here they differ in layout only."""
-    monkeypatch.setattr("raymerge.planner.moe.expert_added.expert_meaning", lambda _: ExpertMeaning())
+    monkeypatch.setattr("raymerge.planner.moe.expert_set.expert_meaning", lambda _: ExpertMeaning())
 
 
 def _one_by_one(m: Matrices) -> dict[str, torch.Tensor]:

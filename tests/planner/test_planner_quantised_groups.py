@@ -13,8 +13,7 @@ from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.dtypes import DType
-from raymerge.planner.inspection import inspect_checkpoint
-from raymerge.planner.quantised_groups import quantised_groups
+from raymerge.planner.inspection import inspect_checkpoint, quantised_groups
 
 
 def _opened(root: Path, specs: Specs, table: Mapping[str, Any]) -> Checkpoint:

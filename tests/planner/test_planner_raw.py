@@ -16,8 +16,7 @@ from raymerge.api import inspect, plan, read_recipe
 from raymerge.errors import CheckpointError, PlanError
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.consistency import config_problems
-from raymerge.planner.inputs.raw import names_file, open_raw
-from raymerge.planner.inputs.sources import open_reference, open_sources, opener_of
+from raymerge.planner.inputs.sources import names_file, open_raw, open_reference, open_sources, opener_of
 from raymerge.recipes import ModelReference
 
 

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import OptionError
-from raymerge.planner.simulate import Limiter, Simulation, simulate
-from raymerge.planner.simulate_cluster import Cluster
 from raymerge.planner.simulate_work import Floats, SegmentLoads
-from raymerge.planner.simulation import run_segments
+from raymerge.planner.simulation import Cluster, Limiter, Simulation, run_segments, simulate
 
 MB, GB = 10**6, 10**9
 AT_ONCE = {"overhead": 0.0, "driver": 0.0, "startup": 0.0}

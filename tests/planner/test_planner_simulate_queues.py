@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.planner.simulate_queues import Network, Paces, Resource
+from raymerge.planner.simulation import Network, Paces, Resource
 
 READING = Resource(("reading", "-"), (1.0, math.inf), is_common=True)
 WRITING = Resource(("-", "writing"), (math.inf, 1.0), is_common=True)

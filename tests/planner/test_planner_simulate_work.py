@@ -15,9 +15,9 @@ from raymerge.api import plan
 from raymerge.errors import OptionError
 from raymerge.merge_plan.memory import Lane, expression_passes
 from raymerge.methods import methods
-from raymerge.planner.simulate import Cluster, simulate_plan
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
 from raymerge.planner.simulate_work import SegmentLoads, segment_loads, stays_resident
+from raymerge.planner.simulation import Cluster, simulate_plan
 
 SPEEDS = MethodSpeeds({"linear": 1e-9, "ties": 4e-9}, 2e-8, 1e-10, {})
 AMPLE = Lane(1 << 30)

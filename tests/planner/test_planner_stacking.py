@@ -13,7 +13,7 @@ from kits.checkpoint_maker import llama_config, llama_shapes
 from kits.plan_maker import Specs, good, header_checkpoint, llama, refusals
 
 from raymerge.dtypes import DType
-from raymerge.planner.matching.places import _roots
+from raymerge.planner.matching.align import _roots
 
 UP = "model.layers.{}.mlp.up_proj.weight"
 NORM = "model.norm.weight"

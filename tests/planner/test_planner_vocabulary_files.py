@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError
-from raymerge.planner.tokenizer.slow_tokenizers import convert_slow_tokenizer
+from raymerge.planner.tokenizer.sources import convert_slow_tokenizer
 from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, VocabularyPlan, build_vocabulary
 
 _PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}

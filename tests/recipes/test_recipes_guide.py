@@ -8,8 +8,7 @@ from typing import get_args
 
 import pytest
 
-from raymerge.documents.text import MAX_TEXT_BYTES
-from raymerge.documents.yaml_text import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES
+from raymerge.documents.yaml_text import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
 from raymerge.recipes import (
     ROLE_NAMES,
     AdapterOutput,

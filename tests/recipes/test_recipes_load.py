@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.text import MAX_TEXT_BYTES
+from raymerge.documents.yaml_text import MAX_TEXT_BYTES
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
     ModelReference,

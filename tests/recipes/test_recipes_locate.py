@@ -20,7 +20,7 @@ from raymerge.documents.yaml_text import (
     split_documents,
 )
 from raymerge.errors import RecipeError
-from raymerge.recipes.genre import RECIPE
+from raymerge.recipes.entry import RECIPE
 
 TEXT = """\
 # a comment

@@ -21,7 +21,7 @@ from raymerge.recipes import (
     recipe_from_mapping,
     references,
 )
-from raymerge.recipes.trunk import trunk_recipe
+from raymerge.recipes.moe import trunk_recipe
 
 RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymerge.recipes import parse_recipes
-from raymerge.recipes.paths import places_read
+from raymerge.recipes.order import places_read
 
 CHAIN = """\
 name: first

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.router.gates_part import difference, mean_rows, unit
+from raymerge.stages.router.direct import random_rows
+from raymerge.stages.router.gates import difference, mean_rows, unit
 from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.random_gates import random_rows
 from raymerge.stages.router.readings import make_schedule
 
 

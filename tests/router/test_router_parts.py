@@ -15,11 +15,10 @@ from kits.model_parents import save
 from torch import nn
 
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.buffers import compute_buffers
 from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.stages.router.hidden_states import keep_states, kept_nbytes
-from raymerge.stages.router.parameters import ParameterFinder, state_of
-from raymerge.stages.router.streamed_model import HollowModel
+from raymerge.stages.router.module_layout import ParameterFinder, state_of
+from raymerge.stages.router.streamed_model import HollowModel, compute_buffers
 
 CPU = torch.device("cpu")
 

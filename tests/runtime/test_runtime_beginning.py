@@ -19,8 +19,7 @@ from raymerge.events import Event, SegmentDone, ShardDone, Started
 from raymerge.options import RunOptions
 from raymerge.publish.attempt import MARK, check_begun, mark_of, remove_thrown_away, throw_away
 from raymerge.publish.shards import Shards
-from raymerge.runtime.driver.inline import InlinePool
-from raymerge.runtime.driver.run import Run
+from raymerge.runtime.driver.run import InlinePool, Run
 from raymerge.runtime.workers.pool import Runner
 from raymerge.storage.local.store import LocalStore
 

@@ -11,9 +11,10 @@ import torch
 from raymerge.errors import OptionError
 from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection
 from raymerge.options import RunOptions
-from raymerge.runtime.workers import budget as budget_module
 from raymerge.runtime.workers import sizing
-from raymerge.runtime.workers.budget import (
+from raymerge.runtime.workers import sizing as budget_module
+from raymerge.runtime.workers.sizing import (
+    MOST_CPU_WORKERS,
     check_free,
     fit_budget,
     fit_units,
@@ -21,7 +22,6 @@ from raymerge.runtime.workers.budget import (
     num_workers,
     usual_budget,
 )
-from raymerge.runtime.workers.sizing import MOST_CPU_WORKERS
 
 GIB = 1 << 30
 

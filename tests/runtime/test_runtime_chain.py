@@ -23,9 +23,8 @@ from raymerge.options import RunOptions
 from raymerge.publish.segment_work import SegmentWork
 from raymerge.publish.staging import Staging
 from raymerge.publish.steps_place import steps_directory
-from raymerge.runtime.driver.inline import InlinePool
 from raymerge.runtime.driver.result_cache import kept_steps
-from raymerge.runtime.driver.run import RunResult
+from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.workers.pool import Stop, Work
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)

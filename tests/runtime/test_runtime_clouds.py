@@ -21,7 +21,7 @@ from raymerge.errors import CheckpointError, HeldError, IncompleteError, TargetE
 from raymerge.events import Started
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import remote_lease
-from raymerge.publish.holder import myself
+from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import leased
 from raymerge.publish.shard_order import shard_orders
 from raymerge.storage.objects import stream

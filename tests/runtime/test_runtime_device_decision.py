@@ -17,10 +17,9 @@ from raymerge.options import RunOptions
 from raymerge.publish.ledger import Ledger
 from raymerge.runtime.devices.choice import Choice, GpuError, Probe
 from raymerge.runtime.devices.probe import Sample
-from raymerge.runtime.driver import inline as inline_module
-from raymerge.runtime.driver.chained_merges import Chain
-from raymerge.runtime.driver.device_decision import settle_device
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver import run as inline_module
+from raymerge.runtime.driver.chained_merges import Chain, settle_device
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.pool import Measure
 from raymerge.runtime.workers.sizing import Crew
 

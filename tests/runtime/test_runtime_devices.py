@@ -11,7 +11,7 @@ from kits.gpu_arithmetic import multiply_in_tf32
 from raymerge.device_numerics import full_float32
 from raymerge.errors import OptionError
 from raymerge.runtime.devices.devices import choose_device, first_line, kernels_of, numerics_of
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

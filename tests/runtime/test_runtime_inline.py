@@ -15,7 +15,7 @@ from raymerge.errors import IncompleteError
 from raymerge.events import Event, MemoryShort
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.pool import Runner, Stop
 
 SLOTS = 2

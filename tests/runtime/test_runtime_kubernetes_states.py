@@ -16,10 +16,15 @@ from raymerge.deploy.targets.kubernetes_api import (
     SECRETS,
     SERVICE_ACCOUNTS,
 )
-from raymerge.deploy.targets.kubernetes_logs import DriverLog
 from raymerge.deploy.targets.kubernetes_needs import Need, needs
-from raymerge.deploy.targets.kubernetes_pods import pod_troubles, warnings
-from raymerge.deploy.targets.kubernetes_status import given_up, last_words, reported
+from raymerge.deploy.targets.kubernetes_status import (
+    DriverLog,
+    given_up,
+    last_words,
+    pod_troubles,
+    reported,
+    warnings,
+)
 from raymerge.deploy.targets.target import RunState
 
 SAID = "recipe.yml:3:5: no method is called 'tyes'."

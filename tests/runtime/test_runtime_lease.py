@@ -22,9 +22,8 @@ from kits.merge_cases import Family, digests, merge, recipes
 from raymerge.errors import HeldError, IncompleteError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.publish import lease as lease_module
-from raymerge.publish.holder import myself
-from raymerge.publish.lease import Lease, check_unheld, leased
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.publish.lease import Lease, check_unheld, leased, myself
+from raymerge.runtime.driver.run import InlinePool
 
 ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node-7", "pid": 12, "began": "5"}
 """A process whose end nobody here can see."""

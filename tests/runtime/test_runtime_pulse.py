@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raymerge.runtime.workers.pulse import Pulse
+from raymerge.runtime.workers.worker import Pulse
 
 
 def _during(pulse: Pulse, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:

@@ -10,9 +10,9 @@ from kits.fake_ray import RayError
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
 from raymerge.errors import OptionError
-from raymerge.runtime.workers import ray_answers
-from raymerge.runtime.workers.ray_answers import ready_answers
-from raymerge.runtime.workers.ray_demand import Demand
+from raymerge.runtime.workers import worker_group
+from raymerge.runtime.workers.ray_nodes import Demand
+from raymerge.runtime.workers.worker_group import ready_answers
 
 LACK = "a worker needs CPUs: 4, GPUs: 1; the largest node has CPUs: 2, GPUs: 0"
 WANTED = {"CPU": 4.0, "GPU": 1.0}
@@ -111,7 +111,7 @@ def test_whoever_waits_for_workers_looks_around_now_and_then(monkeypatch: pytest
         now[0] += timeout
         return (refs, []) if now[0] >= 20 else ([], refs)
 
-    monkeypatch.setattr(ray_answers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: now[0]))
     ray = SimpleNamespace(wait=wait, get=lambda ref, **_: {"is": ref})
     found = ready_answers(ray, ["ready"], seconds=1800.0, look=lambda: looks.append(now[0]))
     assert found == [{"is": "ready"}]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raymerge.runtime.workers.ray_watch import is_agent
+from raymerge.runtime.workers.ray_environment import is_agent
 
 PACKAGE = Path(ray.__file__).parent
 

@@ -38,11 +38,10 @@ from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, S
 from raymerge.execute.segment import SegmentRunner
 from raymerge.options import RunOptions
 from raymerge.publish import remote_lease, remote_staging
-from raymerge.publish.holder import myself
+from raymerge.publish.lease import myself
 from raymerge.publish.ledger import Ledger
 from raymerge.publish.remote_lease import leased
-from raymerge.publish.remote_ledger import RemoteLedger
-from raymerge.publish.remote_staging import RemoteStaging
+from raymerge.publish.remote_staging import RemoteLedger, RemoteStaging
 from raymerge.publish.shard_order import shard_orders
 from raymerge.publish.shard_work import stamp_of
 from raymerge.runtime.workers import ray_pool

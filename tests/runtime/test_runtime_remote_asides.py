@@ -23,8 +23,8 @@ from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.publish import remote_journal, remote_lease, remote_stop, shard_order
-from raymerge.publish.holder import myself
+from raymerge.publish import remote_lease, remote_staging, remote_stop, shard_order
+from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import RemoteLease, leased, look
 from raymerge.publish.remote_records import RemoteRecords
 from raymerge.publish.remote_stop import RemoteStopRequest, ask_to_stop
@@ -110,7 +110,7 @@ def _fail_at_the_first_segment(event: Event) -> None:
 def test_a_journal_is_there_while_the_first_shard_is_made(
     s3: S3Server, recipe: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_journal, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(remote_staging, "_PAUSE_SECONDS", 0.02)
     told = list[bool]()
 
     def wait(method: str, key: str) -> None:

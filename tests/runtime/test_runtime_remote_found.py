@@ -13,7 +13,7 @@ from kits.merge_cases import INLINE, Family, merge, recipes
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import plan
-from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.local import PlaceRuns
 from raymerge.deploy.targets.target import RunState
 from raymerge.errors import OptionError, TargetError
 from raymerge.merge_plan.tables import Plan

@@ -29,12 +29,12 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.options import RunOptions
-from raymerge.publish import shard_sinks
+from raymerge.publish import shard_work
 from raymerge.publish.remote_staging import RemoteStaging
 from raymerge.publish.remote_stop import RemoteStopRequest
 from raymerge.publish.shard_order import shard_orders
 from raymerge.publish.shard_work import ShardsRunner
-from raymerge.runtime.driver import inline, interruptions
+from raymerge.runtime.driver import interruptions, run
 from raymerge.storage.objects import stream as object_stream
 from raymerge.storage.retry import Patience
 
@@ -296,7 +296,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
 
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
     writer, patience = SimpleNamespace(stream=lambda *_, **__: stream), Patience()
-    into = partial(shard_sinks.StreamSink, writer)  # type: ignore[arg-type]
+    into = partial(shard_work.StreamSink, writer)  # type: ignore[arg-type]
     runner = ShardsRunner(segments, orders, into, lambda: None, "mark", patience)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):
         runner.run(0)
@@ -317,8 +317,8 @@ def test_a_stop_does_not_wait_for_uploads(
     """Shards in hand are cut short, and made again by the next run."""
     recipe = {**recipes(medium)["linear"], "shard_size": "1MB"}
     monkeypatch.setattr(object_stream, "SMALLEST_PART", 64 << 10)
-    monkeypatch.setattr(shard_sinks, "_AT_ONCE", 64 << 10)
-    monkeypatch.setattr(inline, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(shard_work, "_AT_ONCE", 64 << 10)
+    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(interruptions, "GRACE_SECONDS", 0.0)
     is_begun, is_heeded, abort = threading.Event(), threading.Event(), ShardsRunner.abort
 

@@ -28,11 +28,11 @@ from raymerge.errors import (
 )
 from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
-from raymerge.merge_plan.lanes import lanes_of
+from raymerge.merge_plan.memory import lanes_of
 from raymerge.options import RunOptions
 from raymerge.publish.card import without_places
 from raymerge.runtime.driver import interruptions
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.storage.local.store import LocalStore
 
 REPLACE = RunOptions(inline=True, replace=True)

@@ -57,14 +57,13 @@ from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
 from raymerge.planner.inputs.stages import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
-from raymerge.publish.holder import myself
+from raymerge.publish.lease import myself
 from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory
-from raymerge.runtime.driver.inline import InlinePool
 from raymerge.runtime.driver.prepared import with_stage_results
 from raymerge.runtime.driver.result_cache import kept_steps
-from raymerge.runtime.driver.stage_results import stage_record
-from raymerge.runtime.driver.stage_run import is_stage_made
+from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.driver.stage_run import is_stage_made, stage_record
 from raymerge.runtime.driver.stage_work import sources_of_stage, work_of
 from raymerge.runtime.workers.ray_pool import RayPool
 
@@ -534,7 +533,7 @@ def test_a_unit_that_a_gpu_fails_at_is_done_on_the_processor(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.driver.inline.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.runtime.driver.run.choose_device", lambda _: torch.device("cuda"))
     events = _run(staged(recipe, output), output, gpu_fails_with=error)
     assert _of(events, DeviceFailed)[0] == DeviceFailed("inline", 1, reason)
     assert {each.unit for each in _of(events, UnitDone)} == set(range(UNITS))
@@ -546,7 +545,7 @@ def test_a_defect_of_a_unit_is_raised_on_a_gpu_too(
 ) -> None:
     monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     monkeypatch.setattr(InlinePool, "stage_numerics", {"device": "cuda"})
-    monkeypatch.setattr("raymerge.runtime.driver.inline.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("raymerge.runtime.driver.run.choose_device", lambda _: torch.device("cuda"))
     with pytest.raises(RuntimeError, match="must match the size"):
         _run(staged(recipe, output), output, gpu_fails_with=RuntimeError("a must match the size of b"))
 

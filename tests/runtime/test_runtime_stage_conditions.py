@@ -25,8 +25,8 @@ from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.staging import is_untouched
 from raymerge.runtime.devices.devices import kernels_of
 from raymerge.runtime.driver.chained_merges import steps_directory
-from raymerge.runtime.driver.inline import InlinePool
-from raymerge.runtime.driver.stage_results import is_whole, result_digest, stage_record
+from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.driver.stage_run import is_whole, result_digest, stage_record
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.worker import MergeWorker
 
@@ -57,7 +57,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, another version of transformers is installed."""
 
     def install() -> None:
-        monkeypatch.setattr("raymerge.runtime.driver.inline.kernels_of", lambda _: {"transformers": "99"})
+        monkeypatch.setattr("raymerge.runtime.driver.run.kernels_of", lambda _: {"transformers": "99"})
 
     return install
 

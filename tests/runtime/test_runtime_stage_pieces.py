@@ -18,7 +18,7 @@ from raymerge.events import Event, StageStarted, UnitDone
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.stages import RESULT_FILE
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 
 
 def _aligned(tmp_path: Path, output: Path) -> PlannedMerge:

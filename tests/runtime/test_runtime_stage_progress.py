@@ -20,7 +20,7 @@ from raymerge.errors import IncompleteError
 from raymerge.events import Event, SegmentDone, StageStarted, Stopping, UnitDone, UnitProgress
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.ray_pool import RayPool
 
 TWO = RunOptions(workers=2, memory=16 << 20)
@@ -38,9 +38,9 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody tells and looks as often as can be."""
-    for place in ("inline", "shift"):
+    for place in ("driver.run", "workers.dispatcher"):
         monkeypatch.setattr(f"raymerge.runtime.{place}.TICK_SECONDS", 0.02)
-    monkeypatch.setattr("raymerge.runtime.driver.unit_progress._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("raymerge.runtime.driver.stage_work._EVERY_SECONDS", 0.0)
 
 
 def _of(events: list[Event], *kinds: type[Event]) -> list[Any]:
@@ -156,7 +156,7 @@ def _note(monkeypatch: pytest.MonkeyPatch, note: Callable[[int], None]) -> None:
         del path
         note(nbytes)
 
-    monkeypatch.setattr("raymerge.runtime.driver.unit_progress._write", write)
+    monkeypatch.setattr("raymerge.runtime.driver.stage_work._write", write)
 
 
 @pytest.mark.usefixtures("often")

@@ -20,7 +20,7 @@ from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory
 from raymerge.runtime.driver.disk_space import disk_nbytes
-from raymerge.runtime.driver.inline import InlinePool
+from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.driver.stage_work import StageWork, work_of
 
 KEEP = RunOptions(inline=True, keep_intermediates=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raymerge.deploy.profiles import parse_profile
-from raymerge.deploy.targets import job_folder
+from raymerge.deploy.targets import job_server
 from raymerge.deploy.targets.job_server import JobServer
 from raymerge.deploy.targets.target import Submission
 from raymerge.errors import OptionError
@@ -89,7 +89,7 @@ def test_a_directory_that_is_too_large_is_refused_beforehand(tmp_path: Path) -> 
 
 
 def test_a_circle_of_links_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_folder, "_MOST_NBYTES", 100_000)
+    monkeypatch.setattr(job_server, "_MOST_NBYTES", 100_000)
     for name in ("one", "other"):
         (tmp_path / name).symlink_to(tmp_path)
     with pytest.raises(OptionError, match="holds more than"):

@@ -19,17 +19,15 @@ from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import submit
 from raymerge.cli.runs import place_text
-from raymerge.deploy.targets.local import report_of
-from raymerge.deploy.targets.local_part import PlaceRuns
+from raymerge.deploy.targets.local import PlaceRuns, report_of
 from raymerge.deploy.targets.sending import RunNote, RunNotes
 from raymerge.deploy.targets.target import RunState, is_run_name, new_run_name
 from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import Event, Planned, SegmentDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import journal
-from raymerge.publish.holder import Holder, myself
 from raymerge.publish.journal import JOURNAL, Journal
-from raymerge.publish.lease import hold_of, leased
+from raymerge.publish.lease import Holder, hold_of, leased, myself
 from raymerge.publish.remote_records import RemoteRecords
 from raymerge.publish.run_records import LocalRecords, records_of, seconds_taken
 from raymerge.publish.stop_request import StopRequest

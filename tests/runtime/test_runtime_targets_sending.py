@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.deploy.targets.sending_part import sending_problems
+from raymerge.deploy.targets.sending import sending_problems
 
 
 def _recipe(model: str) -> str:

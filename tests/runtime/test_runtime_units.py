@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import IncompleteError
-from raymerge.runtime.driver import unit_files
-from raymerge.runtime.driver.unit_files import digests_of
-from raymerge.runtime.driver.unit_progress import telling, told
+from raymerge.runtime.driver import stage_work
+from raymerge.runtime.driver.stage_work import digests_of, telling, told
 from raymerge.storage.ranges import Range
 
 
@@ -123,6 +122,6 @@ def test_ranges_are_digested_one_after_the_other(
     root = _file(tmp_path_factory.mktemp("files"), data)
     spans = [sorted((min(a, len(data)), min(b, len(data)))) for a, b in cuts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_files, "_CHUNK", chunk)
+        patch.setattr(stage_work, "_CHUNK", chunk)
         found = digests_of(root, {"piece.bin": [Range(start, end - start) for start, end in spans]})
     assert found == {"piece.bin": xxhash.xxh3_128_hexdigest(b"".join(data[a:b] for a, b in spans))}

@@ -14,8 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
 from raymerge.storage.arrow import ArrowStore
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.open import open_store
-from raymerge.storage.resolve import resolve_source
+from raymerge.storage.open import open_store, resolve_source
 from raymerge.storage.retry import Patience
 
 LARGE = os.urandom((5 << 20) + 3)

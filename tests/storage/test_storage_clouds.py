@@ -67,7 +67,7 @@ def _impatient() -> Patience:
 
 def _one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the client repeat nothing by itself."""
-    for name in ("object", "object_writer"):
+    for name in ("objects.store", "objects.writer"):
         monkeypatch.setattr(f"raymerge.storage.{name}.object_client", partial(object_client, retries=0))
 
 

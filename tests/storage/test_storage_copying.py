@@ -18,8 +18,7 @@ from kits.reflink_mount import reflink_mount
 
 from raymerge.errors import CheckpointError
 from raymerge.storage.local import copying
-from raymerge.storage.local.copying import inner_blocks, mount_of
-from raymerge.storage.local.extents import BLOCK_NBYTES
+from raymerge.storage.local.copying import BLOCK_NBYTES, inner_blocks, mount_of
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.store import ReadStore
 

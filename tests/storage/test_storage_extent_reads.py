@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, UnreadableError
-from raymerge.storage.local import reading, transfers
+from raymerge.storage.local import direct_io, transfers
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.local.residency import Residency
+from raymerge.storage.local.direct_io import Residency
 from raymerge.storage.local.store import LocalStore
 
 NBYTES = 1_200_345
@@ -49,9 +49,9 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         seen.append((offset, len(view)))
         return real(descriptor, offset, view)
 
-    monkeypatch.setattr(reading, "read_direct", spy)
-    monkeypatch.setattr(reading, "_DIRECT_LEAST", 1)
-    monkeypatch.setattr("raymerge.storage.local.residency.Residency.is_cached", lambda *_: False)
+    monkeypatch.setattr(direct_io, "read_direct", spy)
+    monkeypatch.setattr(direct_io, "_DIRECT_READ_MIN", 1)
+    monkeypatch.setattr("raymerge.storage.local.direct_io.Residency.is_cached", lambda *_: False)
     return seen
 
 
@@ -173,7 +173,7 @@ class TestChoice:
             seen.append(len(view))
             return real(descriptor, offset, view)
 
-        monkeypatch.setattr(reading, "read_direct", spy)
+        monkeypatch.setattr(direct_io, "read_direct", spy)
         return seen
 
     def test_what_is_not_cached_is_read_past_the_cache_and_stays_out(
@@ -224,9 +224,9 @@ class TestWithoutDirectReads:
     def test_refused_when_read(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr(reading, "read_direct", refuse(errno.EINVAL))
+        monkeypatch.setattr(direct_io, "read_direct", refuse(errno.EINVAL))
         assert extent(store, 3, 400_000) == DATA[3:400_003]
-        monkeypatch.setattr(reading, "read_direct", refuse(errno.EIO))
+        monkeypatch.setattr(direct_io, "read_direct", refuse(errno.EIO))
         assert extent(store, 3, 400_000) == DATA[3:400_003]
         assert direct_reads == []
 

@@ -54,7 +54,7 @@ def direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return real(descriptor, offset, view)
 
     monkeypatch.setattr(direct_io, "write_direct", spy)
-    monkeypatch.setattr(direct_io, "_DIRECT_LEAST", ALIGNMENT)
+    monkeypatch.setattr(direct_io, "_DIRECT_WRITE_MIN", ALIGNMENT)
     monkeypatch.setattr(direct_io, "BOUNCE_NBYTES", 8 * ALIGNMENT)
     monkeypatch.setattr(direct_io, "BOUNCE_COUNT", 2)
     return seen

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kits.reflink_mount import reflink_mount
 
-from raymerge.storage.local.extents import BLOCK_NBYTES
+from raymerge.storage.local.copying import BLOCK_NBYTES
 from raymerge.storage.local.store import LocalStore
 
 NUM_BLOCKS = 5000
@@ -72,7 +72,7 @@ def test_a_filesystem_that_cannot_share_shares_nothing(
     def refuse(*_: object) -> int:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("raymerge.storage.local.extents.fcntl.ioctl", refuse)
+    monkeypatch.setattr("raymerge.storage.local.copying.fcntl.ioctl", refuse)
     with LocalStore(tmp_path) as store:
         data = write_twins(store, shift=BLOCK_NBYTES)
         shared = store.share("b", BLOCK_NBYTES, with_key="a", with_offset=0, nbytes=len(data))

@@ -24,7 +24,7 @@ from raymerge.errors import IncompleteError, PlanError, RecipeError
 from raymerge.events import Event, SegmentDone, Started, StorageFailed
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.chained_merges import steps_directory
-from raymerge.runtime.driver.commits import commits_taken
+from raymerge.runtime.driver.versions import commits_taken
 
 METHOD = "task_arithmetic"
 RECORD = ("README.md", "raymerge/")

@@ -18,8 +18,8 @@ from raymerge.errors import IncompleteError, TargetError, TransientError
 from raymerge.storage import retry
 from raymerge.storage.addresses import with_options
 from raymerge.storage.objects import stream as object_stream
-from raymerge.storage.objects import unfinished_uploads
 from raymerge.storage.objects import writer as object_writer
+from raymerge.storage.objects import writer as unfinished_uploads
 from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.objects.stream import SMALLEST_PART, part_bytes, stream_bytes
 from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import CheckpointError, OptionError
-from raymerge.storage.open import open_store
-from raymerge.storage.resolve import resolve_source
+from raymerge.storage.open import open_store, resolve_source
 
 
 @pytest.mark.parametrize(

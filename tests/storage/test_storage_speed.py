@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import CheckpointError, OptionError
-from raymerge.runtime.devices.speed import measure_read, measure_write
+from raymerge.runtime.devices.probe import measure_read, measure_write
 from raymerge.storage.local.buffers import aligned_buffer
 from raymerge.storage.local.store import LocalStore
 

@@ -11,9 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format
-from raymerge.verifier.coded import Blocks
 from raymerge.verifier.digests import check_bytes, constant_bytes
 from raymerge.verifier.findings import Findings
+from raymerge.verifier.stored import Blocks
 
 COLUMNS, WIDTH, HEIGHT, ROWS = 10, 4, 2, 6
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raymerge.checkpoints.codecs.codec import Codec, Encoded, ErrorSums, NotFiniteError
+from raymerge.checkpoints.codecs.codec import (
+    Codec,
+    Encoded,
+    ErrorSums,
+    NotFiniteError,
+    load_scales,
+    store_scales,
+)
 from raymerge.checkpoints.codecs.fp8 import Fp8
 from raymerge.checkpoints.codecs.int4 import Int4
 from raymerge.checkpoints.codecs.mxfp4 import Mxfp4
 from raymerge.checkpoints.codecs.nvfp4 import Nvfp4
-from raymerge.checkpoints.codecs.scales import load_scales, store_scales
 from raymerge.checkpoints.quantisation.encoding import Format
 
 __all__ = ["Codec", "Encoded", "ErrorSums", "NotFiniteError", "codec_of", "load_scales", "store_scales"]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from raymerge.checkpoints.codecs.blockwise import Blockwise, InLoops, InTorch, Loops
-from raymerge.checkpoints.codecs.codec import Codec
-from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
+from raymerge.checkpoints.codecs.codec import Codec, power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.quantisation.encoding import Packing
 
 _LARGEST = 448.0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raymerge.checkpoints.codecs.codec import Codec
+from raymerge.checkpoints.codecs.codec import Codec, load_scales
 from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH
-from raymerge.checkpoints.codecs.scales import load_scales
 from raymerge.checkpoints.quantisation.encoding import Packing
 
 # 2 ** 125: six times that is still a float32, and six times the next no more.

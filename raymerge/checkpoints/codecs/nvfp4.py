@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raymerge.checkpoints.codecs.codec import Codec
+from raymerge.checkpoints.codecs.codec import Codec, power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.codecs.nibbles import E2M1_IN_LOOPS, E2M1_IN_TORCH, LARGEST_E2M1
-from raymerge.checkpoints.codecs.scales import power_of_two_above, quotients, storable_scales
 from raymerge.checkpoints.quantisation.encoding import Packing
 
 _LARGEST_SCALE = 448.0

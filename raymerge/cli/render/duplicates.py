@@ -9,8 +9,10 @@ from raymerge.cli.render.screen import counted
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.events import DuplicatesFound
+    from raymerge.events import DuplicatesFound, EncodingErrorsFound
     from raymerge.merge_plan.duplicates import DuplicateGroup
+    from raymerge.merge_plan.encoding_errors import ErrorsAbove
+
 
 _SHOWN = 2
 """Groups that are shown of a finished run."""
@@ -51,3 +53,22 @@ def _shared(event: DuplicatesFound) -> str:
     if not event.shared_bytes:
         return "; the file system cannot have them share storage"
     return f"; {format_size(event.shared_bytes)} share storage"
+
+
+def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
+    """What a finished run says of its codes: a line a role."""
+    tensors = sum(line.tensors for line in event.roles)
+    yield f"encoded: {counted(tensors, 'tensor')} as codes with scales; relative error that this added:"
+    for line in event.roles:
+        most = f"at most {line.worst.relative_error:g} in {line.worst.name}"
+        yield f"  {line.role}: {line.relative_error:g} in {counted(line.tensors, 'tensor')}, {most}"
+
+
+def encoding_warning(found: ErrorsAbove) -> str:
+    """What to say of tensors whose error is above the recipe's limit."""
+    worst, counts = found.worst, counted(found.tensors, "tensor")
+    return (
+        f"warning: encoding changed {counts} by more than {found.limit:g} (warn_encoding_error), "
+        f"{worst.name} most of all, by {worst.relative_error:g}; "
+        f"'{{role: {worst.role}, value: bf16}}' as the first line of out_format keeps that role in bfloat16"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,18 +16,20 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raymerge.cli.render.duplicates import duplicate_lines
-from raymerge.cli.render.encoding import encoding_lines, encoding_warning
-from raymerge.cli.render.screen import counted, make_console, make_table, printable, put_json
+from raymerge.cli.render.duplicates import duplicate_lines, encoding_lines, encoding_warning
+from raymerge.cli.render.screen import counted, heading, make_console, make_table, printable, put_json
 from raymerge.cli.render.tally import Tally
-from raymerge.cli.render.worker_lines import OfWorkers, worker_lines
 from raymerge.events import (
+    CarriersChosen,
     DeviceFailed,
     DuplicatesFound,
     EncodingErrorsFound,
     Event,
+    MemoryShort,
+    NodeOfNoUse,
     Planned,
     Published,
+    RoomAwaited,
     SegmentDone,
     StageKept,
     StageReport,
@@ -39,8 +42,58 @@ from raymerge.events import (
     UnitDone,
     UnitProgress,
     Verified,
+    WorkerLeft,
+    WorkerLost,
 )
 from raymerge.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from raymerge.stages.router.report import GateReport
+
+
+OfWorkers = CarriersChosen | MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
+"""Events that this module has lines for."""
+
+
+def worker_lines(event: OfWorkers, part: str) -> Iterator[tuple[str, str]]:
+    """The lines of an event, each with its style; ``part`` is what a part of the work is called."""
+    if isinstance(event, CarriersChosen):
+        yield _carriers(event), ""
+    elif isinstance(event, WorkerLeft):
+        yield f"{event.worker} has nothing more to do and leaves", ""
+    elif isinstance(event, NodeOfNoUse):
+        yield f"warning: workers on {event.node}, which joined, get no {part}s: {event.lack}", "yellow"
+    elif isinstance(event, RoomAwaited):
+        most = format_duration(event.seconds)
+        yield f"waiting for the cluster to grow, {most} at most: {event.lack}", "yellow"
+    elif isinstance(event, WorkerLost):
+        yield _lost(event, part), "yellow"
+    else:
+        yield _short(event, part), "yellow"
+
+
+def _carriers(event: CarriersChosen) -> str:
+    if not event.copies:
+        return f"no worker on processors is started beside the GPUs: each {event.part} that is left computes"
+    copied = f"{event.copies} of {counted(event.parts, event.part)}"
+    return (
+        f"{counted(event.workers, 'worker')} on processors beside the GPUs for what is only copied, {copied}"
+    )
+
+
+def _lost(event: WorkerLost, part: str) -> str:
+    given = (
+        f"{counted(len(event.segments), part)} in hand pass to another"
+        if event.segments
+        else "it had nothing in hand"
+    )
+    return f"warning: {event.worker} was lost ({event.reason}); {given}"
+
+
+def _short(event: MemoryShort, part: str) -> str:
+    again = f"it is made again alone, with {format_size(event.budget)}"
+    return f"warning: {part} {event.segment} ran out of memory on {event.worker} ({event.reason}); {again}"
+
 
 _QUIET_SECONDS = 5.0
 _QUIET_PART = 0.1
@@ -377,3 +430,58 @@ def _how(started: Started | StageStarted) -> str:
     threads = started.threads if isinstance(started, Started) else 1
     each = f" of {threads} threads" if threads > 1 else ""
     return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"
+
+
+_LAYERS_SHOWN = 8
+
+
+def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
+    """Print a short table for each stage that made router rows; other stages have none."""
+    from raymerge.stages.router.report import KIND, GateReport
+
+    for each in reports:
+        if each.report.get("kind") == KIND:
+            _show(console, each.title, GateReport.from_json(each.report))
+
+
+def _show(console: Console, title: str, report: GateReport) -> None:
+    console.print()
+    console.print(heading(title))
+    console.print(make_table(("", ""), list(_facts(report))))
+    if report.routing is not None:
+        rows = list(_experts(report, report.routing))
+        console.print(make_table(("expert", "tokens", "chosen first for"), rows, numbers=(1, 2)))
+    if report.on_own:
+        console.print("* judged on the texts that its row was made from, for want of held-out ones")
+
+
+def _facts(report: GateReport) -> Iterator[tuple[str, str]]:
+    yield "gate mode", report.mode
+    yield "layers", str(len(report.layers))
+    yield "condition", _condition(report)
+    if report.entropy is not None and report.lowest_entropy is not None:
+        lowest = f"; in the lowest layer {report.lowest_entropy:.2f}"
+        yield "load entropy", f"{report.entropy:.2f} of {report.most_entropy:.2f} bits{lowest}"
+    if report.margin is not None:
+        yield "margin", f"{report.margin:.3g} between the first and the second logit"
+    if report.unproven:
+        layers = ", ".join(map(str, report.unproven[:_LAYERS_SHOWN]))
+        yield "unproven", f"half of the texts does not hold for the other half in layers {layers}: give more"
+
+
+def _condition(report: GateReport) -> str:
+    """The worst condition number, and the layers whose rows are hardly told apart."""
+    worst = f"{report.condition:.1f}" if math.isfinite(report.condition) else "infinite"
+    found = report.ill_conditioned
+    if not found:
+        return f"{worst} at worst, good below {report.limit:g}"
+    shown = ", ".join(map(str, found[:_LAYERS_SHOWN]))
+    more = f" and {len(found) - _LAYERS_SHOWN} more" if len(found) > _LAYERS_SHOWN else ""
+    layers = f"layer{'s' if len(found) > 1 else ''} {shown}{more}"
+    return f"{worst} at worst; above {report.limit:g}, experts are hardly told apart, in {layers}"
+
+
+def _experts(report: GateReport, routing: tuple[float, ...]) -> Iterator[tuple[str, str, str]]:
+    for number, (name, share) in enumerate(zip(report.experts, routing, strict=True)):
+        judged = str(report.num_judged[number]) if report.num_judged else ""
+        yield f"{name}{'*' if number in report.on_own else ''}", judged, f"{share:.0%}"

@@ -1,7 +1,6 @@
 """Runs as objects of Kubernetes for KubeRay: plain maps, the same for the same profile and recipe."""
 
-from raymerge.deploy.manifests.checks import broken_rules
-from raymerge.deploy.manifests.checks_part import check
+from raymerge.deploy.manifests.checks import broken_rules, check
 from raymerge.deploy.manifests.names import (
     OUTPUT_ANNOTATION,
     OUTPUT_LABEL,
@@ -10,7 +9,7 @@ from raymerge.deploy.manifests.names import (
     render_name,
 )
 from raymerge.deploy.manifests.objects import raycluster, rayjob
-from raymerge.deploy.manifests.text import as_yaml
+from raymerge.deploy.manifests.pods import as_yaml
 
 __all__ = [
     "OUTPUT_ANNOTATION",

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from raymerge.deploy.manifests.names import OUTPUT_ANNOTATION, OUTPUT_LABEL, labels_of, output_digest
 from raymerge.deploy.manifests.pods import Manifest, container_security, head_template, worker_template
 from raymerge.deploy.profiles.feasible import CONFIG_PATH, fewest, most
-from raymerge.deploy.profiles.kubernetes import WorkerGroup
-from raymerge.deploy.profiles.kubernetes_part import Kubernetes
+from raymerge.deploy.profiles.kubernetes import Kubernetes, WorkerGroup
 from raymerge.deploy.profiles.schema import Profile
 from raymerge.errors import Problem, ProfileError
 from raymerge.storage.addresses import shown

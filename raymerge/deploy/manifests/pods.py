@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
+
+import yaml
 
 from raymerge.deploy.manifests.names import pod_labels
 from raymerge.deploy.profiles.feasible import CONFIG_PATH
-from raymerge.deploy.profiles.kubernetes import Head, Toleration, Volume, WorkerGroup
-from raymerge.deploy.profiles.kubernetes_part import Kubernetes
+from raymerge.deploy.profiles.kubernetes import Head, Kubernetes, Toleration, Volume, WorkerGroup
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -155,3 +156,27 @@ def _source(volume: Volume) -> Manifest:
     directory = volume.empty_dir
     fields = {"sizeLimit": directory and directory.size_limit, "medium": directory and directory.medium}
     return {"emptyDir": {key: value for key, value in fields.items() if value is not None}}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and repeats what occurs twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """An alias saves lines and hides what a reader looks for."""
+        del data
+        return True
+
+
+def _block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _block)
+
+
+def as_yaml(manifests: Iterable[Manifest]) -> str:
+    """The documents, one after the other, with their keys in the order in which they were made."""
+    return yaml.dump_all(
+        manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, allow_unicode=True, width=110
+    )

@@ -6,11 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from raymerge.deploy.profiles.kubernetes import Volume, WorkerGroup
-from raymerge.deploy.profiles.kubernetes_part import Kubernetes
+from raymerge.deploy.profiles.kubernetes import Kubernetes, Volume, WorkerGroup
 from raymerge.deploy.profiles.run import RunSettings
 from raymerge.deploy.profiles.values import Labels, amount
-from raymerge.documents.faults import Fault, Path
+from raymerge.documents.faults import Fault, FieldPath
 from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 
@@ -52,7 +51,7 @@ def faults_between(
 
 def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
     """Why pods could not make a checkpoint at a place: it is no address, and on no volume that all share."""
-    path: Path = ("output",)
+    path: FieldPath = ("output",)
     if is_object_place(output):
         return
     if is_remote(output):
@@ -86,7 +85,7 @@ def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fau
 
 def _steps_out_of_reach(kubernetes: Kubernetes, steps: str) -> Iterator[Fault]:
     """Why pods could not have results between in a directory."""
-    path: Path = ("run", "steps")
+    path: FieldPath = ("run", "steps")
     if not steps.startswith("/"):
         yield Fault(path, *_steps_of_here(steps))
     elif not _is_shared(kubernetes, f"{steps}/x"):
@@ -117,7 +116,7 @@ def _holder(volumes: tuple[Volume, ...], place: str) -> Volume | None:
     return max(holders, key=lambda each: len(each.mount_path), default=None)
 
 
-def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[Path, tuple[Volume, ...]]]:
+def _mounted(kubernetes: Kubernetes) -> Iterator[tuple[FieldPath, tuple[Volume, ...]]]:
     """The volumes of each kind of pod, with where they are written."""
     yield ("kubernetes", "volumes"), kubernetes.volumes
     for index, group in enumerate(kubernetes.workers):
@@ -149,7 +148,7 @@ def _versions(kubernetes: Kubernetes) -> Iterator[Fault]:
 def _queued(kubernetes: Kubernetes) -> Iterator[Fault]:
     if kubernetes.queue is None:
         return
-    path: Path = ("kubernetes", "queue")
+    path: FieldPath = ("kubernetes", "queue")
     if kubernetes.autoscaling.enabled:
         what = "Kueue reserves what a run needs before it begins, and autoscaling changes that."
         yield Fault(path, what, "Write autoscaling: {enabled: false} and each group's replicas.")
@@ -163,7 +162,7 @@ def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
     for name in kubernetes.env:
         if name in _RESERVED_ENV:
             yield Fault(("kubernetes", "env", name), f"'{name}' is set by the operator.", "Remove it.")
-    labelled: list[tuple[Path, Labels]] = [(("kubernetes", "labels"), kubernetes.labels)]
+    labelled: list[tuple[FieldPath, Labels]] = [(("kubernetes", "labels"), kubernetes.labels)]
     labelled += [
         (("kubernetes", "workers", index, "labels"), group.labels)
         for index, group in enumerate(kubernetes.workers)
@@ -174,7 +173,7 @@ def _names_taken(kubernetes: Kubernetes) -> Iterator[Fault]:
                 yield Fault((*path, key), f"'{key}' is set by raymerge or the operator.", "Remove it.")
 
 
-def _bounds(group: WorkerGroup, path: Path, is_scaled: bool) -> Iterator[Fault]:
+def _bounds(group: WorkerGroup, path: FieldPath, is_scaled: bool) -> Iterator[Fault]:
     if not is_scaled:
         for key in ("min_replicas", "max_replicas", "idle_timeout_seconds"):
             if getattr(group, key) is not None:
@@ -203,7 +202,7 @@ def most(group: WorkerGroup, *, is_scaled: bool) -> int:
     return group.max_replicas if is_scaled and group.max_replicas is not None else group.replicas
 
 
-def _mounts(volumes: tuple[Volume, ...], path: Path) -> Iterator[Fault]:
+def _mounts(volumes: tuple[Volume, ...], path: FieldPath) -> Iterator[Fault]:
     seen_paths: set[str] = set()
     seen_names: set[str] = set()
     for index, volume in enumerate(volumes):

@@ -8,13 +8,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymerge.deploy.profiles.genre import PROFILE
 from raymerge.deploy.profiles.schema import Profile
-from raymerge.documents.faults import Fault, faults_of
+from raymerge.documents.faults import Fault, Genre, faults_of
 from raymerge.documents.secrets import check_text, secrets_in
-from raymerge.documents.text import check_length, read_file
-from raymerge.documents.yaml_text import Places, read_document, split_documents, spot
+from raymerge.documents.yaml_text import Places, check_length, read_document, read_file, split_documents, spot
 from raymerge.errors import Problem, ProfileError
+
+PROFILE = Genre(
+    noun="profile",
+    opening="target: ...",
+    error=ProfileError,
+    about_secrets=(
+        "A profile is sent to the cluster, for all there to read: take it out and make it invalid where it "
+        "came from. Credentials come from the environment of each machine, its role, or a Kubernetes secret."
+    ),
+)
+"""The sort of text that says where and how to run."""
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

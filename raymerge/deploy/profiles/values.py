@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, TypeAlias
 
-from raymerge.documents.entry import by
-from raymerge.documents.faults import Fault, FaultError, Path, kind, show
-from raymerge.documents.fields import between, read_switch, read_text
+from raymerge.documents.faults import Fault, FaultError, FieldPath, kind, show
+from raymerge.documents.fields import between, by, read_switch, read_text
 from raymerge.storage.addresses import is_path, shown
 from raymerge.units import parse_size
 
@@ -232,7 +231,7 @@ def _texts(value: object, check: Callable[[str, str], Fault | None]) -> Mapping[
         )
     faults = []
     for key, text in value.items():
-        place: Path = (key,)
+        place: FieldPath = (key,)
         if not isinstance(text, str):
             what = f"{show(text)} is {kind(text)}; expected a text."
             faults.append(Fault(place, what, "Put it in quotes."))

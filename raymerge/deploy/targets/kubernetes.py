@@ -24,11 +24,9 @@ from raymerge.deploy.targets.kubernetes_api import (
     Server,
     open_server,
 )
-from raymerge.deploy.targets.kubernetes_logs import DriverLog
 from raymerge.deploy.targets.kubernetes_needs import missing
-from raymerge.deploy.targets.kubernetes_pods import pod_troubles, warnings
-from raymerge.deploy.targets.kubernetes_status import given_up, reported
-from raymerge.deploy.targets.sending_part import recipe_digest
+from raymerge.deploy.targets.kubernetes_status import DriverLog, given_up, pod_troubles, reported, warnings
+from raymerge.deploy.targets.sending import recipe_digest
 from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError, Problem
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from raymerge.deploy.manifests import OUTPUT_ANNOTATION
+from raymerge.deploy.targets.kubernetes_api import SECRETS, AnswerError, AwayError, Server
 from raymerge.deploy.targets.target import RunReport, RunState
+from raymerge.publish.run_records import entries_of
 
 Json = dict[str, Any]
 
@@ -187,3 +190,154 @@ def _details(job: Json, status: Json) -> dict[str, str]:
         "attempt": f"{min(attempt, attempts)} of {attempts}" if attempts > 1 else "",
     }
     return {key: value for key, value in facts.items() if value}
+
+
+_TOKEN_KEY = "auth_token"
+"""Entry of the secret that the operator makes for a Ray cluster, or is given."""
+_TOKEN_HEADER = "x-ray-authorization"
+"""The server keeps ``Authorization`` to itself, and Ray also looks here."""
+
+
+class DriverLog:
+    """A driver's log, read again and again."""
+
+    def __init__(self) -> None:
+        self._attempt = ""
+        """Id of the job of Ray; each attempt has another."""
+        self._text = ""
+        self._shown = 0
+
+    def read(self, server: Server, job: Json) -> str:
+        """Read all that the driver of a RayJob has said up to now; why that could not be, or "".
+
+        Args:
+            server: where the RayJob is.
+            job: the object, with its status.
+
+        Raises:
+            OptionError: the server does not answer.
+        """
+        status = job.get("status", {})
+        attempt, address = status.get("jobId", ""), status.get("dashboardURL", "")
+        if not attempt or not address:
+            return "its Ray cluster does not run"
+        if attempt != self._attempt:
+            self._attempt, self._text, self._shown = attempt, "", 0
+        try:
+            headers = _headers(server, job)
+        except AnswerError as error:
+            return f"the token of its Ray cluster cannot be read: {error}"
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        service = f"{host.partition('.')[0]}:{port}"
+        try:
+            code, text = server.service(service, f"api/jobs/{attempt}/logs", headers)
+        except AwayError:
+            return "its Jobs API does not answer"
+        if code != 200:
+            return f"its Jobs API answers {code}: {_message(text)}"
+        try:
+            self._text = str(json.loads(text)["logs"])
+        except (ValueError, KeyError, TypeError):
+            return "its Jobs API answers something else than a log"
+        return ""
+
+    def segments(self) -> str:
+        """How many segments are done, as the log tells: ``5 of 27``; "" where it does not."""
+        of, done = 0, 0
+        for event in entries_of(self._text.encode()):
+            kind = event.get("event")
+            if kind == "planned":
+                of, done = int(event.get("segments", 0)), 0
+            elif kind == "started":
+                done = int(event.get("done_segments", 0))
+            elif kind == "segment_done":
+                done += 1
+        return f"{done} of {of}" if of else ""
+
+    def error(self) -> Mapping[str, Any]:
+        """The event by which the driver said that it failed, the last of them; empty where it has not."""
+        errors = [each for each in entries_of(self._text.encode()) if each.get("event") == "error"]
+        return errors[-1] if errors else {}
+
+    def new_lines(self, *, is_over: bool) -> list[str]:
+        """Lines that were not given before; half a line is given when it is whole, or nothing more comes."""
+        whole = len(self._text) if is_over else self._text.rfind("\n") + 1
+        lines = self._text[self._shown : whole].splitlines()
+        self._shown = max(self._shown, whole)
+        return lines
+
+
+def _headers(server: Server, job: Json) -> dict[str, str]:
+    options = job["spec"].get("rayClusterSpec", {}).get("authOptions", {})
+    if options.get("mode") != "token":
+        return {}
+    name = options.get("secretName") or job["status"].get("rayClusterName", "")
+    secret = server.read(SECRETS, name)
+    if secret is None or _TOKEN_KEY not in secret.get("data", {}):
+        raise AnswerError(404, "NotFound", f"the secret {name} has no {_TOKEN_KEY}")
+    token = base64.b64decode(secret["data"][_TOKEN_KEY]).decode().strip()
+    return {_TOKEN_HEADER: f"Bearer {token}"}
+
+
+def _message(text: str) -> str:
+    """What a Status says, or the beginning of any other answer."""
+    try:
+        said = json.loads(text)["message"]
+    except (ValueError, KeyError, TypeError):
+        said = text
+    return " ".join(str(said).split())[:300]
+
+
+_REMEDIES = {
+    "ErrImagePull": "See that the image exists and that image_pull_secrets let the nodes pull it.",
+    "ImagePullBackOff": "See that the image exists and that image_pull_secrets let the nodes pull it.",
+    "InvalidImageName": "Correct the image of the profile.",
+    "CreateContainerConfigError": "See that every secret and config map that the profile names exists.",
+    "CrashLoopBackOff": "See `kubectl logs` of the pod; the image needs bash, python, ray and raymerge.",
+    "OOMKilled": "Give the group more memory, or lower run.memory or run.workers.",
+    "Unschedulable": "Ask for less, or let the cluster have more nodes; it is tried again by itself.",
+}
+"""What helps, by the word that Kubernetes has for it."""
+_HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
+_LONGEST = 300
+"""Characters of what Kubernetes says itself."""
+
+
+def pod_troubles(pods: Iterable[Json]) -> Iterator[str]:
+    """A sentence for each pod that cannot be scheduled, pull its image, or stay alive."""
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        for reason, message in _reasons(pod.get("status", {})):
+            said = f"{reason}: {_short(message)}" if message else reason
+            yield f"pod {name}: {said.rstrip('.')}. {_REMEDIES.get(reason, '')}".rstrip()
+
+
+def warnings(events: Iterable[Json]) -> Iterator[str]:
+    """A sentence for each warning of the operator or of Kubernetes, once each."""
+    told = set()
+    for event in sorted(events, key=lambda each: str(each.get("lastTimestamp") or "")):
+        said = f"{event.get('reason', '')}: {_short(event.get('message', ''))}"
+        if event.get("type") == "Warning" and said not in told:
+            told.add(said)
+            yield said
+
+
+def _reasons(status: Json) -> Iterator[tuple[str, str]]:
+    for condition in status.get("conditions", ()):
+        if (condition.get("type"), condition.get("status")) == ("PodScheduled", "False"):
+            yield condition.get("reason", "Unschedulable"), condition.get("message", "")
+    if status.get("phase") == "Failed" and status.get("reason"):
+        yield status["reason"], status.get("message", "")
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting and waiting.get("reason", "") not in _HARMLESS:
+            yield waiting.get("reason", "Waiting"), waiting.get("message", "")
+        for moment in ("state", "lastState"):
+            ended = container.get(moment, {}).get("terminated", {})
+            if ended.get("reason") == "OOMKilled":
+                yield "OOMKilled", ended.get("message", "it used more memory than its limit")
+
+
+def _short(text: str) -> str:
+    one = " ".join(text.split())
+    return one if len(one) <= _LONGEST else one[: _LONGEST - 1] + "…"

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from raymerge.architectures import declared_tie
 from raymerge.checkpoints.files import is_companion
 from raymerge.checkpoints.header import METADATA_KEY
+from raymerge.checkpoints.json_files import parse_strict_json
 from raymerge.checkpoints.layout import DATA_ALIGNMENT_NBYTES, shard_names
 from raymerge.checkpoints.numbers import code_dtype
-from raymerge.checkpoints.strict_json import parse_strict_json
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
-from raymerge.merge_plan.checks.contradictions import Contradictions
+from raymerge.merge_plan.checks.bytes import Contradictions
 from raymerge.merge_plan.checks.gathers import check_assemblies
 from raymerge.merge_plan.checks.rows import check_rows
 from raymerge.merge_plan.checks.scales import check_scales, smallest_packing

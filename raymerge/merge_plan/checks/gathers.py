@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raymerge.dtypes import DType
-from raymerge.merge_plan.checks.bytes import check_bytes, check_views, stored_bits
-from raymerge.merge_plan.checks.contradictions import Contradictions
+from raymerge.merge_plan.checks.bytes import Contradictions, check_bytes, check_views, stored_bits
 from raymerge.merge_plan.columns import Flags, Ints, codes, ints, lists, named_in_order, products, starts
 from raymerge.merge_plan.plan import Plan
 

@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType
-from raymerge.merge_plan.checks.bytes import check_bytes, check_views, stored_bits
-from raymerge.merge_plan.checks.contradictions import Contradictions
+from raymerge.merge_plan.checks.bytes import Contradictions, check_bytes, check_views, stored_bits
 from raymerge.merge_plan.checks.gathers import check_assembled, holds_view
 from raymerge.merge_plan.columns import Flags, Ints, codes, gather, ints, lists, products, starts, sums
 from raymerge.merge_plan.expressions import Expression

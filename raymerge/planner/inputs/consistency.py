@@ -32,8 +32,8 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
-from raymerge.planner.inputs.config_values import value_problems
 from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.inputs.sources import value_problems
 from raymerge.planner.tokenizer.tensors import counts_tokens
 
 _REMEDY = "Correct the config, or merge again from complete models."

@@ -7,27 +7,147 @@ tells whether dropping that head would lose weights.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
-from raymerge.architectures.sections import class_names
+from raymerge.architectures.sections import class_names, text_path, text_section
 from raymerge.checkpoints.adapters import Adapter, open_adapter
-from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, same_bytes
+from raymerge.checkpoints.index import PICKLE_ENDINGS
+from raymerge.checkpoints.pickles import conversion_command, read_pickled
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, open_tensor_file, same_bytes
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.planner.collector import collector_paused
-from raymerge.planner.inputs.config_values import value_problems
-from raymerge.planner.inputs.raw import names_file, open_raw, raw_problems
 from raymerge.planner.inputs.unread import refuse_unread, unread_problem
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
-from raymerge.storage.addresses import is_remote
-from raymerge.storage.resolve import USUAL, Lookup, resolve_source
+from raymerge.storage.addresses import as_path, is_remote, shown
+from raymerge.storage.open import USUAL, Lookup, resolve_source
 
 if TYPE_CHECKING:
     from raymerge.planner.inputs.stages import Prepared
+
+
+_ENDING = ".safetensors"
+_NEEDS_CONFIG = {
+    "slices": "has no config that counts its layers, so none of them can be taken.",
+    "experts": "has no config that tells what its tensors are.",
+    "modules": "has no config that tells the parts of a model.",
+    "tokenizer": "has no tokenizer.",
+    "tokenizer_source": "has no tokenizer.",
+    "chat_template": "has no tokenizer, so a chat template has no place.",
+}
+# Keys of a recipe that mean nothing where there are tensors only, and why.
+
+
+def names_file(reference: ModelReference) -> bool:
+    """Whether a reference names a file and no directory; elsewhere than on this machine, by its ending."""
+    if is_remote(reference.path):
+        return shown(reference.path).endswith((_ENDING, *PICKLE_ENDINGS))
+    return os.path.isfile(os.path.expanduser(as_path(reference.path)))
+
+
+def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> Checkpoint:
+    """Open a file of tensors.
+
+    Args:
+        place: the file: a path, or an address with its options.
+        name: what the recipe calls it.
+        revision: what is asked for, of which a file has none.
+        pickled: whether it may be a pickled one.
+
+    Raises:
+        CheckpointError: it is broken, or of a kind that is not read.
+    """
+    place = os.path.expanduser(as_path(place))
+    path = shown(place)
+    is_pickle = path.endswith(PICKLE_ENDINGS)
+    if revision is not None:
+        what = f"revision {revision!r} is asked for, but this is a file, which has none."
+        raise CheckpointError(Problem(path, what, "Take the revision out."))
+    if not is_pickle and not path.endswith(_ENDING):
+        what = "is a file, and its name does not end in .safetensors."
+        raise CheckpointError(Problem(path, what, "Give the directory of a model, or a file of tensors."))
+    if is_pickle and not pickled:
+        what = "is a pickled file, and the recipe refuses those (pickled_weights: refuse)."
+        remedy = "Take that out: no code of the file is run. Or convert it: "
+        raise CheckpointError(Problem(path, what, remedy + conversion_command(path)))
+    return open_tensor_file(place, name, read_pickle=read_pickled if is_pickle else None)
+
+
+def raw_problems(recipe: AnyRecipe, opened: Mapping[ModelReference, Checkpoint]) -> Iterator[Problem]:
+    """What cannot be asked of files of tensors: models beside them, and whatever needs a config."""
+    raw = [checkpoint for checkpoint in opened.values() if checkpoint.is_raw]
+    model = next((each for each in opened.values() if not each.is_raw), None)
+    if not raw:
+        return
+    for path, reference in references(recipe) if model is not None else ():
+        checkpoint = opened.get(reference)
+        if model is not None and checkpoint is not None and checkpoint.is_raw:
+            what = f"{checkpoint.name} has tensors only, while {model.name} is a model with a config."
+            remedy = "Merge files of tensors with each other, or give the directory that the model is in."
+            yield Problem(recipe.where(*path), what, remedy)
+    for key, reason in _NEEDS_CONFIG.items():
+        if getattr(recipe, key, None):
+            what = f"'{key}' is given, but {raw[0].name} {reason}"
+            yield Problem(recipe.where(key), what, "Remove it, or give models with their configs.")
+
+
+_NEEDED = frozenset({"hidden_size", "num_hidden_layers"})
+# All others may be null, which stands for a default or for nothing of the kind.
+_COUNTS = ("vocab_size", "num_attention_heads", "num_key_value_heads")
+_MAX_SHOWN = 60
+
+
+def value_problems(config: Mapping[str, Any], rules: Rules, where: str) -> Iterator[Problem]:
+    """A problem for each size or count of a config, at the top or in its text section, that cannot be.
+
+    Args:
+        config: the config.
+        rules: those of its family.
+        where: its place, for messages.
+    """
+    widths = rules.sizes["hidden"]
+    experts = (*rules.sizes["num_experts"], *rules.sizes["chosen_experts"])
+    counts = (*rules.depth.counts, *experts, *_COUNTS)
+    path = text_path(config)
+    for prefix, section in {(): config, path: text_section(config)}.items():
+        for field in dict.fromkeys((*widths, *counts)):
+            least = 1 if field in widths else 0
+            is_needed = field in _NEEDED and prefix == path
+            if not _can_be(section, field.split("."), least, is_needed=is_needed):
+                key = ".".join((*prefix, field))
+                yield Problem(
+                    where,
+                    f"{key} is {_shown(section, field)}; expected a whole number of at least {least}.",
+                    "Correct it, or take config.json from the place the weights come from.",
+                )
+
+
+def _can_be(section: Mapping[str, Any], path: list[str], least: int, *, is_needed: bool) -> bool:
+    for key in path[:-1]:
+        inside = section.get(key)
+        section = inside if isinstance(inside, Mapping) else {}
+    if path[-1] not in section:
+        return True
+    value = section[path[-1]]
+    if value is None:
+        return not is_needed
+    # Some families have a list of one number for each layer.
+    numbers = value if isinstance(value, list) else [value]
+    return all(each is None or (type(each) is int and each >= least) for each in numbers)
+
+
+def _shown(section: Mapping[str, Any], field: str) -> str:
+    value: Any = section
+    for key in field.split("."):
+        value = value[key]
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
 
 Path_ = tuple[str | int, ...]
 

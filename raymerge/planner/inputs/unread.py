@@ -10,7 +10,7 @@ from raymerge.checkpoints.files import sort_files
 from raymerge.checkpoints.index import find_weights
 from raymerge.errors import CheckpointError, Problem, TransientError, UnreadableError
 from raymerge.recipes import ModelReference
-from raymerge.storage.resolve import Lookup, listed_repository
+from raymerge.storage.open import Lookup, listed_repository
 from raymerge.storage.store import ReadStore
 
 _NUM_NAMED = 4

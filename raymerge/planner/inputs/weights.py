@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from raymerge.errors import CheckpointError, Problem
-from raymerge.merge_plan.elements_part import strided, torch_dtype
+from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Product, Read
 from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.matching.input_resolver import Supplies, Supply

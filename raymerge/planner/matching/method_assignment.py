@@ -6,16 +6,19 @@ computed for the tensors that it matches, never what they are called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raymerge.errors import Problem
+from raymerge.architectures import Role
+from raymerge.errors import PlanError, Problem
+from raymerge.merge_plan.expressions import Output
 from raymerge.methods import BaseUse, Method, Takes
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Path_, Source, model_references
 from raymerge.planner.matching.layer_map import UNLISTED, Member, Parameters, Span, averaged_in
-from raymerge.recipes import ModelReference, Recipe, Subject
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.recipes import MethodRule, ModelReference, Recipe, Subject
 
 OWN = -1
 """Number of the rule where no rule speaks: the recipe's own ``merge_method``."""
@@ -282,3 +285,47 @@ def check_rule_sources(recipe: Recipe) -> list[Problem]:
 
 def _is_base(member: Member, base: Member | None) -> bool:
     return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)
+
+
+ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
+"""Roles of the tensors that the policy speaks of."""
+
+
+def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
+    """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``.
+
+    Raises:
+        PlanError: the model named is not one that the recipe merges.
+    """
+    if recipe.router == "merge":
+        return recipe, None
+    wanted = recipe.base_model if recipe.router == "base" else recipe.router
+    if wanted is None:
+        what = "'router: base' keeps the base's routers, and there is no base_model."
+        raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
+    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    if wanted not in known:
+        what = f"{wanted} is not one of the models that the recipe merges."
+        remedy = f"Name one of: {', '.join(map(str, known))}; or write merge, or base."
+        raise PlanError(Problem(recipe.where("router"), what, remedy))
+    rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(wanted,))
+    return recipe.model_copy(update={"methods": (*recipe.methods, rule)}), len(recipe.methods)
+
+
+def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
+    """Where routers come from, if there are any.
+
+    Args:
+        recipe: with its ``router``.
+        outputs: what is written.
+        logical: tensors of the model whose names the output takes.
+    """
+    infos = logical.infos
+    if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
+        return
+    if recipe.router == "merge":
+        by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"
+        yield f"routers are merged {by} (router: merge)"
+    else:
+        chosen = recipe.base_model if recipe.router == "base" else recipe.router
+        yield f"routers and their biases are those of {chosen} (router: {recipe.router})"

@@ -14,8 +14,8 @@ from raymerge.architectures import TiedPair
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
+from raymerge.planner.matching.align import End, PlacedTensors, counterpart
 from raymerge.planner.matching.layer_map import Section
-from raymerge.planner.matching.places import End, PlacedTensors, counterpart
 
 _Kind = frozenset[tuple[str, tuple[int, ...], DType | None]]
 # Name within the layer, shape, and the dtype of codes that are not read: equal kinds are layers of one build.

@@ -6,32 +6,246 @@ The trunk is an ordinary merge: the base as it is, or any method over any models
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from raymerge.architectures import Role
-from raymerge.architectures.moe_names import router_name, shared_gate_name, trunk_name
+from raymerge.architectures.moe_output import (
+    expert_names,
+    fused_names,
+    is_fused,
+    router_name,
+    shared_gate_name,
+    shared_names,
+    trunk_name,
+)
+from raymerge.architectures.moe_targets import MoeTarget, implied_tokenizer_class
+from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.dtypes import DType
+from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_expression, copy_expression
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.config.fields import output_config, vocabulary_size, with_fields
+from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.inputs.stages import Prepared, Stage
-from raymerge.planner.moe.expert_rows import repeated_rows
+from raymerge.planner.matching.align import Aligned
+from raymerge.planner.moe.expert_rows import ExpertRows, Matrix, repeated_rows
 from raymerge.planner.moe.gates import gate_stage, router_tensor, shared_gate_tensor
-from raymerge.planner.moe.moe_experts import MoeExperts
-from raymerge.planner.moe.moe_tokenizer import named_tokenizer
-from raymerge.planner.moe.moe_trunk import trunk_outputs
 from raymerge.planner.moe.shape import MoeShape, shape_of
+from raymerge.planner.outputs.bound_output import choose, output_subject, output_subjects
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.plan_context import Workshop, open_workshop
 from raymerge.planner.outputs.ties import settle_tie
-from raymerge.recipes import MoeRecipe, Recipe
-from raymerge.recipes.trunk import trunk_recipe
+from raymerge.planner.tokenizer.sources import TokenizerChanges, compare_vocabularies
+from raymerge.recipes import MoeRecipe, Recipe, Subject
+from raymerge.recipes.moe import trunk_recipe
+from raymerge.storage.open import open_store
+
+
+def trunk_outputs(shop: Workshop, shape: MoeShape) -> tuple[Output, ...]:
+    """Everything but feed-forward layers, under the names that the family has; findings say what is wrong."""
+    replaced: list[Subject] = []
+    made = tuple(_outputs(shop, shape, replaced))
+    shop.treatments.report_unused(replaced)
+    return made
+
+
+def _outputs(shop: Workshop, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
+    dense = set(shape.dense[shape.base.index].values())
+    for aligned in shop.aligned():
+        name = trunk_name(shape.target, aligned.output)
+        if aligned.lead in dense or name is None:
+            replaced.append(output_subject(aligned, shop.supplies.logical))
+            continue
+        _check_vocabulary(shop, shape, aligned)
+        output = shop.builder.output(aligned)
+        if output is not None:
+            yield output._replace(name=name)
+
+
+def _check_vocabulary(shop: Workshop, shape: MoeShape, aligned: Aligned) -> None:
+    """Refuse other vocabularies than the base's: a mixture has no keys that bring them together.
+
+    The builder counts such tensors by the same key, and the first words about it stay.
+    """
+    pair, base = shape.base.pair, shape.base
+    if pair is None or aligned.lead not in (pair.embedding, pair.head):
+        return
+    treatment = shop.treatments.of(aligned.span, output_subjects(aligned, shop.supplies.logical)[0])
+    own = shop.supplies.stored(base.index, aligned.lead)
+    if treatment is None or own is None:
+        return
+    for member, name in choose(aligned, treatment).members():
+        found = shop.supplies.stored(member.source, name)
+        if found is None or found[1].shape[0] == own[1].shape[0] or found[1].shape[1:] != own[1].shape[1:]:
+            continue
+        source = shop.supplies.sources[member.source]
+        shop.findings.tensor(
+            ("vocabulary", source.name),
+            where=source.name,
+            what=f"{{count}} of its tensors have {found[1].shape[0]} rows, one for each token, where "
+            f"{base.name} has {own[1].shape[0]}"
+            f"{compare_vocabularies(shop.supplies, member.source, base.index)}",
+            remedy="Leave it out of the trunk's 'models', which are all experts where none are listed; or "
+            "merge the trunk in a recipe of its own before this one, with a 'tokenizer_source', and name its "
+            "result as base_model.",
+            example=name,
+        )
+
+
+_FILE = "tokenizer_config.json"
+_KEY = "tokenizer_class"
+
+
+def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget) -> TokenizerChanges:
+    """What becomes of the tokenizer, with the class in its file that the base's family implies.
+
+    Args:
+        tokenizer: what the trunk makes of it.
+        base: the source that gives it.
+        target: family of the output.
+    """
+    implied = implied_tokenizer_class(base.model_type)
+    if implied is None or implied == implied_tokenizer_class(target.name):
+        return tokenizer
+    said = _read(tokenizer, base)
+    if said is None or str(said.get(_KEY, implied)).removesuffix("Fast") == implied:
+        return tokenizer
+    text = json.dumps({**said, _KEY: implied}, indent=2, ensure_ascii=False) + "\n"
+    note = (
+        f"{_FILE} names {implied} in place of {said[_KEY]}: loaders take that class for {base.model_type}, "
+        f"whatever the file says, but not for {target.name}"
+    )
+    files = {**tokenizer.files, _FILE: text.encode()}
+    return replace(tokenizer, files=files, notes=(*tokenizer.notes, note))
+
+
+def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None:
+    """The file as it would be written; None where there is none, or nothing that could be read."""
+    checkpoint = base.checkpoint
+    data = tokenizer.files.get(_FILE)
+    if data is None and checkpoint.unwritten is not None:
+        data = checkpoint.unwritten.written.get(_FILE)
+    if data is None and _FILE in checkpoint.companions:
+        given = checkpoint.unwritten
+        with open_store(checkpoint.root if given is None else given.companions_root) as store:
+            info = store.info(_FILE)
+            data = read_bounded(store, _FILE, info.nbytes) if info is not None else None
+    try:
+        found = load_json(data) if data is not None else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+_PROJECTIONS = ("gate", "up", "down")
+
+
+class MoeExperts:
+    """Makes the outputs of routed and shared experts."""
+
+    def __init__(self, recipe: MoeRecipe, shape: MoeShape, shop: Workshop) -> None:
+        self._recipe = recipe
+        self._shape = shape
+        self._findings = shop.findings
+        plain = PlainNumbers(shop.supplies.sources, shop.findings)
+        self._rows = ExpertRows(shop.supplies, plain, shop.findings, shop.builder.fates, seed=recipe.seed)
+
+    def outputs(self) -> Iterator[Output]:
+        """Every output that can be made; findings say why others cannot."""
+        for layer in range(self._shape.num_layers):
+            if is_fused(self._shape.target, self._recipe.layout):
+                names = fused_names(self._shape.target, layer)
+                yield from self._fused(layer, names.gate_up, names.down)
+            else:
+                yield from self._single(layer)
+            if self._shape.shared:
+                yield from self._shared(layer)
+
+    def _single(self, layer: int) -> Iterator[Output]:
+        """A tensor for each matrix of each expert."""
+        for number, expert in enumerate(self._shape.experts):
+            names = expert_names(self._shape.target, layer, number)
+            for projection in _PROJECTIONS:
+                matrix = self._matrix(names[projection], layer, number, projection)
+                yield from self._output(names[projection], [self._rows.rows(expert, matrix)])
+
+    def _fused(self, layer: int, gate_up: str, down: str) -> Iterator[Output]:
+        """``[experts, 2 width, hidden]``, gate before up in each, and ``[experts, hidden, width]``."""
+        for name, projections in ((gate_up, ("gate", "up")), (down, ("down",))):
+            rows = [
+                self._rows.rows(expert, self._matrix(name, layer, number, projection))
+                for number, expert in enumerate(self._shape.experts)
+                for projection in projections
+            ]
+            yield from self._output(name, rows, stacked=len(self._shape.experts))
+
+    def _shared(self, layer: int) -> Iterator[Output]:
+        """All shared experts as one feed-forward, as wide as they are together."""
+        shared = self._shape.shared
+        names = shared_names(self._shape.target, layer)
+        first = len(self._shape.experts)
+        for projection in _PROJECTIONS:
+            matrix = self._matrix(names[projection], layer, first, projection)
+            if projection == "down" and len(shared) > 1:
+                if self._lie_beside():
+                    yield from self._output(names[projection], [self._rows.beside(shared, matrix)])
+                continue
+            rows = [
+                self._rows.rows(expert, self._matrix(names[projection], layer, first + number, projection))
+                for number, expert in enumerate(shared)
+            ]
+            yield from self._output(names[projection], rows)
+
+    def _lie_beside(self) -> bool:
+        """Whether down projections of several shared experts may share rows; else a finding says why not.
+
+        One row is computed in one way, and chance is drawn for one expert.
+        """
+        shared = self._shape.shared
+        if not any(expert.is_random for expert in shared) and len({each.down_scale for each in shared}) == 1:
+            return True
+        self._findings.add(
+            Problem(
+                self._recipe.where("shared_experts"),
+                f"{len(shared)} shared experts are stored as one network, whose down projection is made in "
+                "one way; these differ in residual_scale, or have noise_scale or reinit_fraction.",
+                "Give all of them the same residual_scale and leave the others out; or make such an expert "
+                "in a recipe of its own before this one (merge_method passthrough with a scale of its "
+                "down_proj, or upcycle), and name its result.",
+            )
+        )
+        return False
+
+    def _matrix(self, output: str, layer: int, number: int, projection: str) -> Matrix:
+        # By this chance is drawn, the same whether experts are stored one by one or together.
+        logical = f"layers.{layer}.experts.{number}.{projection}_proj"
+        return Matrix(output, logical, layer, projection, self._shape.dtype)
+
+    def _output(
+        self, name: str, made: Sequence[tuple[Row, ...] | None], *, stacked: int = 0
+    ) -> Iterator[Output]:
+        """The output of rows that stand one below the other; nothing where one of them has a finding."""
+        if None in made:
+            return
+        rows = tuple(row for each in made if each is not None for row in each)
+        columns = _columns(rows[0])
+        height = sum(row.num_elements for row in rows) // columns
+        shape = (stacked, height // stacked, columns) if stacked else (height, columns)
+        yield Output(name, self._shape.dtype, shape, rows, True)
+
+
+def _columns(row: Row) -> int:
+    """Columns of the matrix that a row is: of parts side by side, all of theirs."""
+    return sum(part.shape[1] for part in row.parts)
 
 
 def moe_stages(recipe: MoeRecipe, sources: Sequence[Source], *, version: str) -> tuple[Stage, ...]:

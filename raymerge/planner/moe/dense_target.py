@@ -33,7 +33,7 @@ from raymerge.planner.matching.input_resolver import Supply
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.planner.moe.expert_inputs import BASE, ExpertSupplies
 from raymerge.planner.moe.expert_moves import Origin
-from raymerge.planner.moe.expert_shares import fate_of, matrix_row, mean_expression
+from raymerge.planner.moe.expert_rows import fate_of, matrix_row, mean_expression
 from raymerge.recipes import ExpertChange
 
 SHARED_FACTOR = 0.5

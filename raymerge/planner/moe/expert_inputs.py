@@ -13,14 +13,14 @@ from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_expression
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.plain import PlainNumbers
+from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
 from raymerge.planner.matching.input_resolver import Supplies, Supply
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind
 from raymerge.planner.moe.expert_moves import Origin
-from raymerge.planner.moe.expert_shares import Share, fate_of, share_row
-from raymerge.planner.outputs.precision import output_dtype
+from raymerge.planner.moe.expert_rows import Share, fate_of, share_row
+from raymerge.planner.outputs.encoding import output_dtype
 from raymerge.planner.outputs.rows import RowMaker
 
 BASE = 0

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymerge.architectures.dense_models import DenseModel, dense_model
-from raymerge.architectures.moe_names import added_tensors, shared_gate_name
-from raymerge.architectures.moe_output import moe_config
+from raymerge.architectures.moe_output import added_tensors, moe_config, shared_gate_name
 from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
 from raymerge.architectures.moe_targets import MoeTarget, named_targets, targets
 from raymerge.checkpoints.source import main_dtype

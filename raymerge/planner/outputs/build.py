@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from raymerge.architectures import Role, module_of
+from raymerge.architectures import Role, Rules, joined_matrix, module_of
+from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import Plan
@@ -18,10 +20,52 @@ from raymerge.planner.matching.align import Aligner
 from raymerge.planner.matching.input_resolver import Supplies
 from raymerge.planner.matching.stacking import check_stacks
 from raymerge.planner.outputs.finish import Decided, finish_plan
-from raymerge.planner.outputs.joined import with_joined
+from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.plan_context import Workshop, open_workshop
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.recipes import Recipe
+
+_SHARED = frozenset({Format.NVFP4})
+"""Formats of whose tensors' scales servers take one for all that they join."""
+
+
+def with_joined(outputs: Mapping[str, Output], builder: OutputBuilder, rules: Rules) -> tuple[Output, ...]:
+    """The outputs, with those that are to share a scale marked.
+
+    What one source gives unchanged, as all that it is joined to, stays a copy. Else copies are made too: what
+    their source gives them as the scale need not be that of the others.
+    """
+    groups: dict[str, list[str]] = {}
+    for output in outputs.values():
+        joined = joined_matrix(output.name, rules) if _is_alone(output) else None
+        if joined is not None:
+            groups.setdefault(joined, []).append(output.name)
+    found = dict(outputs)
+    for joined, names in groups.items():
+        if len(names) > 1 and not _are_copies(outputs[name] for name in names):
+            for name in names:
+                found[name] = _marked(outputs[name], joined, builder)
+    return tuple(found.values())
+
+
+def _is_alone(output: Output) -> bool:
+    """Whether an output is one matrix under a scale that servers take for others, too."""
+    packed = output.packed
+    return packed is not None and packed.packing.format in _SHARED and packed.packing.num_matrices == 1
+
+
+def _are_copies(outputs: Iterable[Output]) -> bool:
+    """Whether one source gives all, unchanged."""
+    rows = [row for output in outputs for row in output.rows]
+    return all(row.expression.is_copy for row in rows) and len({row.reads[0].source for row in rows}) == 1
+
+
+def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
+    """The output as one that shares its scale; made anew where it was a copy."""
+    if all(row.expression.is_copy for row in output.rows):
+        output = builder.made_anew(output.name) or output
+    packed = output.packed
+    return output if packed is None else output._replace(packed=replace(packed, joined=joined))
 
 
 def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Plan:

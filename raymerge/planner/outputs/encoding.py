@@ -19,9 +19,24 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.outputs.bound_output import output_subject, output_subjects
-from raymerge.planner.outputs.precision import output_dtype
 from raymerge.recipes import Recipe
 from raymerge.recipes.out_format import FormatChoice
+
+
+def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
+    """Dtype in which an output tensor is written.
+
+    Args:
+        wanted: what the recipe asks for; None for the checkpoint's own.
+        tensor: the lead checkpoint's tensor.
+        role: its role; a router's selection bias stays float32 whatever the recipe says.
+        main: dtype of most of the lead checkpoint's bytes.
+    """
+    if wanted is None or not tensor.dtype.is_mergeable:
+        return tensor.dtype
+    kept_on_purpose = tensor.dtype is DType.F32 and (main is not DType.F32 or role is Role.ROUTER_BIAS)
+    return tensor.dtype if kept_on_purpose else wanted
+
 
 _USUAL = frozenset({Role.ATTENTION, Role.MLP, Role.EXPERT, Role.SHARED_EXPERT})
 """Parts whose matrices publishers quantise; embeddings, heads, norms and routers stay plain."""

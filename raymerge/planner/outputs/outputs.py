@@ -9,16 +9,25 @@ from typing import NamedTuple
 from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import TensorSpec
-from raymerge.checkpoints.numbers import part_name
+from raymerge.checkpoints.numbers import PartNames, fresh_names, part_name
 from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES
 from raymerge.checkpoints.quantisation.detect import Packed
 from raymerge.checkpoints.quantisation.encoding import Packing, encoding_of
 from raymerge.checkpoints.source import main_dtype
+from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import Output, PackedAs, Part, Read, Row, copy_expression
+from raymerge.merge_plan.expressions import (
+    Output,
+    PackedAs,
+    Part,
+    Read,
+    Row,
+    constant_expression,
+    copy_expression,
+)
 from raymerge.methods import Settings
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.plain import PlainNumbers
+from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import Path_, holdings
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.bind import Binder, BindError
@@ -28,6 +37,7 @@ from raymerge.planner.matching.method_assignment import Treatments
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.bound_output import (
     Chosen,
+    Selectors,
     choose,
     member_subject,
     moved,
@@ -37,11 +47,49 @@ from raymerge.planner.outputs.bound_output import (
 )
 from raymerge.planner.outputs.embeddings import Embeddings
 from raymerge.planner.outputs.encoding import OutFormats, Written
-from raymerge.planner.outputs.fresh import fresh_parts, shape_tensor
 from raymerge.planner.outputs.rows import RowMaker
-from raymerge.planner.outputs.selectors import Selectors
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes import Recipe, Selector, Subject
+
+_SHAPE_DTYPE = DType.I64
+
+
+def fresh_parts(
+    output: str, packing: Packing, like: Packed | None, stored: Mapping[str, StoredTensor]
+) -> PackedAs:
+    """What an output becomes: named and stored as its neighbours are, or else as publishers do it.
+
+    Args:
+        output: its name.
+        packing: how its numbers are stored.
+        like: a neighbour in the same format; None where there is none.
+        stored: the tensors of the neighbour's source.
+    """
+    names = fresh_names(output, packing.format) if like is None else _names_like(like, output)
+    dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
+    shape = (shape_tensor(names.shape, dtype, packing),) if names.shape else ()
+    one = packing.tensor_scale_dtype
+    of_all = None if one is None else TensorSpec(names.tensor_scale, one, (1,))
+    return PackedAs(packing, names.codes, names.scales, shape, of_all)
+
+
+def _names_like(like: Packed, output: str) -> PartNames:
+    """What the parts of a tensor are called that is stored as a neighbour is."""
+    one = like.tensor_scale
+    scales = None if like.scales == one else like.scales
+    held = (like.codes, scales, one, like.shape_tensor)
+    return PartNames(*("" if part is None else part_name(like.name, part, output) for part in held))
+
+
+def shape_tensor(name: str, dtype: DType, packing: Packing) -> Output:
+    """The tensor in which compressed-tensors repeats rows and columns.
+
+    What is made never has a source's: no header tells whether that is true.
+    """
+    size = dtype.bits // 8
+    content = b"".join(each.to_bytes(size, "little") for each in (packing.rows, packing.columns))
+    row = Row(2, constant_expression(dtype, content), (Part(name, (2,), None),), ())
+    return Output(name, dtype, (2,), (row,), False)
 
 
 @dataclass(slots=True)

@@ -11,13 +11,17 @@ from raymerge.methods import Method
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.align import Aligned, Aligner, modules_of
-from raymerge.planner.matching.families import other_families, other_meanings
+from raymerge.planner.matching.families import (
+    adapter_notes,
+    base_notes,
+    other_families,
+    other_meanings,
+    recipe_notes,
+)
 from raymerge.planner.matching.input_resolver import Supplies
 from raymerge.planner.matching.layer_map import Section, SpanBuilder
 from raymerge.planner.matching.logical import open_logical
-from raymerge.planner.matching.method_assignment import OWN, Treatments
-from raymerge.planner.matching.notes import adapter_notes, base_notes, recipe_notes
-from raymerge.planner.matching.router_policy import router_notes
+from raymerge.planner.matching.method_assignment import OWN, Treatments, router_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.ties import with_heads
 from raymerge.planner.recipe_check import CheckedRecipe, check_recipe

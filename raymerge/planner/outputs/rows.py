@@ -12,7 +12,7 @@ from raymerge.merge_plan.expressions import Expression, Part, Read, Row, make_ex
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.plain import PlainNumbers
+from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.input_resolver import Supplies, Supply
 from raymerge.planner.matching.layer_map import Member

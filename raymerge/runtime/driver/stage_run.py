@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from raymerge.errors import IncompleteError, NonFiniteError, Problem, VerificationError
+from raymerge.errors import CheckpointError, IncompleteError, NonFiniteError, Problem, VerificationError
 from raymerge.events import (
     DeviceFailed,
     OnEvent,
@@ -31,29 +31,107 @@ from raymerge.events import (
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.stages import RESULT_FILE, Stage
+from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.stages import RESULT_FILE, Prepared, Stage
 from raymerge.publish.attempt import RECORD, remove_thrown_away, sync_directory, throw_away
 from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.lease import Lease, leased
 from raymerge.publish.ledger import NAME, Ledger
-from raymerge.publish.staging import is_untouched
+from raymerge.publish.staging import file_marks, is_untouched
 from raymerge.publish.stop_request import Asked, StopRequest
 from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
-from raymerge.runtime.driver.stage_results import (
-    clear,
-    is_whole,
-    mark_result,
-    stage_record,
-    write_stage_record,
-)
-from raymerge.runtime.driver.stage_work import StageWork, UnitWork, sources_of_stage
-from raymerge.runtime.driver.unit_files import digests_of
-from raymerge.runtime.driver.unit_progress import told
+from raymerge.runtime.driver.stage_work import StageWork, UnitWork, digests_of, sources_of_stage, told
 from raymerge.runtime.driver.versions import check_unchanged, file_versions, source_files
-from raymerge.runtime.workers.budget import fit_units, num_workers
 from raymerge.runtime.workers.pool import Pool
+from raymerge.runtime.workers.sizing import fit_units, num_workers
 from raymerge.storage.local.disk_space import check_room
 from raymerge.storage.local.store import LocalStore
+
+_STAGE = "stage.json"
+
+
+def write_stage_record(place: Path, record: Mapping[str, Any]) -> None:
+    """Write down, durably, what is known of the result that is in ``place``, and the marks of its file."""
+    with LocalStore(place) as store:
+        text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+        store.write_atomic(f"{RECORD}/{_STAGE}", text.encode())
+    mark_result(place)
+
+
+def mark_result(place: Path) -> None:
+    """Note the marks that the file of a result has now."""
+    Ledger(place / RECORD / NAME, {}).record_files({RESULT_FILE: file_marks(place)[RESULT_FILE]})
+
+
+def stage_record(place: Path) -> dict[str, Any]:
+    """What is known of a result: title and digest of its stage, size and digest of its file, the report.
+
+    Empty where there is no finished result.
+    """
+    try:
+        found = json.loads((place / RECORD / _STAGE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def result_digest(place: Path) -> str | None:
+    """xxh3_128 hex of a result's file, as it was published; None where no result was."""
+    try:
+        return str(stage_record(place)["result"]["digest"])
+    except (KeyError, TypeError):
+        return None
+
+
+def is_whole(place: Path) -> bool:
+    """Whether a result has the bytes that were published.
+
+    It is read only where its file was written to since, as by a worker that was given up and goes on writing
+    the same bytes.
+    """
+    digest = result_digest(place)
+    if digest is None:
+        return False
+    return is_untouched(place) or digests_of(place, {RESULT_FILE: ()}) == {RESULT_FILE: digest}
+
+
+def check_results(sources: Sequence[Source]) -> None:
+    """Find results of stages and of other merges that are no longer what the sources were opened with.
+
+    Raises:
+        CheckpointError: with every such file.
+        IncompleteError: one is gone.
+    """
+    check_unchanged(sources, only_made=True)
+    problems = [
+        Problem(
+            f"{each.name}: {RESULT_FILE}",
+            "the file was changed while it was merged.",
+            f"Leave {each.root} alone, and give the command again; what may be of it does not count.",
+        )
+        for each in holdings(sources)
+        if isinstance(each, Prepared) and not _is_as_opened(each)
+    ]
+    if problems:
+        raise CheckpointError(problems)
+
+
+def clear(directory: Path, keep: Collection[str]) -> None:
+    """Delete everything in a directory but what has these names."""
+    for path in directory.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            # What goes on writing there may be as fast.
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_as_opened(prepared: Prepared) -> bool:
+    place = Path(prepared.root)
+    return [file.version for file in prepared.files] == [result_digest(place)] and is_whole(place)
+
 
 _READERS = 8
 

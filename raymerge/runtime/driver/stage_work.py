@@ -4,24 +4,117 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from raymerge.device_numerics import Fallback
+from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.stages import GateSpec, Stage
-from raymerge.runtime.driver.unit_files import digests_of
-from raymerge.runtime.driver.unit_progress import telling
+from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE
 from raymerge.runtime.workers.pool import UNIT, Runner
+from raymerge.storage.local.store import LocalStore
 from raymerge.storage.ranges import Range
+
+_PREFIX = "progress-"
+_EVERY_SECONDS = 0.5
+
+
+@contextmanager
+def telling(
+    staging: Path,
+    unit: int,
+    aborted: threading.Event,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[int], None]]:
+    """What a unit is to call now and then with the bytes that it has read so far.
+
+    It writes them down at most twice a second. A number that cannot be written is no reason to give up, and
+    none is kept when the unit ends.
+
+    Args:
+        staging: where the number is written to.
+        unit: whose number.
+        aborted: set once the unit is to be given up; the next call raises ``IncompleteError`` then.
+        clock: seconds.
+    """
+    path, told_at = staging / f"{_PREFIX}{unit}", -_EVERY_SECONDS
+
+    def tell(nbytes: int) -> None:
+        nonlocal told_at
+        if aborted.is_set():
+            raise IncompleteError(STOPPED_AT_ONCE)
+        now = clock()
+        if now - told_at >= _EVERY_SECONDS:
+            told_at = now
+            with suppress(OSError):
+                _write(path, nbytes)
+
+    try:
+        yield tell
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def told(staging: Path) -> dict[int, int]:
+    """Bytes read so far, by the unit in hand."""
+    found: dict[int, int] = {}
+    for path in staging.glob(f"{_PREFIX}*"):
+        # A unit may end while its number is read.
+        with suppress(OSError, ValueError):
+            found[int(path.name.removeprefix(_PREFIX))] = int(path.read_text(encoding="ascii"))
+    return found
+
+
+def _write(path: Path, nbytes: int) -> None:
+    """Put the number into place whole; it need not survive a power cut."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    part.write_text(str(nbytes), encoding="ascii")
+    part.replace(path)
+
+
+_CHUNK = 1 << 20
+
+
+def digests_of(staging: Path, files: Mapping[str, Sequence[Range]]) -> dict[str, str]:
+    """xxh3_128 hex of ranges of files, by the key; a file that is not there whole has none.
+
+    Args:
+        staging: the directory.
+        files: by the key, the ranges in the order in which they are read; without any, the whole file.
+    """
+    with LocalStore(staging) as store:
+        found = ((key, _digest(store, key, ranges)) for key, ranges in files.items())
+        return {key: digest for key, digest in found if digest is not None}
+
+
+def _digest(store: LocalStore, key: str, ranges: Sequence[Range]) -> str | None:
+    file = store.info(key)
+    if file is None:
+        return None
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    try:
+        for wanted in ranges or (Range(0, file.nbytes),):
+            for offset in range(wanted.offset, wanted.end, _CHUNK):
+                chunk = buffer[: min(_CHUNK, wanted.end - offset)]
+                store.read_into(key, offset, chunk)
+                hasher.update(chunk)
+    except CheckpointError:
+        return None
+    return hasher.hexdigest()
 
 
 class StageWork(Protocol):

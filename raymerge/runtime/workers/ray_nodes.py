@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from raymerge.errors import RaymergeError
+from raymerge.errors import OptionError, Problem, RaymergeError
+from raymerge.events import NodeOfNoUse, OnEvent
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.runtime.workers.memory_errors import oom_kills
-from raymerge.runtime.workers.placement import Seen, Sight
+from raymerge.runtime.workers.placement import Placement, Seen, Sight
+from raymerge.runtime.workers.pool import Work
 from raymerge.runtime.workers.sizing import Machine
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo
@@ -164,3 +167,152 @@ def _seen(file: SourceFile, found: Mapping[str, FileInfo | None] | None) -> Seen
         return Seen.ABSENT
     is_same = info.nbytes == file.nbytes and file.version in ("", info.version)
     return Seen.SAME if is_same else Seen.ANOTHER
+
+
+class Grounds:
+    """Where the parts of a piece of work may be done: as it was found out before, and on nodes that join."""
+
+    def __init__(
+        self,
+        ray: Any,
+        nodes: Nodes,
+        work: Work,
+        *,
+        placement: Placement,
+        surveyed: Collection[str] | None,
+        on_event: OnEvent,
+    ) -> None:
+        """
+        Args:
+            ray: the ray module.
+            nodes: asked what they see.
+            work: what is done.
+            placement: where its parts may be done, of the nodes that were surveyed.
+            surveyed: their ids; None where all nodes are one machine, and there is nothing to ask.
+            on_event: told of nodes that are of no use.
+        """
+        self._ray = ray
+        self._nodes = nodes
+        self._work = work
+        self._placement = placement
+        self._known = None if surveyed is None else set(surveyed)
+        self._asked: dict[Any, str] = {}
+        self._on_event = on_event
+
+    @property
+    def placement(self) -> Placement:
+        """Where parts may be done, as far as that is known by now."""
+        return self._placement
+
+    def meet(self, node: str) -> None:
+        """Have a node asked that a worker turns out to be on, unless that was done."""
+        if self._known is None or node in self._known or self.is_asked(node):
+            return
+        self._asked[self._nodes.begin_sight(node, self._work.files, self._work.place)] = node
+
+    def is_asked(self, node: str) -> bool:
+        """Whether a node is yet to say what it sees."""
+        return node in self._asked.values()
+
+    def look(self) -> None:
+        """Take up what nodes have answered since."""
+        asked = list(self._asked)
+        for answer in self._ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else ():
+            node = self._asked.pop(answer)
+            self._join(node, self._nodes.sight(node, answer, self._work.files))
+
+    def _join(self, node: str, sight: Sight) -> None:
+        known = self._known or set()
+        can = [not sight.lack and files <= sight.same for files in self._work.reads()]
+        self._placement = self._placement.joined(node, can, known)
+        known.add(node)
+        if not any(can):
+            lack = f"the output place {sight.lack}" if sight.lack else "it sees no source that a part needs"
+            self._on_event(NodeOfNoUse(sight.name, lack))
+
+
+_TELLINGS = 2
+"""Looks in a row at which it must be so: between two of them the autoscaler has looked again."""
+_NAMES = ("CPU", "GPU")
+"""What Ray calls what a worker needs."""
+_HEAD = "node:__internal_head__"
+"""What Ray says that the node has which never goes."""
+_REPLY_SECONDS = 5
+"""The most that the cluster may take to tell."""
+
+
+class Demand:
+    """Workers of one kind that wait for room, and whether there can be any."""
+
+    def __init__(self, ray: Any, *, cpus: int, gpus: int, lack: str) -> None:
+        """
+        Args:
+            ray: the ray module, connected.
+            cpus: CPU slots of a worker.
+            gpus: GPUs of it.
+            lack: what it needs and what the cluster has, for the message.
+        """
+        self._ray = ray
+        self._wanted = {name: float(count) for name, count in zip(_NAMES, (cpus, gpus), strict=True) if count}
+        self._lack = lack
+        self._seen = 0
+
+    def check(self) -> None:
+        """See that the autoscaler has not said that no node that it may add has room for such a worker.
+
+        Raises:
+            OptionError: it has, twice in a row, and no node that is there or comes may help.
+        """
+        self._seen = self._seen + 1 if self._is_hopeless() else 0
+        if self._seen >= _TELLINGS:
+            what = f"{self._lack}, and its autoscaler can add none that has room for a worker."
+            remedy = "Give fewer --threads, another --device, or a group of nodes to the cluster."
+            raise OptionError(Problem("workers", what, remedy))
+
+    def _is_hopeless(self) -> bool:
+        """Whether there can be no room, as far as is told now.
+
+        The autoscaler tells as well of what has no room only because others use all nodes that there may be,
+        and of what waits for nodes that it is adding.
+        """
+        reply = self._reply()
+        if reply is None:
+            return False
+        told, cluster = reply.autoscaling_state, reply.cluster_resource_state
+        infeasible = [_needed(each.resources_bundle) for each in told.infeasible_resource_requests]
+        are_coming = bool(told.pending_instances or told.pending_instance_requests)
+        return (
+            self._wanted in infeasible
+            and not are_coming
+            and not any(self._may_help(node) for node in cluster.node_states)
+        )
+
+    def _may_help(self, node: Any) -> bool:
+        """Whether a node has room once others leave it, or goes soon, so that another may be added."""
+        # Numbers by name: a later version of Ray may have states that this one does not know.
+        states = node.DESCRIPTOR.fields_by_name["status"].enum_type.values_by_name
+        if node.status == states["DEAD"].number:
+            return False
+        has = _needed(node.total_resources)
+        is_leaving = (
+            node.status in (states["IDLE"].number, states["DRAINING"].number)
+            and _HEAD not in node.total_resources
+        )
+        return is_leaving or all(has.get(name, 0.0) >= count for name, count in self._wanted.items())
+
+    def _reply(self) -> Any:
+        """What the cluster tells of itself and of its autoscaler; None where nobody does."""
+        try:
+            client = self._ray._raylet.GcsClient(self._ray.get_runtime_context().gcs_address)
+            told = client.get_cluster_status(timeout_s=_REPLY_SECONDS)
+            reply = import_module("ray.core.generated.autoscaler_pb2").GetClusterStatusReply()
+        except (self._ray.exceptions.RayError, RuntimeError, ImportError, AttributeError):
+            # Ray's own summary leaves this out, and what it is made of may be otherwise in another version.
+            return None
+        reply.ParseFromString(told)
+        return reply
+
+
+def _needed(resources: Mapping[str, float]) -> dict[str, float]:
+    """Of some resources those that workers need."""
+    return {name: amount for name, amount in resources.items() if name in _NAMES and amount}

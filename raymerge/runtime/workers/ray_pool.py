@@ -15,13 +15,11 @@ from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.workers.dispatcher import Shift, Terms
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
 from raymerge.runtime.workers.pool import UNIT, Measure, Measured, Receipts, Stop, Work
-from raymerge.runtime.workers.ray_answers import probed
-from raymerge.runtime.workers.ray_demand import Demand
 from raymerge.runtime.workers.ray_environment import RayConnection
-from raymerge.runtime.workers.ray_nodes import Nodes
+from raymerge.runtime.workers.ray_nodes import Demand, Nodes
 from raymerge.runtime.workers.sizing import Crew, Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
 from raymerge.runtime.workers.worker import MergeWorker
-from raymerge.runtime.workers.worker_group import Team
+from raymerge.runtime.workers.worker_group import Team, probed
 
 _READY_SECONDS = 120.0
 """How long a worker may take to start, or to take up work."""

@@ -3,14 +3,118 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raymerge.errors import Problem
-from raymerge.merge_plan.lanes import lanes_of
+import psutil
+
+from raymerge.errors import OptionError, Problem
+from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
+from raymerge.merge_plan.memory import lanes_of
+from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection, project, too_little_memory
+from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.runtime.workers.control_groups import core_quotas
+from raymerge.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One group, as the system shows it."""
+
+    directory: Path
+    version: int
+
+    def text(self, name: str) -> str:
+        """What a file of it says; nothing where there is none."""
+        return _text(self.directory / name).strip()
+
+    def number(self, name: str) -> int | None:
+        """A whole number that a file says; None where that is no limit."""
+        text = self.text(name)
+        return int(text) if text.isdecimal() else None
+
+
+def memory_rooms(root: Path) -> Iterator[int]:
+    """Bytes that each group with a limit has left; file pages that nobody uses make way.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("memory", root):
+        if group.version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            names = ("memory.max", "memory.current", "inactive_file")
+        most = group.number(names[0])
+        if most is not None:
+            stat = dict(line.split() for line in group.text("memory.stat").splitlines())
+            yield most - (group.number(names[1]) or 0) + int(stat.get(names[2], 0))
+
+
+def core_quotas(root: Path) -> Iterator[float]:
+    """Cores that each group with a limit may keep busy, as a share of time; it need not be whole.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("cpu", root):
+        if group.version == 1:
+            limits = [group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")]
+        else:
+            limits = group.text("cpu.max").split()
+        if len(limits) == 2 and all(each.isdecimal() and int(each) for each in limits):
+            yield int(limits[0]) / int(limits[1])
+
+
+def process_rooms(root: Path) -> Iterator[int]:
+    """Processes and threads that each group with a limit may still start.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("pids", root):
+        most = group.number("pids.max")
+        if most is not None:
+            yield most - (group.number("pids.current") or 0)
+
+
+def groups_oom_kills(root: Path) -> int | None:
+    """Processes of this process's own group that the kernel has ended because memory ran out; None where
+    that is not counted.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    for group in _groups("memory", root):
+        text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
+        counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+        if counts.get("oom_kill", "").isdecimal():
+            return int(counts["oom_kill"])
+    return None
+
+
+def _groups(controller: str, root: Path) -> Iterator[_Group]:
+    """The groups of this process that may limit what a controller has: its own and all above it."""
+    mounted = root / "sys" / "fs" / "cgroup"
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top, version = (mounted / controller, 1) if controllers else (mounted, 2)
+        own = top / path.strip("/")
+        # Within a container the path may be the host's; what is mounted then is the container's own group.
+        for each in (own, *own.parents):
+            if each.is_relative_to(top):
+                yield _Group(each, version)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
 
 MOST_THREADS = 4
 """Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
@@ -195,3 +299,138 @@ def _filling_threads(machines: Sequence[int]) -> int:
 def _num_workers(machines: Sequence[int], threads: int) -> int:
     """Workers of so many threads that are started where nobody says how many."""
     return sum(min(MOST_CPU_WORKERS, cores // threads) for cores in machines)
+
+
+_USUAL_BUDGET = 512 << 20
+"""More hardly helps: what does not fit is read twice, the second time from the page cache."""
+_CLUSTER_BUDGET = 1 << 30
+"""Budget on a running cluster: what is free on this machine says nothing about its workers."""
+
+
+def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool = False) -> Projection:
+    """The memory projection of a plan under the options' budget.
+
+    Where the user does not say, a plan that needs more than is usual gets it, if this machine has it.
+
+    Args:
+        plan: what is to be made.
+        options: how to run.
+        beside: bytes that each lane takes to upload what it makes.
+        is_far: whether sources are read from servers.
+
+    Raises:
+        OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
+    """
+    free, lanes = free_memory(), most_lanes(options)
+    if beside:
+        # A shard is uploaded by one lane.
+        lanes = max(1, min(lanes, plan["shards"].num_rows))
+    each, apart = (beside + FAR_LANE_BYTES, FAR_BYTES) if is_far else (beside, 0)
+    budget = options.memory or usual_budget(options, free)
+    projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
+    if options.memory is None:
+        least = projection.least_budget + each + apart
+        spared = _spared(options, free, least, workers=num_workers(options))
+        if spared > budget:
+            budget = spared
+            projection = _projected(plan, budget, lanes=lanes, beside=each, apart=apart)
+    shortage = projection.shortage(given=budget)
+    if shortage is not None:
+        raise OptionError(shortage)
+    return projection
+
+
+def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) -> Projection:
+    """The projection with as many lanes as the budget holds, each with what it takes for servers."""
+    if not beside:
+        return project(plan, budget, lanes=lanes)
+    wanted = lanes
+    while True:
+        found = project(plan, max(1, budget - apart - wanted * beside), lanes=wanted)
+        found = replace(found, beside=beside, apart=apart)
+        if wanted > 1 and found.shortage() is not None:
+            wanted -= 1
+        elif found.lanes < wanted:
+            wanted = found.lanes
+        else:
+            return found
+
+
+def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:
+    """Bytes of memory that a worker may use for a unit of a stage.
+
+    Where the user does not say, it is what a merge would get, or more where a unit needs more and this
+    machine has it to spare.
+
+    Args:
+        options: how to run.
+        least: bytes without which no unit can be done.
+        num_units: units of the stage; no more workers than that are busy.
+        title: what messages call the stage.
+
+    Raises:
+        OptionError: it is less than ``least``; the message names the stage and the least budget.
+    """
+    budget = options.memory
+    if budget is None:
+        free = free_memory()
+        budget = usual_budget(options, free)
+        busy = max(1, min(num_workers(options), num_units))
+        budget = max(budget, _spared(options, free, least, workers=busy))
+    if budget < least:
+        raise OptionError(too_little_memory("--memory", budget, least, title))
+    return budget
+
+
+def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
+    """Bytes that each of some workers may have of this machine's memory, where so many are needed; 0 where it
+    is another machine's."""
+    return min(least, free // 2 // workers) if options.address is None else 0
+
+
+def check_free(options: RunOptions) -> None:
+    """See that this machine has the memory that its workers were promised.
+
+    Raises:
+        OptionError: it has less.
+    """
+    if options.memory is None or options.address is not None:
+        return
+    workers, free = num_workers(options), free_memory()
+    if options.memory * workers > free:
+        count = f"{workers} workers" if workers > 1 else "1 worker"
+        raise OptionError(
+            Problem(
+                "--memory",
+                f"{count} with {format_size(options.memory)} each would use "
+                f"{format_size(options.memory * workers)}, and {format_size(free)} are free here.",
+                f"Give at most {format_size(free // workers)}, or fewer --workers.",
+            )
+        )
+
+
+def usual_budget(options: RunOptions, free: int) -> int:
+    """Half of the free memory, shared out, and no more than helps; in bytes.
+
+    Args:
+        options: how many workers there are, and where.
+        free: bytes of memory that are free on this machine.
+    """
+    if options.address is not None:
+        return _CLUSTER_BUDGET
+    return max(SMALLEST_BUDGET, min(_USUAL_BUDGET, free // 2 // num_workers(options)))
+
+
+def num_workers(options: RunOptions) -> int:
+    """Workers that a run on this machine has at most."""
+    return max(layout.all_workers for layout in local_layouts(options))
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process and its children may still use: of the machine's, and of its control groups'.
+
+    Args:
+        root: where the system's ``proc`` and ``sys`` are.
+    """
+    machine = int(psutil.virtual_memory().available)
+    return max(0, min((machine, *memory_rooms(root))))

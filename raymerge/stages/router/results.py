@@ -8,10 +8,10 @@ import torch
 
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
-from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.inputs.stages import RESULT_FILE, GateSpec, Stage
 from raymerge.planner.moe.gates import router_tensor, shared_gate_tensor
-from raymerge.stages.router.gates_part import Rows
+from raymerge.stages.router.gates import Rows
 from raymerge.stages.router.report import Choices
 from raymerge.stages.router.tensor_files import Piece
 from raymerge.storage.local.store import LocalStore

@@ -14,8 +14,7 @@ import torch
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.stages import RESULT_FILE, GateSpec, Stage
 from raymerge.stages.router.accumulate import work_nbytes
-from raymerge.stages.router.collect import RowSink, Sink, SumSink, sums_file
-from raymerge.stages.router.collect_part import Collector, owners
+from raymerge.stages.router.collect import Collector, RowSink, Sink, SumSink, owners, sums_file
 from raymerge.stages.router.hidden_states import kept_nbytes
 from raymerge.stages.router.prompts import TokenRun, tokenized
 from raymerge.stages.router.readings import Reading, Schedule, make_schedule, prompt_problems

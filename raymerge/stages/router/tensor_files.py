@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raymerge.checkpoints.layout import FileLayout
-from raymerge.merge_plan.elements_part import torch_dtype
+from raymerge.merge_plan.elements import torch_dtype
 from raymerge.storage.local.store import LocalStore
 
 

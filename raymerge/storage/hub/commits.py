@@ -12,9 +12,8 @@ from pathlib import Path
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.hub.addresses import HubPlace
 from raymerge.storage.hub.download import LOOKUP_SECONDS, NOT_WANTED
-from raymerge.storage.hub.hub_store import HubStore
 from raymerge.storage.hub.refusals import asked
-from raymerge.storage.hub.store import repository_info
+from raymerge.storage.hub.store import HubStore, repository_info
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.refusals import changed
 from raymerge.storage.retry import Patience

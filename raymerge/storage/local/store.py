@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import posixpath
 import stat
@@ -13,17 +15,61 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from raymerge.errors import CheckpointError, TransientError
-from raymerge.storage.local.copying import RangeCopier, inner_blocks
-from raymerge.storage.local.descriptors import regular_file, resize, sync_data
-from raymerge.storage.local.direct_io import ExtentWriter
-from raymerge.storage.local.extents import share_extents
+from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
+from raymerge.storage.local.direct_io import ExtentReader, ExtentWriter
 from raymerge.storage.local.open_files import OpenFiles
-from raymerge.storage.local.reading import ExtentReader
 from raymerge.storage.local.transfers import as_bytes, read_fully, write_fully
 from raymerge.storage.ranges import Range
 from raymerge.storage.refusals import changed, ends_early, reading, room_error, unlistable, writing
 from raymerge.storage.retry import KEPT, TRANSIENT, Patience, said
 from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, is_key
+
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
+
+
+def regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """What the system says of a directory's entry, and of what it links to; None for what is no file."""
+    try:
+        status = entry.stat()
+    except OSError:  # a link that leads nowhere; an index that names it says so better than we could
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def resize(descriptor: int, size: int, nbytes: int) -> None:
+    """Give a file of ``size`` bytes ``nbytes``, with their space reserved where that can be."""
+    if nbytes > size and _reserve(descriptor, size, nbytes - size):
+        return
+    if nbytes != size:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _reserve(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Reserve space, so that a full disk shows now; False where the file system cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno in _CANNOT_RESERVE:
+            return False
+        raise
+    return True
+
+
+def sync_data(descriptor: int) -> None:
+    """Return once a file's bytes would survive a power cut."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        # macOS: fsync leaves bytes in the memory of the disk, which a power cut empties.
+        with suppress(OSError):  # a file server, most likely, that has only fsync
+            fcntl.fcntl(descriptor, full)
+            return
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(descriptor)
+    else:
+        os.fsync(descriptor)
+
 
 _MAX_OPEN_FILES = 64
 

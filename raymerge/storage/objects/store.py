@@ -13,9 +13,8 @@ from raymerge.storage.addresses import parse_place, shown
 from raymerge.storage.local.transfers import as_bytes
 from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, file_info, object_client
 from raymerge.storage.objects.faults import asking
-from raymerge.storage.pieces import Pieces
 from raymerge.storage.refusals import changed, ends_before, reading
-from raymerge.storage.remote import FarStore
+from raymerge.storage.remote import FarStore, Pieces
 from raymerge.storage.retry import Patience
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 

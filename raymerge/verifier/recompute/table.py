@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from raymerge.methods import Settings
-from raymerge.verifier.recompute import combined, interpolate, sce, sparsify, spectral, upcycle, vectors
+from raymerge.verifier.recompute import combined, interpolate, sce, sparsify, spectral, upcycle
 from raymerge.verifier.recompute.tensor import Block, Expected, LogicalTensor
 
 Formula: TypeAlias = Callable[[Block], Expected]
@@ -40,8 +40,8 @@ def _nuslerp(tensor: LogicalTensor) -> Formula:
     if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
         return interpolate.nuslerp_whole(tensor)
     if settings.flag("nuslerp_row_wise"):
-        return vectors.NuslerpColumns(tensor)
-    return vectors.NuslerpRows(tensor)
+        return interpolate.NuslerpColumns(tensor)
+    return interpolate.NuslerpRows(tensor)
 
 
 _METHODS: Mapping[str, Recomputation] = MappingProxyType(

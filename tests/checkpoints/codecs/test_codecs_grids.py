@@ -10,7 +10,7 @@ from kits.codec_kit import bits, inherited, seeds
 from torch import Tensor
 
 from raymerge.checkpoints.codecs import codec_of, load_scales
-from raymerge.checkpoints.codecs.grids import grid_steps, grid_steps_in_loops, grid_steps_in_torch
+from raymerge.checkpoints.codecs.int4 import grid_steps, grid_steps_in_loops, grid_steps_in_torch
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 
