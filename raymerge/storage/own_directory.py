@@ -38,7 +38,7 @@ class OwnDirectory:
         self._descriptor = _locked(self._root)
         self.path = self._root / "files"
         """Where its files go; it is empty."""
-        self.path.mkdir()
+        self.path.mkdir(0o700)
         _sweep(beside, self._root.stat().st_uid)
 
     def __enter__(self) -> Path:
