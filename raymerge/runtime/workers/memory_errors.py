@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from raymerge.runtime.workers.sizing import groups_oom_kills
+from raymerge.runtime.workers.control_groups import groups_oom_kills
 
 _SAYINGS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """What torch says of the memory of a processor: it has no error of its own for that."""

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from raymerge.errors import OptionError, Problem
-from raymerge.runtime.workers.sizing import process_rooms
+from raymerge.runtime.workers.control_groups import process_rooms
 from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.refusals import size_limit
 

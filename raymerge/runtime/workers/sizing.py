@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,106 +15,8 @@ from raymerge.merge_plan.memory import lanes_of
 from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection, project, too_little_memory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
+from raymerge.runtime.workers.control_groups import core_quotas, memory_rooms
 from raymerge.units import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One group, as the system shows it."""
-
-    directory: Path
-    version: int
-
-    def text(self, name: str) -> str:
-        """What a file of it says; nothing where there is none."""
-        return _text(self.directory / name).strip()
-
-    def number(self, name: str) -> int | None:
-        """A whole number that a file says; None where that is no limit."""
-        text = self.text(name)
-        return int(text) if text.isdecimal() else None
-
-
-def memory_rooms(root: Path) -> Iterator[int]:
-    """Bytes that each group with a limit has left; file pages that nobody uses make way.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
-    for group in _groups("memory", root):
-        if group.version == 1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            names = ("memory.max", "memory.current", "inactive_file")
-        most = group.number(names[0])
-        if most is not None:
-            stat = dict(line.split() for line in group.text("memory.stat").splitlines())
-            yield most - (group.number(names[1]) or 0) + int(stat.get(names[2], 0))
-
-
-def core_quotas(root: Path) -> Iterator[float]:
-    """Cores that each group with a limit may keep busy, as a share of time; it need not be whole.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
-    for group in _groups("cpu", root):
-        if group.version == 1:
-            limits = [group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")]
-        else:
-            limits = group.text("cpu.max").split()
-        if len(limits) == 2 and all(each.isdecimal() and int(each) for each in limits):
-            yield int(limits[0]) / int(limits[1])
-
-
-def process_rooms(root: Path) -> Iterator[int]:
-    """Processes and threads that each group with a limit may still start.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
-    for group in _groups("pids", root):
-        most = group.number("pids.max")
-        if most is not None:
-            yield most - (group.number("pids.current") or 0)
-
-
-def groups_oom_kills(root: Path) -> int | None:
-    """Processes of this process's own group that the kernel has ended because memory ran out; None where
-    that is not counted.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
-    for group in _groups("memory", root):
-        text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
-        counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
-        if counts.get("oom_kill", "").isdecimal():
-            return int(counts["oom_kill"])
-    return None
-
-
-def _groups(controller: str, root: Path) -> Iterator[_Group]:
-    """The groups of this process that may limit what a controller has: its own and all above it."""
-    mounted = root / "sys" / "fs" / "cgroup"
-    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top, version = (mounted / controller, 1) if controllers else (mounted, 2)
-        own = top / path.strip("/")
-        # Within a container the path may be the host's; what is mounted then is the container's own group.
-        for each in (own, *own.parents):
-            if each.is_relative_to(top):
-                yield _Group(each, version)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return ""
-
 
 MOST_THREADS = 4
 """Compute threads of a worker unless more are asked for: with more they wait for the interpreter's lock."""
