@@ -26,7 +26,7 @@ from pathlib import Path
 
 from raymerge.api import submit
 from raymerge.execute.segment import SegmentRunner
-from raymerge.runtime import ray_pool
+from raymerge.runtime.workers import ray_pool
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.worker import MergeWorker
 

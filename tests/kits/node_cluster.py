@@ -45,7 +45,7 @@ import json, sys, time
 
 from raymerge.api import submit
 from raymerge.errors import RaymergeError
-from raymerge.runtime import ray_pool
+from raymerge.runtime.workers import ray_pool
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.worker import MergeWorker

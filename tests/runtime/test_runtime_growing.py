@@ -24,11 +24,11 @@ import ray
 
 from raymerge.api import submit
 from raymerge.errors import OptionError
-from raymerge.runtime import ray_pool, shift
+from raymerge.runtime.workers import dispatcher, ray_pool
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.worker import MergeWorker
 
-shift._IDLE_SECONDS = 2.0
+dispatcher._IDLE_SECONDS = 2.0
 
 
 def nodes():

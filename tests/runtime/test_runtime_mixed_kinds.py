@@ -27,7 +27,7 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 from raymerge.api import submit
-from raymerge.runtime import ray_pool
+from raymerge.runtime.workers import ray_pool
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.worker import MergeWorker
 

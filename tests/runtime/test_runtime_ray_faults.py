@@ -157,7 +157,7 @@ _HUNGRY = """
 import functools, json, sys
 
 from raymerge.api import submit
-from raymerge.runtime import ray_pool
+from raymerge.runtime.workers import ray_pool
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.worker import MergeWorker
 

@@ -386,8 +386,8 @@ def _reached(s3: S3Server, folder: Path) -> tuple[str, str]:
 
 
 _IN_PARTS = f"""
-from raymerge.storage import object_stream
-object_stream.SMALLEST_PART = {_PART}
+from raymerge.storage.objects import stream
+stream.SMALLEST_PART = {_PART}
 from raymerge.cli.main import main
 main()
 """

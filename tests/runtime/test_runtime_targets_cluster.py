@@ -18,7 +18,7 @@ import functools, json, os, sys, time
 from ray.cluster_utils import Cluster
 
 import raymerge
-from raymerge.runtime import ray_pool
+from raymerge.runtime.workers import ray_pool
 from raymerge.events import SegmentDone
 from raymerge.runtime.workers.worker import MergeWorker
 
