@@ -364,6 +364,9 @@ class _Proxy(BaseHTTPRequestHandler):
             elif name.lower() not in _HOP:
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
+        if not (end and data):
+            # Before the client has the answer, and the test looks.
+            self._note(status, len(data))
         self.end_headers()
         if end and data:
             half = data[: len(data) // 2]
@@ -371,7 +374,6 @@ class _Proxy(BaseHTTPRequestHandler):
             self.wfile.flush()
             self._break(len(half), status, lossy=end == "tear")
             return
-        self._note(status, len(data))
         with suppress(OSError):
             for start in range(0, len(data), _CHUNK):
                 self.wfile.write(data[start : start + _CHUNK])
