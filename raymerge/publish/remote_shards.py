@@ -10,7 +10,7 @@ from raymerge.events import OnEvent, ShardDone
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.ledger import Ledger
-from raymerge.publish.shard_order import ShardOrder
+from raymerge.publish.shard_work import ShardOrder
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
 from raymerge.storage.retry import KEPT

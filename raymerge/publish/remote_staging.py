@@ -42,8 +42,7 @@ from raymerge.publish.remote_shards import RemoteShards
 from raymerge.publish.remote_stop import STOP, withdraw
 from raymerge.publish.run_records import entries_of
 from raymerge.publish.segment_work import SegmentWork
-from raymerge.publish.shard_order import ShardOrder, shard_orders
-from raymerge.publish.shard_work import ShardWork, check_mark
+from raymerge.publish.shard_work import ShardOrder, ShardWork, check_mark, shard_orders
 from raymerge.publish.staging import RECIPE, Staging
 from raymerge.storage.addresses import shown
 from raymerge.storage.local.store import LocalStore

@@ -12,8 +12,7 @@ from raymerge.api import plan
 from raymerge.merge_plan.elements import computed_rows, copied_segments
 from raymerge.merge_plan.plan import Plan
 from raymerge.publish.segment_work import SegmentWork
-from raymerge.publish.shard_order import shard_orders
-from raymerge.publish.shard_work import ShardWork
+from raymerge.publish.shard_work import ShardWork, shard_orders
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import remote_lease
 from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import leased
-from raymerge.publish.shard_order import shard_orders
+from raymerge.publish.shard_work import shard_orders
 from raymerge.storage.objects import stream
 from raymerge.storage.objects.writer import ObjectWriter
 

@@ -42,8 +42,7 @@ from raymerge.publish.lease import myself
 from raymerge.publish.ledger import Ledger
 from raymerge.publish.remote_lease import leased
 from raymerge.publish.remote_staging import RemoteLedger, RemoteStaging
-from raymerge.publish.shard_order import shard_orders
-from raymerge.publish.shard_work import stamp_of
+from raymerge.publish.shard_work import shard_orders, stamp_of
 from raymerge.runtime.workers import ray_pool
 from raymerge.runtime.workers.worker import MergeWorker
 from raymerge.storage.objects import stream

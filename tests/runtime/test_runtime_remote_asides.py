@@ -23,7 +23,7 @@ from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.publish import remote_lease, remote_staging, remote_stop, shard_order
+from raymerge.publish import remote_lease, remote_staging, remote_stop, shard_work
 from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import RemoteLease, leased, look
 from raymerge.publish.remote_records import RemoteRecords
@@ -299,13 +299,13 @@ def test_a_store_that_drops_what_is_put_down_with_objects_is_refused_at_once(
 def test_how_shards_are_made_is_worked_out_once(
     recipe: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, times = shard_order._makers, []
+    found, times = shard_work._makers, []
 
     def counted(plan: Plan) -> Any:
         times.append(plan.digest)
         return found(plan)
 
-    monkeypatch.setattr(shard_order, "_makers", counted)
+    monkeypatch.setattr(shard_work, "_makers", counted)
     submit(recipe, place, INLINE)
     assert len(times) == 1
 

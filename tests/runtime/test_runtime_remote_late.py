@@ -32,8 +32,7 @@ from raymerge.options import RunOptions
 from raymerge.publish import shard_work
 from raymerge.publish.remote_staging import RemoteStaging
 from raymerge.publish.remote_stop import RemoteStopRequest
-from raymerge.publish.shard_order import shard_orders
-from raymerge.publish.shard_work import ShardsRunner
+from raymerge.publish.shard_work import ShardsRunner, shard_orders
 from raymerge.runtime.driver import interruptions, run
 from raymerge.storage.objects import stream as object_stream
 from raymerge.storage.retry import Patience
