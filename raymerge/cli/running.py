@@ -55,7 +55,7 @@ Address: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
 ]
 Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
-Patience: TypeAlias = Annotated[
+RetryPolicy: TypeAlias = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="A worker of Ray that does not get on for so long is replaced."),
 ]

@@ -37,7 +37,7 @@ _TARGETS = ("local", "cluster", "job", "kubernetes")
 
 
 @dataclass(frozen=True, slots=True)
-class Sought:
+class RunQuery:
     """A run that somebody asks about."""
 
     runs: Runs
@@ -117,7 +117,7 @@ def stop(
     raise typer.Exit(guarded(verb, as_json=as_json))
 
 
-def seek(text: str, profile: str | None, target: str | None, address: str | None) -> Sought:
+def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
     """The run that is meant by a name or an output place.
 
     Args:
@@ -155,7 +155,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
         return _by_traces(text, storage)
     name = text if is_name else _found(there, place, storage)
     # What no server knows any more may have left its traces.
-    return _by_traces(text, storage) if name is None else Sought(there, name, place, storage)
+    return _by_traces(text, storage) if name is None else RunQuery(there, name, place, storage)
 
 
 def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
@@ -168,15 +168,15 @@ def _found(there: Target, place: str, storage: StoreOptions) -> str | None:
         return None
 
 
-def _by_traces(place: str, storage: StoreOptions) -> Sought:
+def _by_traces(place: str, storage: StoreOptions) -> RunQuery:
     """By what runs left at their place, as far as it is seen from here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.storage.addresses import with_options
 
-    return Sought(PlaceRuns(), with_options(place, storage), place, storage)
+    return RunQuery(PlaceRuns(), with_options(place, storage), place, storage)
 
 
-def reported(sought: Sought) -> RunReport:
+def reported(sought: RunQuery) -> RunReport:
     """What is known of a run: by who runs it, and by its traces at its place where that is seen here."""
     from raymerge.deploy.targets.local import PlaceRuns
     from raymerge.deploy.targets.target import RunState

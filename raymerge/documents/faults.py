@@ -123,7 +123,7 @@ def _in_our_words(detail: Mapping[str, Any]) -> Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Genre:
+class DocumentKind:
     """A sort of text."""
 
     noun: str

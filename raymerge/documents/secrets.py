@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raymerge.documents.faults import Fault, FieldPath, Genre
+from raymerge.documents.faults import DocumentKind, Fault, FieldPath
 from raymerge.errors import Problem
 
 _SECRETS = {
@@ -44,7 +44,7 @@ _SECRETS = {
 }
 
 
-def check_text(text: str, name: str, genre: Genre) -> None:
+def check_text(text: str, name: str, genre: DocumentKind) -> None:
     """Refuse a text that holds a secret, be it in a comment. The message does not repeat it.
 
     Raises:
@@ -60,7 +60,7 @@ def check_text(text: str, name: str, genre: Genre) -> None:
         raise genre.error(problems)
 
 
-def secrets_in(value: Any, genre: Genre, path: FieldPath = ()) -> Iterator[Fault]:
+def secrets_in(value: Any, genre: DocumentKind, path: FieldPath = ()) -> Iterator[Fault]:
     """Secrets in the values of a document, also where the text spells them in another way."""
     if isinstance(value, str):
         kinds = [kind for kind, pattern in _SECRETS.items() if pattern.search(value)]

@@ -16,7 +16,7 @@ import yaml
 from yaml import Mark
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from raymerge.documents.faults import Fault, FieldPath, Genre
+from raymerge.documents.faults import DocumentKind, Fault, FieldPath
 from raymerge.errors import Problem, UserError
 
 MAX_NODES = 10_000
@@ -131,7 +131,7 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     return tuple(sorted(places, key=position))
 
 
-def split_documents(text: str, name: str, genre: Genre) -> tuple[Part, ...]:
+def split_documents(text: str, name: str, genre: DocumentKind) -> tuple[Part, ...]:
     """The YAML documents in ``text`` that are not empty, at least one.
 
     Raises:
@@ -149,7 +149,7 @@ def split_documents(text: str, name: str, genre: Genre) -> tuple[Part, ...]:
     )
 
 
-def read_document(part: Part, name: str, genre: Genre) -> Located:
+def read_document(part: Part, name: str, genre: DocumentKind) -> Located:
     """One document as plain data.
 
     Raises:
@@ -195,7 +195,7 @@ def _nodes(root: Node) -> Iterator[Node]:
 class _Walk:
     """One pass over the node graph, which follows aliases and counts what it meets."""
 
-    def __init__(self, name: str, start: tuple[int, int], genre: Genre) -> None:
+    def __init__(self, name: str, start: tuple[int, int], genre: DocumentKind) -> None:
         self.name = name
         self.genre = genre
         self.marks: dict[FieldPath, tuple[int, int]] = {(): start}
@@ -320,7 +320,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _compose(text: str, name: str, genre: Genre) -> list[tuple[Mark, Node]]:
+def _compose(text: str, name: str, genre: DocumentKind) -> list[tuple[Mark, Node]]:
     """Every document with the place where it starts."""
     documents: list[tuple[Mark, Node]] = []
     try:
@@ -339,19 +339,19 @@ def _compose(text: str, name: str, genre: Genre) -> list[tuple[Mark, Node]]:
     return documents
 
 
-def _too_many(name: str, mark: Mark, genre: Genre) -> UserError:
+def _too_many(name: str, mark: Mark, genre: DocumentKind) -> UserError:
     what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
     return genre.error(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
 
 
-def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, genre: Genre) -> UserError:
+def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, genre: DocumentKind) -> UserError:
     before = text[: error.position]
     mark = (before.count("\n") + 1, len(before) - before.rfind("\n"))
     what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
     return genre.error(Problem(spot(name, mark), what, "Remove it."))
 
 
-def _not_yaml(name: str, error: yaml.MarkedYAMLError, genre: Genre) -> UserError:
+def _not_yaml(name: str, error: yaml.MarkedYAMLError, genre: DocumentKind) -> UserError:
     mark = error.problem_mark or error.context_mark
     place = f"{name}:1:1" if mark is None else spot(name, (mark.line + 1, mark.column + 1))
     problem = error.problem or "it ends too early"
@@ -368,7 +368,7 @@ def _mark(node: Node) -> tuple[int, int]:
     return (node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _start(genre: Genre) -> str:
+def _start(genre: DocumentKind) -> str:
     return f"Start with '{genre.opening}'."
 
 
@@ -388,7 +388,7 @@ MAX_TEXT_BYTES = 4 * 2**20
 """Bytes of such a text."""
 
 
-def read_file(name: str, genre: Genre) -> str:
+def read_file(name: str, genre: DocumentKind) -> str:
     """The text of a file, which messages call by the name under which the user gave it.
 
     Raises:
@@ -408,7 +408,7 @@ def read_file(name: str, genre: Genre) -> str:
     return _decode(content, name, genre)
 
 
-def check_length(text: str, name: str, genre: Genre) -> None:
+def check_length(text: str, name: str, genre: DocumentKind) -> None:
     """Refuse a text of more than ``MAX_TEXT_BYTES``.
 
     Raises:
@@ -418,7 +418,7 @@ def check_length(text: str, name: str, genre: Genre) -> None:
         raise _too_large(name, genre)
 
 
-def _decode(content: bytes, name: str, genre: Genre) -> str:
+def _decode(content: bytes, name: str, genre: DocumentKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -428,6 +428,6 @@ def _decode(content: bytes, name: str, genre: Genre) -> str:
         raise genre.error(Problem(spot(name, mark), what, f"Save the {genre.noun} as UTF-8.")) from None
 
 
-def _too_large(name: str, genre: Genre) -> UserError:
+def _too_large(name: str, genre: DocumentKind) -> UserError:
     what = f"the {genre.noun} has more than {MAX_TEXT_BYTES} bytes."
     return genre.error(Problem(name, what, f"Give the {genre.noun}, not a file of weights."))

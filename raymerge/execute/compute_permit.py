@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turn:
+class ComputePermit:
     """One lane's leave to compute; while it reads and writes, others have theirs."""
 
     def __init__(self, turns: threading.Semaphore) -> None:

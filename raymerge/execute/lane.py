@@ -17,7 +17,7 @@ import torch
 from raymerge.dtypes import DType
 from raymerge.errors import IncompleteError
 from raymerge.execute.compute import PartComputation, Scratch
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.decoding import scatter
 from raymerge.execute.encoding import (
     Observed,
@@ -145,7 +145,7 @@ class Lane:
     def __init__(
         self,
         shop: Shop,
-        turn: Turn,
+        turn: ComputePermit,
         reader: LoadReader,
         output: Output,
         equipment: Equipment,

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from raymerge.checkpoints.codecs import ErrorSums
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.non_finite import first_non_finite
 from raymerge.execute.ops import RowJob
 from raymerge.execute.transfers import Arrival
@@ -70,7 +70,9 @@ class _Block:
 class Output:
     """Takes a segment's finished bytes in order, and writes them whenever its memory is full."""
 
-    def __init__(self, staging: Sink, memory: torch.Tensor, turn: Turn, *, in_order: bool = False) -> None:
+    def __init__(
+        self, staging: Sink, memory: torch.Tensor, turn: ComputePermit, *, in_order: bool = False
+    ) -> None:
         """
         Args:
             staging: where shards grow, under their names with ``UNFINISHED``.

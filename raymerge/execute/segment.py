@@ -16,7 +16,7 @@ from raymerge.allocator import return_free_memory
 from raymerge.device_numerics import Fallback, failure_of
 from raymerge.errors import NonFiniteError
 from raymerge.execute.compute import Scratch
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.lane import Equipment, Lane, LoadBuffer, Shop
 from raymerge.execute.non_finite import find_cause
 from raymerge.execute.ops import Jobs, Making, RowJob
@@ -256,7 +256,7 @@ class SegmentRunner:
         self, rows: Sequence[RowJob], device: torch.device, sink: Sink, *, in_order: bool
     ) -> tuple[LoadReader, Output]:
         """Make rows in a lane; their bytes are not durable yet."""
-        reader, turn = LoadReader(self._sources), Turn(self._turns)
+        reader, turn = LoadReader(self._sources), ComputePermit(self._turns)
         equipment = self._equipment(device)
         output = Output(sink, equipment.block, turn, in_order=in_order)
         cut = stretches(rows, self._share(device), device)

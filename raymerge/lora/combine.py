@@ -31,7 +31,7 @@ from raymerge.methods.random import random_key
 from raymerge.planner.inputs.sources import pickles_read
 from raymerge.planner.matching.bind import Binder, BindError, ineffective_parameters
 from raymerge.planner.matching.layer_map import Member
-from raymerge.planner.matching.method_assignment import OWN, Treatment
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod
 from raymerge.planner.recipe_check import check_recipe
 from raymerge.recipes import AdapterOutput, Recipe, Subject, Unnamed, did_you_mean
 from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
@@ -459,7 +459,7 @@ class _Binding:
         members = tuple(
             Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
         )
-        treatment = Treatment(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
+        treatment = AssignedMethod(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
         try:
             self._binder = Binder(recipe, treatment, names)
         except BindError as error:

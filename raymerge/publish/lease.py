@@ -154,7 +154,7 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class LeaseView:
     """A lease as somebody sees it who does not want it."""
 
     holder: Holder | None
@@ -277,7 +277,7 @@ def check_unheld(place: Path, what: str) -> None:
         raise HeldError(held(place, found.holder, myself(what)))
 
 
-def hold_of(place: Path) -> Hold | None:
+def hold_of(place: Path) -> LeaseView | None:
     """Who holds a place; None for nobody.
 
     Raises:
@@ -287,7 +287,7 @@ def hold_of(place: Path) -> Hold | None:
     if found is None:
         return None
     now = time.time()
-    return Hold(found.holder, max(0.0, now - found.touched), not _is_dead(found, now))
+    return LeaseView(found.holder, max(0.0, now - found.touched), not _is_dead(found, now))
 
 
 def _lease_of(place: Path) -> Path:

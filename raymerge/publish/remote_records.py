@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.publish.attempt import MARK
-from raymerge.publish.lease import DEAD_SECONDS, Hold, Holder, is_here, runs_here
+from raymerge.publish.lease import DEAD_SECONDS, Holder, LeaseView, is_here, runs_here
 from raymerge.publish.ledger import NAME
 from raymerge.publish.output_contents import MANIFEST
 from raymerge.publish.remote_lease import look
@@ -44,7 +44,7 @@ class RemoteRecords:
         """The output place, without its options."""
         return self._place
 
-    def hold(self) -> Hold | None:
+    def hold(self) -> LeaseView | None:
         """Who holds the place, or what is made before it; on another machine a holder is waited for until it
         shows that it lives."""
         is_told = threading.Event()
@@ -74,27 +74,27 @@ class RemoteRecords:
         """Leave an object in the record."""
         ask_to_stop(self._writer, holder)
 
-    def _hold_of(self, lease: str, is_told: threading.Event) -> Hold | None:
+    def _hold_of(self, lease: str, is_told: threading.Event) -> LeaseView | None:
         """Who holds one of the leases; ``is_told`` once either is known to be of one that lives."""
         found = self._watched(lease, is_told)
         if found is not None and found.is_alive:
             is_told.set()
         return found
 
-    def _watched(self, lease: str, is_told: threading.Event) -> Hold | None:
+    def _watched(self, lease: str, is_told: threading.Event) -> LeaseView | None:
         first = look(self._writer, lease)
         if first is None:
             return None
         if first.holder is not None and is_here(first.holder):
-            return Hold(first.holder, 0.0, runs_here(first.holder))
+            return LeaseView(first.holder, 0.0, runs_here(first.holder))
         began = time.monotonic()
         while (waited := time.monotonic() - began) < self._dead_seconds:
             found = look(self._writer, lease)
             if found is None or found.version != first.version:
-                return None if found is None else Hold(found.holder, 0.0, True)
+                return None if found is None else LeaseView(found.holder, 0.0, True)
             if is_told.wait(_WATCH_SECONDS):
                 return None
-        return Hold(first.holder, waited, False)
+        return LeaseView(first.holder, waited, False)
 
     def _read(self, key: str) -> bytes:
         found = self._writer.get(f"{RECORD}/{key}")

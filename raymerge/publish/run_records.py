@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from raymerge.publish.journal import JOURNAL
-from raymerge.publish.lease import Hold, Holder, hold_of
+from raymerge.publish.lease import Holder, LeaseView, hold_of
 from raymerge.publish.ledger import NAME
 from raymerge.publish.steps_place import steps_beside
 from raymerge.publish.stop_request import StopRequest
@@ -32,7 +32,7 @@ class RunRecords(Protocol):
     def place(self) -> str:
         """The output place, for messages."""
 
-    def hold(self) -> Hold | None:
+    def hold(self) -> LeaseView | None:
         """Who holds the place; None for nobody."""
 
     def begun(self) -> Record | None:
@@ -64,7 +64,7 @@ class LocalRecords:
         """The output place, as it was named."""
         return self._shown
 
-    def hold(self) -> Hold | None:
+    def hold(self) -> LeaseView | None:
         """Who holds the place, or what is made before it."""
         holds = [each for each in map(hold_of, (self._path, steps_beside(self._path))) if each is not None]
         return next((each for each in holds if each.is_alive), holds[0] if holds else None)

@@ -21,7 +21,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import RECORD, check_begun
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo, ReadStore
 
 
@@ -78,7 +78,7 @@ class SegmentWork:
 
     def open(self, device: torch.device, name: str) -> SegmentsRunner:
         """A runner over the sources and the staging directory."""
-        patience = Patience()
+        patience = RetryPolicy()
         sources = [
             open_store(root, patience=patience, expected=self._expected(number))
             for number, root in enumerate(self.roots)
@@ -114,7 +114,7 @@ class SegmentsRunner:
         projection: Projection,
         sources: Sequence[ReadStore],
         staging: LocalStore,
-        patience: Patience,
+        patience: RetryPolicy,
     ) -> None:
         """
         Args:

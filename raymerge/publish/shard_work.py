@@ -28,7 +28,7 @@ from raymerge.storage.local.disk_space import check_room
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.own_directory import OwnDirectory
-from raymerge.storage.retry import KEPT, Patience
+from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.store import ReadStore, Sink
 
 MOST_EARLY_BYTES = 32 << 20
@@ -380,7 +380,7 @@ class ShardWork:
 
     def open(self, device: torch.device, name: str) -> ShardsRunner:
         """A runner over the sources and the output place, which it must reach."""
-        patience = Patience()
+        patience = RetryPolicy()
         writer, mark = ObjectWriter(self.output, patience=patience), self.segments.mark
         guard = partial(check_mark, writer, mark)
         guard()
@@ -413,7 +413,7 @@ class ShardsRunner:
         sink: MakeSink,
         guard: Callable[[], None],
         mark: str,
-        patience: Patience,
+        patience: RetryPolicy,
         *,
         copies: frozenset[int] = frozenset(),
     ) -> None:

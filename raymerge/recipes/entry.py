@@ -14,7 +14,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from raymerge.documents.faults import Fault, FaultError, FieldPath, Genre, show
+from raymerge.documents.faults import DocumentKind, Fault, FaultError, FieldPath, show
 from raymerge.documents.fields import MapEntry, by, closest, did_you_mean, read_integer, read_text
 from raymerge.documents.yaml_text import Places
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
@@ -223,7 +223,7 @@ ShardSize: TypeAlias = Annotated[int, by(_shard_size)]
 Parameters: TypeAlias = Mapping[str, Annotated[Setting, by(read_setting), PlainSerializer(plain_setting)]]
 
 
-RECIPE = Genre(
+RECIPE = DocumentKind(
     noun="recipe",
     opening="merge_method: ...",
     error=RecipeError,

@@ -13,7 +13,7 @@ from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
 from raymerge.storage.local.transfers import as_bytes
 from raymerge.storage.refusals import changed, ends_before, reading
 from raymerge.storage.remote import FarStore
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 _PIECE_NBYTES = 4 << 20
@@ -38,7 +38,7 @@ class ArrowStore(FarStore):
         self,
         place: str,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """
@@ -52,7 +52,7 @@ class ArrowStore(FarStore):
         """
         self.root = place.rstrip("/")
         self._top = shown(self.root)
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._expected = dict(expected)
         self._lock = threading.Lock()
         self._open: dict[str, Any] = {}

@@ -14,14 +14,14 @@ from raymerge.storage.hub.addresses import USUAL_REVISION, HubPlace, hub_place, 
 from raymerge.storage.hub.download import is_hub_name, resolve_model, snapshot_revision
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.options import NO_OPTIONS, StoreOptions
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 
 
 def open_store(
     place: str,
     *,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
     expected: Mapping[str, FileInfo] = NO_FILES,
 ) -> ReadStore:
     """The store that a place is read from: a local path, or an address; nothing is asked of it yet.
@@ -52,7 +52,7 @@ def open_store(
 
 
 def local_store(
-    place: str, *, patience: Patience | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> LocalStore:
     """The store at a local path or a ``file://`` address; the rest is as ``LocalStore`` takes it.
 

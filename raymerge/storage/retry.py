@@ -38,7 +38,7 @@ KEPT = "What is done is kept: the same command goes on from there."
 _Result = TypeVar("_Result")
 
 
-class Patience:
+class RetryPolicy:
     """Makes a bounded number of attempts, ever longer apart: seven more in 13 seconds. Thread-safe."""
 
     def __init__(

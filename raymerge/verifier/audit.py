@@ -66,7 +66,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Commission:
+class AuditSpec:
     """What is to be audited, and how; the same for all workers."""
 
     plan: Plan
@@ -88,7 +88,7 @@ class Commission:
 class Auditor:
     """Audits the segments of one output."""
 
-    def __init__(self, commission: Commission, sources: Sequence[ReadStore], output: ReadStore) -> None:
+    def __init__(self, commission: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
         """
         Args:
             commission: what is wanted.

@@ -12,7 +12,7 @@ from raymerge.checkpoints.source import Checkpoint
 from raymerge.merge_plan.expressions import Read
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import Source
-from raymerge.planner.matching.input_resolver import Supply
+from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.recipes import ModelReference
 
@@ -148,7 +148,7 @@ def _between(a: Place, b: Place) -> Numbers:
     size = 1
     for length in a.shape:
         size *= length
-    return Numbers(Supply(0, a).read(0), Supply(0, b).read(0), size)
+    return Numbers(ResolvedInput(0, a).read(0), ResolvedInput(0, b).read(0), size)
 
 
 def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> Iterator[Pair]:

@@ -106,7 +106,7 @@ class Figures:
     """What methods take, by the number of threads that compute at once."""
 
 
-class Workshop:
+class PlanContext:
     """Where things are measured."""
 
     def __init__(self, place: Path, merges: Mapping[str, Merge], bench: SpeedBench) -> None:
@@ -242,7 +242,7 @@ def compare(
     models = make_parents(place / "models", size, TOKENIZER)
     merges = {name: merge_of(name, models, size.layers) for name in asked.methods}
     kinds = dict(runs(cores_here(), with_ray=not asked.no_ray))
-    workshop = Workshop(place, merges, bench)
+    workshop = PlanContext(place, merges, bench)
     found: list[Figures] = []
     times: dict[tuple[str, str], list[float]] = {each: [] for each in product(merges, kinds)}
     for _ in range(asked.rounds + 1):

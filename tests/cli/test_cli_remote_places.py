@@ -199,13 +199,13 @@ def test_a_server_without_tls_is_refused_at_once(
     s3: S3Server, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
-    noted = retry.Patience._note
+    noted = retry.RetryPolicy._note
 
-    def note(self: retry.Patience, path: str, fault: OSError) -> None:
+    def note(self: retry.RetryPolicy, path: str, fault: OSError) -> None:
         waits.append(path)
         noted(self, path, fault)
 
-    monkeypatch.setattr(retry.Patience, "_note", note)
+    monkeypatch.setattr(retry.RetryPolicy, "_note", note)
     env = {"AWS_ENDPOINT_URL": s3.endpoint}
 
     def run(*args: str) -> Outcome:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.documents.faults import Genre
+from raymerge.documents.faults import DocumentKind
 from raymerge.documents.secrets import check_text, secrets_in
 from raymerge.documents.yaml_text import (
     MAX_TEXT_BYTES,
@@ -17,7 +17,9 @@ from raymerge.documents.yaml_text import (
 )
 from raymerge.errors import PlanError
 
-LETTER = Genre(noun="letter", opening="dear: ...", error=PlanError, about_secrets="Letters are read by all.")
+LETTER = DocumentKind(
+    noun="letter", opening="dear: ...", error=PlanError, about_secrets="Letters are read by all."
+)
 
 
 def test_a_file_is_read_whatever_its_mark(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kits.assembly_maker import row_of
 
 from raymerge.checkpoints.codecs import ErrorSums
 from raymerge.dtypes import DType
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.ops import RowJob
 from raymerge.execute.output import UNFINISHED, NotFinite, Output
 from raymerge.execute.transfers import Arrival
@@ -63,10 +63,10 @@ def _row(
 
 
 def _output(
-    store: Any, *, block: int = 3 * ALIGNMENT, turn: Turn | None = None, in_order: bool = False
+    store: Any, *, block: int = 3 * ALIGNMENT, turn: ComputePermit | None = None, in_order: bool = False
 ) -> Output:
     memory = torch.frombuffer(aligned_buffer(block), dtype=torch.uint8)
-    return Output(store, memory, turn or Turn(threading.Semaphore(1)), in_order=in_order)
+    return Output(store, memory, turn or ComputePermit(threading.Semaphore(1)), in_order=in_order)
 
 
 def _giving(data: bytes) -> Callable[[int, torch.Tensor], Arrival | None]:

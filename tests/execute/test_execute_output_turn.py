@@ -10,7 +10,7 @@ import torch
 from kits.assembly_maker import row_of
 
 from raymerge.dtypes import DType
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 from raymerge.execute.ops import RowJob
 from raymerge.execute.output import NotFinite, Output
 from raymerge.execute.transfers import Arrival
@@ -23,7 +23,7 @@ def _row(nbytes: int) -> RowJob:
     return row_of(copy_expression(DType.F32), [read], (nbytes // 4,), places=(("a", 0),), check_finite=True)
 
 
-def _output(store: Any, turn: Turn) -> Output:
+def _output(store: Any, turn: ComputePermit) -> Output:
     return Output(store, torch.frombuffer(aligned_buffer(3 * ALIGNMENT), dtype=torch.uint8), turn)
 
 
@@ -64,7 +64,7 @@ def test_others_may_compute_while_a_block_arrives_and_is_written(
 ) -> None:
     """But not while it is checked and digested, which is computing."""
     turns, notes = threading.Semaphore(1), list[str]()
-    turn, row = Turn(turns), _row(5 * ALIGNMENT)
+    turn, row = ComputePermit(turns), _row(5 * ALIGNMENT)
 
     def check(*_: object) -> None:
         notes.append(f"check {_may_compute(turns)}")
@@ -90,7 +90,7 @@ def test_others_may_compute_while_a_block_arrives_and_is_written(
 @pytest.mark.parametrize("place", ["arrive", "check", "write"])
 def test_whatever_fails_leaves_the_turn_as_it_was(place: str) -> None:
     turns = threading.Semaphore(1)
-    turn = Turn(turns)
+    turn = ComputePermit(turns)
     turn.take()
     value = float("nan") if place == "check" else 1.0
     store = _Store(turns, [], OSError("broken") if place == "write" else None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.execute.compute_permit import Turn
+from raymerge.execute.compute_permit import ComputePermit
 
 
 def _free(turns: threading.Semaphore) -> int:
@@ -37,7 +37,7 @@ def test_only_so_many_compute_at_once_and_all_of_them_get_there(threads: int) ->
             most = max(most, computing)
 
     def lane(_: int) -> None:
-        turn = Turn(turns)
+        turn = ComputePermit(turns)
         for _ in range(20):
             turn.take()
             step(1)
@@ -56,7 +56,7 @@ def test_only_so_many_compute_at_once_and_all_of_them_get_there(threads: int) ->
 
 def test_taking_twice_takes_one_and_resting_twice_gives_one_back() -> None:
     turns = threading.Semaphore(2)
-    turn = Turn(turns)
+    turn = ComputePermit(turns)
     turn.take()
     turn.take()
     assert _free(turns) == 1
@@ -67,7 +67,7 @@ def test_taking_twice_takes_one_and_resting_twice_gives_one_back() -> None:
 
 def test_away_lets_others_compute_and_takes_a_turn_again() -> None:
     turns = threading.Semaphore(1)
-    mine, other = Turn(turns), Turn(turns)
+    mine, other = ComputePermit(turns), ComputePermit(turns)
     mine.take()
     assert _free(turns) == 0
     with mine.away():
@@ -80,7 +80,7 @@ def test_away_lets_others_compute_and_takes_a_turn_again() -> None:
 
 def test_away_takes_a_turn_again_only_when_there_is_one() -> None:
     turns = threading.Semaphore(1)
-    mine, other, back = Turn(turns), Turn(turns), threading.Event()
+    mine, other, back = ComputePermit(turns), ComputePermit(turns), threading.Event()
 
     def lane() -> None:
         mine.take()
@@ -99,7 +99,7 @@ def test_away_takes_a_turn_again_only_when_there_is_one() -> None:
 
 def test_whoever_had_no_turn_has_none_after_being_away() -> None:
     turns = threading.Semaphore(1)
-    turn = Turn(turns)
+    turn = ComputePermit(turns)
     with turn.away():
         assert _free(turns) == 1
     assert _free(turns) == 1
@@ -107,7 +107,7 @@ def test_whoever_had_no_turn_has_none_after_being_away() -> None:
 
 def test_away_within_away_gives_up_and_takes_one_turn() -> None:
     turns = threading.Semaphore(1)
-    turn = Turn(turns)
+    turn = ComputePermit(turns)
     turn.take()
     with turn.away():
         with turn.away():
@@ -118,7 +118,7 @@ def test_away_within_away_gives_up_and_takes_one_turn() -> None:
 
 def test_a_block_that_raises_leaves_the_turn_as_it_was() -> None:
     turns = threading.Semaphore(1)
-    turn = Turn(turns)
+    turn = ComputePermit(turns)
     turn.take()
     with pytest.raises(OSError, match="broken"), turn.away():
         raise OSError("broken")
@@ -135,7 +135,7 @@ def test_a_block_that_raises_leaves_the_turn_as_it_was() -> None:
 def test_turns_are_neither_lost_nor_made(threads: int, steps: list[tuple[int, str]]) -> None:
     """Whatever lanes do, as far as none has to wait."""
     turns = threading.Semaphore(threads)
-    lanes, held = [Turn(turns) for _ in range(3)], [False] * 3
+    lanes, held = [ComputePermit(turns) for _ in range(3)], [False] * 3
 
     def take(number: int) -> None:
         if held[number] or sum(held) < threads:

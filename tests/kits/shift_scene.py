@@ -16,7 +16,7 @@ from raymerge.events import Event
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import dispatcher as shift_module
-from raymerge.runtime.workers.dispatcher import USUAL_TERMS, Shift, Terms
+from raymerge.runtime.workers.dispatcher import USUAL_TERMS, Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, Sight
 from raymerge.runtime.workers.pool import Runner, Stop
 from raymerge.runtime.workers.ray_nodes import Nodes
@@ -84,7 +84,7 @@ class Scene:
         able: Sequence[set[str]] = (),
         slots: int = 2,
         carriers: int = 0,
-        terms: Terms = USUAL_TERMS,
+        terms: DispatchPolicy = USUAL_TERMS,
         work: PlainWork | None = None,
     ) -> None:
         self.now = 1000.0
@@ -101,7 +101,7 @@ class Scene:
         self.events: list[Event] = []
         self.done: list[int] = []
         self.stop = Stop()
-        self.shift = Shift(
+        self.shift = Dispatcher(
             self.team,
             self.nodes,
             work or PlainWork(slots=slots),

@@ -32,7 +32,7 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.planner.inputs.sources import holdings, open_sources
 from raymerge.planner.inputs.stages import AlignSpec, Stage, prepared_of
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_permutation import align_stages, aligned_blocks
 from raymerge.planner.outputs.build import build_plan
@@ -195,7 +195,7 @@ class TestPlans:
         sources = list(open_sources(recipe))
         (stage,) = align_stages(recipe, sources, version="0")
         sources[1] = replace(sources[1], prepared=(prepared_of(stage, tmp_path / "steps"),))
-        supplies = Supplies(sources, [LogicalTensors(source) for source in sources])
+        supplies = InputResolver(sources, [LogicalTensors(source) for source in sources])
         assert supplies.aligned[1].store == 3
         assert holdings(sources)[3] is sources[1].prepared[0]
         name = "model.layers.1.block_sparse_moe.gate.weight"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import expert_blocks
 from raymerge.planner.moe.expert_moves import Mover
@@ -65,7 +65,7 @@ def _scores(base: Path, said: str) -> Scores:
     recipe = _recipe(base, {"drop": 1, "scores": said})
     (source,) = open_sources(recipe)
     blocks = expert_blocks(source, LogicalTensors(source), EXPERTS, Findings())
-    return read_scores(recipe, Supplies([source], [LogicalTensors(source)]), blocks)
+    return read_scores(recipe, InputResolver([source], [LogicalTensors(source)]), blocks)
 
 
 def test_sizes_of_weights(base: Path) -> None:
@@ -216,7 +216,7 @@ def test_every_byte_of_an_expert_is_read_once(
         root = write_checkpoint(tmp_path / "fused", _fused(family), CONFIG | sizes)
     recipe = _recipe(root, {"drop": 1, "scores": "weights"})
     (source,) = open_sources(recipe)
-    supplies = Supplies([source], [LogicalTensors(source)])
+    supplies = InputResolver([source], [LogicalTensors(source)])
     blocks = expert_blocks(source, supplies.logical[0], EXPERTS, Findings())
     read = _bytes_read(monkeypatch)
     assert read_scores(recipe, supplies, blocks) == wanted
@@ -236,7 +236,7 @@ def test_sizes_of_weights_with_what_an_adapter_adds(base: Path, tmp_path: Path) 
     )
     recipe = _recipe(Path(f"{base}+{tmp_path / 'adapter'}"), {"drop": 1, "scores": "weights"})
     (source,) = open_sources(recipe)
-    supplies = Supplies([source], [LogicalTensors(source)])
+    supplies = InputResolver([source], [LogicalTensors(source)])
     blocks = expert_blocks(source, supplies.logical[0], EXPERTS, Findings())
     found, plain, tensors = read_scores(recipe, supplies, blocks), _scores(base, "weights"), _tensors()
     block = BLOCK.format(1)

@@ -11,7 +11,7 @@ from raymerge.architectures import Role, describe
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source, open_sources
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors, open_logical
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -73,7 +73,7 @@ def test_a_tensor_of_several_experts_is_not_alone(tmp_path: Path, word: str) -> 
     (tensors,) = open_logical([source], Findings())
     assert not tensors.is_alone(name)
     assert tensors.is_alone("model.norm.weight")
-    supplies = Supplies([source], [tensors])
+    supplies = InputResolver([source], [tensors])
     assert supplies.find(0, "model.norm.weight", "another.name") == supplies.find(
         0, "model.norm.weight", "model.norm.weight"
     )

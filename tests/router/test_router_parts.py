@@ -18,7 +18,7 @@ from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.stages.router.hidden_states import keep_states, kept_nbytes
 from raymerge.stages.router.module_layout import ParameterFinder, state_of
-from raymerge.stages.router.streamed_model import HollowModel, compute_buffers
+from raymerge.stages.router.streamed_model import StreamedModel, compute_buffers
 
 CPU = torch.device("cpu")
 
@@ -177,7 +177,7 @@ def test_what_has_another_shape_or_name_is_not_found(tmp_path: Path) -> None:
 def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
-        model = HollowModel(base, weights)
+        model = StreamedModel(base, weights)
         layers, outside = model._anatomy.layers, model._anatomy.decoder.norm.weight
         with model.opened(CPU):
             assert not model._anatomy.decoder.norm.weight.is_meta
@@ -194,7 +194,7 @@ def test_only_the_resident_layer_is_in_memory(tmp_path: Path) -> None:
 def test_bytes_of_masks_grow_with_the_square_of_the_run(tmp_path: Path) -> None:
     base = make_base("gemma3_text", tmp_path / "model")
     with Weights(base) as weights:
-        model = HollowModel(base, weights)
+        model = StreamedModel(base, weights)
         with model.opened(CPU):
             for length in (1, 5, 20):
                 found = tensors_of(model.calls(length, CPU))

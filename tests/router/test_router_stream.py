@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from raymerge.planner.inputs.sources import Source
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.stream_layers import LayerStream
-from raymerge.stages.router.streamed_model import HollowModel
+from raymerge.stages.router.streamed_model import StreamedModel
 
 LENGTHS = (9, 5, 9, 13)
 CPU = torch.device("cpu")
@@ -327,13 +327,13 @@ def test_the_least_budget_grows_with_the_run_and_the_layer(llama: Source, tmp_pa
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each hollow model that is built."""
     found: list[int] = []
-    build = HollowModel.__init__
+    build = StreamedModel.__init__
 
-    def counted(self: HollowModel, *args: Any) -> None:
+    def counted(self: StreamedModel, *args: Any) -> None:
         found.append(len(found))
         build(self, *args)
 
-    monkeypatch.setattr(HollowModel, "__init__", counted)
+    monkeypatch.setattr(StreamedModel, "__init__", counted)
     return found
 
 

@@ -19,7 +19,7 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.stages import Stage
 from raymerge.stages.router import gate_work
 from raymerge.stages.router.prompts import tokenized
-from raymerge.stages.router.streamed_model import HollowModel
+from raymerge.stages.router.streamed_model import StreamedModel
 
 SEVERAL = 20
 """Tokens of a unit, where a stage is to have several."""
@@ -136,11 +136,11 @@ def _bytes(root: Path) -> dict[str, bytes]:
 def test_base_and_prompts_are_looked_at_once(
     tmp_path: Path, base: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models: list[HollowModel] = []
+    models: list[StreamedModel] = []
     readings: list[Stage] = []
-    build, read = HollowModel.__init__, tokenized
+    build, read = StreamedModel.__init__, tokenized
 
-    def built(self: HollowModel, *args: Any) -> None:
+    def built(self: StreamedModel, *args: Any) -> None:
         models.append(self)
         build(self, *args)
 
@@ -148,7 +148,7 @@ def test_base_and_prompts_are_looked_at_once(
         readings.append(spec)
         return read(spec)
 
-    monkeypatch.setattr(HollowModel, "__init__", built)
+    monkeypatch.setattr(StreamedModel, "__init__", built)
     monkeypatch.setattr("raymerge.stages.router.streamed.tokenized", counted)
     monkeypatch.setattr("raymerge.stages.router.direct.tokenized", counted)
     for mode, num_models in (("ridge", 1), ("cheap_embed", 0)):

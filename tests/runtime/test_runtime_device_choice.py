@@ -18,7 +18,7 @@ from kits.merge_cases import Family, recipes
 from raymerge.api import plan
 from raymerge.planner.simulate_speeds import measured_speeds
 from raymerge.runtime.devices.choice import Amounts, Choice, Probe, amounts_of, choose
-from raymerge.runtime.workers.sizing import Crew
+from raymerge.runtime.workers.sizing import WorkerGroupSize
 
 GB = 10**9
 PROBE = Probe(
@@ -27,10 +27,12 @@ PROBE = Probe(
 LINEAR = Amounts(60 * GB, 20 * GB, 60 * GB, 20 * GB, 60.0 * GB, 60.0 * GB)
 SPEEDS = st.floats(1e6, 1e13)
 STORAGE = st.none() | SPEEDS
-ONE = Crew(workers=1, machines=1)
+ONE = WorkerGroupSize(workers=1, machines=1)
 
 
-def _choice(probe: Probe = PROBE, amounts: Amounts = LINEAR, *, cpu: Crew = ONE, gpu: Crew = ONE) -> Choice:
+def _choice(
+    probe: Probe = PROBE, amounts: Amounts = LINEAR, *, cpu: WorkerGroupSize = ONE, gpu: WorkerGroupSize = ONE
+) -> Choice:
     return choose(probe, amounts, cpu=cpu, gpu=gpu)
 
 
@@ -64,24 +66,24 @@ def test_a_tenth_is_the_least_gain() -> None:
 
 def test_workers_and_gpus_count() -> None:
     heavy = replace(LINEAR, cpu_work=2000.0 * GB, gpu_work=2000.0 * GB)
-    assert _choice(amounts=heavy, cpu=Crew(64, 1)).device == "cpu"
+    assert _choice(amounts=heavy, cpu=WorkerGroupSize(64, 1)).device == "cpu"
     slow = replace(PROBE, gpu=6 * GB)
     assert _choice(slow, heavy).device == "cuda"
-    assert _choice(slow, heavy, cpu=Crew(8, 1), gpu=Crew(8, 1)).device == "cuda"
-    assert _choice(slow, heavy, cpu=Crew(8, 1), gpu=Crew(2, 1)).device == "cpu"
+    assert _choice(slow, heavy, cpu=WorkerGroupSize(8, 1), gpu=WorkerGroupSize(8, 1)).device == "cuda"
+    assert _choice(slow, heavy, cpu=WorkerGroupSize(8, 1), gpu=WorkerGroupSize(2, 1)).device == "cpu"
 
 
 def test_storage_counts_for_each_machine_and_that_is_said() -> None:
     """What is one machine's limit need not be that of four."""
     heavy = replace(LINEAR, cpu_work=400.0 * GB, gpu_work=400.0 * GB)
-    four = Crew(workers=4, machines=4)
+    four = WorkerGroupSize(workers=4, machines=4)
     assert _choice(amounts=heavy).device == "cuda"
     assert _choice(amounts=heavy, cpu=four, gpu=four).reason == (
         "predicted 7.5 s on the GPU, 0:20 on the CPU, where arithmetic would be the limit; storage was "
         "measured on one machine and counted for each (4 with CPU workers, 4 with GPUs)"
     )
     # All GPUs are in one machine, and what it reads is read by it alone.
-    found = _choice(amounts=heavy, cpu=four, gpu=Crew(workers=8, machines=1))
+    found = _choice(amounts=heavy, cpu=four, gpu=WorkerGroupSize(workers=8, machines=1))
     assert (found.device, found.reason.split(";")[0]) == (
         "cpu",
         "predicted 0:20 on the CPU, 0:30 on the GPU, where reading would be the limit",
@@ -94,7 +96,7 @@ def test_storage_that_could_not_be_measured_is_no_limit_and_said() -> None:
         "writing takes 0:20, and the GPU would not help; reading could not be measured"
     )
     unknown = replace(unread, write=None)
-    found = _choice(unknown, cpu=Crew(4, 2), gpu=Crew(2, 2))
+    found = _choice(unknown, cpu=WorkerGroupSize(4, 2), gpu=WorkerGroupSize(2, 2))
     assert found.device == "cuda"
     assert found.reason.endswith("the limit; reading and writing could not be measured")
     assert Probe.from_json(json.loads(json.dumps(unknown.to_json()))) == unknown

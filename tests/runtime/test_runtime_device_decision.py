@@ -21,7 +21,7 @@ from raymerge.runtime.driver import run as inline_module
 from raymerge.runtime.driver.chained_merges import Chain, settle_device
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.workers.pool import Measure
-from raymerge.runtime.workers.sizing import Crew
+from raymerge.runtime.workers.sizing import WorkerGroupSize
 
 AUTO = RunOptions(inline=True, memory=64 << 20)
 SLOW_DISK = Probe(1e6, 1e6, 1e10, 1e10, 1e10, 1e12, "Paper 1")
@@ -133,7 +133,7 @@ def test_a_pool_takes_what_is_chosen(measured: list[Sample]) -> None:
         return Choice("cuda", "because")
 
     pool.settle(choose)
-    assert seen == [(SLOW_DISK, Crew(1, 1), Crew(1, 1))]
+    assert seen == [(SLOW_DISK, WorkerGroupSize(1, 1), WorkerGroupSize(1, 1))]
     assert (pool.device, pool.choice) == ("cuda", Choice("cuda", "because"))
     assert pool.threads == 3
 

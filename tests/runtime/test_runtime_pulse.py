@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from raymerge.runtime.workers.worker import Pulse
+from raymerge.runtime.workers.worker import Heartbeat
 
 
-def _during(pulse: Pulse, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
+def _during(pulse: Heartbeat, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
     """A thread that works while its pulse is felt."""
     begun = threading.Event()
 
@@ -27,7 +27,7 @@ def _during(pulse: Pulse, work: Callable[[], object]) -> tuple[threading.Thread,
 
 
 def test_a_thread_that_waits_for_ever_has_no_pulse() -> None:
-    pulse, never = Pulse(), threading.Event()
+    pulse, never = Heartbeat(), threading.Event()
     thread, _ = _during(pulse, never.wait)
     deadline = time.monotonic() + 30
     while (before := pulse.seconds) != (time.sleep(0.05), pulse.seconds)[1]:
@@ -41,7 +41,7 @@ def test_a_thread_that_waits_for_ever_has_no_pulse() -> None:
 
 def test_a_thread_that_waits_again_and_again_has_a_pulse() -> None:
     """As one does that reads from slow storage: each time that it comes back takes some processor time."""
-    pulse, end = Pulse(), threading.Event()
+    pulse, end = Heartbeat(), threading.Event()
 
     def read_slowly() -> None:
         while not end.is_set():
@@ -61,7 +61,7 @@ def test_a_thread_that_waits_again_and_again_has_a_pulse() -> None:
 
 def test_where_the_system_has_no_such_clock_whoever_answers_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(time, "pthread_getcpuclockid")
-    pulse, never = Pulse(), threading.Event()
+    pulse, never = Heartbeat(), threading.Event()
     thread, _ = _during(pulse, never.wait)
     before = pulse.seconds
     time.sleep(0.01)

@@ -16,11 +16,11 @@ from raymerge.options import RunOptions
 from raymerge.runtime.devices.choice import Choice, GpuError, Probe
 from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.workers import ray_pool
-from raymerge.runtime.workers.dispatcher import Terms
+from raymerge.runtime.workers.dispatcher import DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, Seen, Sight
 from raymerge.runtime.workers.pool import Measure, Measured, Stop
 from raymerge.runtime.workers.ray_pool import RayPool
-from raymerge.runtime.workers.sizing import Crew, most_lanes
+from raymerge.runtime.workers.sizing import WorkerGroupSize, most_lanes
 
 PROBE = Probe(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "Paper 1")
 SAMPLE = Sample("/models", "model.safetensors", 1, "/out")
@@ -300,7 +300,7 @@ def test_one_gpu_finds_out_and_the_others_follow(cluster: Callable[..., PaperRay
     pool = _started(RunOptions())
     assert _asked(ray) == [(1, 1, "auto")]
     pool.settle(_chooses("cuda", seen))
-    assert seen == [Measured(PROBE, cpu=Crew(8, 2), gpu=Crew(4, 2))]
+    assert seen == [Measured(PROBE, cpu=WorkerGroupSize(8, 2), gpu=WorkerGroupSize(4, 2))]
     assert ray.probed_threads == [4]
     assert None not in ray.timeouts
     assert _asked(ray) == [(1, 1, "auto")] * 4
@@ -405,7 +405,7 @@ def test_workers_are_spread_over_the_machines(cluster: Callable[..., PaperRay]) 
     pool = _started(RunOptions(workers=2))
     pool.settle(_chooses("cpu", seen))
     assert {each.options["scheduling_strategy"] for each in ray.actors} == {"SPREAD"}
-    assert (seen[0].cpu, seen[0].gpu) == (Crew(2, 2), Crew(2, 1))
+    assert (seen[0].cpu, seen[0].gpu) == (WorkerGroupSize(2, 2), WorkerGroupSize(2, 1))
 
 
 def test_gpus_count_where_cores_are_beside_them(cluster: Callable[..., PaperRay]) -> None:
@@ -471,12 +471,12 @@ def _terms(
     monkeypatch: pytest.MonkeyPatch,
     carriers: list[Any] | None = None,
     part: str = "segment",
-) -> Terms:
+) -> DispatchPolicy:
     """What such work is done on; and what Ray was asked for carriers, into a list."""
-    found: list[Terms] = []
+    found: list[DispatchPolicy] = []
 
     class Made:
-        def __init__(self, *_: object, terms: Terms, **__: object) -> None:
+        def __init__(self, *_: object, terms: DispatchPolicy, **__: object) -> None:
             found.append(terms)
 
         def begin(self) -> None:

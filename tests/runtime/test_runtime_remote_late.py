@@ -35,7 +35,7 @@ from raymerge.publish.remote_stop import RemoteStopRequest
 from raymerge.publish.shard_work import ShardsRunner, shard_orders
 from raymerge.runtime.driver import interruptions, run
 from raymerge.storage.objects import stream as object_stream
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 
 INDEX = "out/model.safetensors.index.json"
 LEASE = "out/raymerge/lease.json"
@@ -258,7 +258,7 @@ def test_a_shard_says_on_what_device_it_was_made_where_that_matters(
         lambda order, *, stamp, checks: _Sink(told, stamp),  # type: ignore[return-value]  # noqa: ARG005
         lambda: None,
         "mark",
-        Patience(),
+        RetryPolicy(),
         copies=copies,
     )
     receipt = runner.run(0)
@@ -294,7 +294,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
             raise AssertionError
 
     segments = SimpleNamespace(fitting=lambda _: Passing(), abort=lambda: None)
-    writer, patience = SimpleNamespace(stream=lambda *_, **__: stream), Patience()
+    writer, patience = SimpleNamespace(stream=lambda *_, **__: stream), RetryPolicy()
     into = partial(shard_work.StreamSink, writer)  # type: ignore[arg-type]
     runner = ShardsRunner(segments, orders, into, lambda: None, "mark", patience)  # type: ignore[arg-type]
     with pytest.raises(IncompleteError, match="since the run ends"):

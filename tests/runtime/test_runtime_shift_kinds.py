@@ -12,7 +12,7 @@ from kits.shift_scene import PlainWork, Scene, make_all
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import NodeOfNoUse, WorkerLeft, WorkerLost
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.runtime.workers.dispatcher import Terms
+from raymerge.runtime.workers.dispatcher import DispatchPolicy
 from raymerge.runtime.workers.placement import Seen, Sight
 from raymerge.runtime.workers.worker_group import Actor
 
@@ -20,7 +20,7 @@ from raymerge.runtime.workers.worker_group import Actor
 
 
 def _mixed(monkeypatch: pytest.MonkeyPatch, copies: set[int], *, parts: int = 6, **more: object) -> Scene:
-    terms = Terms(copies=frozenset(copies))
+    terms = DispatchPolicy(copies=frozenset(copies))
     return Scene(monkeypatch, range(parts), slots=1, carriers=1, terms=terms, **more)  # type: ignore[arg-type]
 
 
@@ -149,7 +149,7 @@ def test_a_node_with_the_only_gpus_is_not_shunned(monkeypatch: pytest.MonkeyPatc
 
 
 def test_carriers_do_not_look_for_parts_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, range(6), slots=2, carriers=3, terms=Terms(copies=frozenset({5})))
+    scene = Scene(monkeypatch, range(6), slots=2, carriers=3, terms=DispatchPolicy(copies=frozenset({5})))
     gpu, *carriers = scene.handles
     assert [each.numbers for each in carriers] == [[5], [], []]
     _done(carriers[0])
@@ -194,7 +194,9 @@ def test_parts_that_need_a_gpu_are_not_said_to_lack_sources(monkeypatch: pytest.
 def test_a_worker_for_which_nothing_is_left_leaves_and_a_loss_brings_one_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, range(2), workers=2, slots=1, terms=Terms(leaves=True, growth_seconds=600.0))
+    scene = Scene(
+        monkeypatch, range(2), workers=2, slots=1, terms=DispatchPolicy(leaves=True, growth_seconds=600.0)
+    )
     busy, idle = scene.handles
     _done(idle)
     scene.step()
@@ -218,7 +220,7 @@ def test_a_worker_for_which_nothing_is_left_leaves_and_a_loss_brings_one_back(
 def test_workers_that_wait_for_room_are_not_waited_for_when_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, range(1), slots=1, terms=Terms(leaves=True))
+    scene = Scene(monkeypatch, range(1), slots=1, terms=DispatchPolicy(leaves=True))
     scene.team.actors.append(scene.team.spawn())
     scene.handles[0].pulse.last.answer(1.0)
     scene.wait(15.0)
@@ -227,7 +229,7 @@ def test_workers_that_wait_for_room_are_not_waited_for_when_nothing_is_left(
 
 def test_workers_that_wait_for_room_are_kept_while_a_part_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     able: list[set[str]] = [{"node-a"}, {"node-a"}, {"node-a"}]
-    scene = Scene(monkeypatch, range(3), slots=1, able=able, terms=Terms(leaves=True))
+    scene = Scene(monkeypatch, range(3), slots=1, able=able, terms=DispatchPolicy(leaves=True))
     scene.team.actors.append(scene.team.spawn())
     for look in range(5):
         scene.handles[0].pulse.last.answer(float(look))
@@ -237,7 +239,7 @@ def test_workers_that_wait_for_room_are_kept_while_a_part_waits(monkeypatch: pyt
 
 
 def test_carriers_leave_when_no_copy_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = Terms(copies=frozenset({0}), leaves=True)
+    terms = DispatchPolicy(copies=frozenset({0}), leaves=True)
     scene = Scene(monkeypatch, range(3), slots=1, carriers=1, terms=terms)
     gpu, carrier = scene.handles
     _done(carrier)
@@ -252,7 +254,7 @@ def test_carriers_leave_when_no_copy_is_left(monkeypatch: pytest.MonkeyPatch) ->
 def test_workers_on_gpus_that_left_are_back_where_carriers_do_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    terms = Terms(copies=frozenset({0}), leaves=True, growth_seconds=600.0)
+    terms = DispatchPolicy(copies=frozenset({0}), leaves=True, growth_seconds=600.0)
     scene = Scene(monkeypatch, range(2), slots=1, carriers=1, terms=terms)
     gpu, carrier = scene.handles
     _done(gpu)
@@ -292,7 +294,7 @@ def test_in_place_of_a_node_that_is_gone_another_may_join(
     growth_seconds: float, on: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it saw nobody else sees; a cluster cannot add the same node again."""
-    terms = Terms(growth_seconds=growth_seconds)
+    terms = DispatchPolicy(growth_seconds=growth_seconds)
     able: list[set[str]] = [{"b"}, {"a"}]
     scene = Scene(monkeypatch, range(2), workers=2, nodes=("a", "b"), able=able, slots=1, terms=terms)
     scene.ray.alive["b"] = False
@@ -313,7 +315,7 @@ def test_a_worker_on_a_gpu_is_wanted_where_only_a_carrier_is(monkeypatch: pytest
 
 
 def test_a_worker_stays_whose_node_is_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = Terms(surveyed=frozenset({"node-a"}), leaves=True)
+    terms = DispatchPolicy(surveyed=frozenset({"node-a"}), leaves=True)
     scene = _joined(monkeypatch, able=EVERYWHERE, terms=terms)
     for look in range(5):
         scene.handles[0].pulse.last.answer(float(look))
@@ -327,10 +329,12 @@ FILES = tuple(SourceFile(0, "/models", f"{name}.safetensors", 8, "") for name in
 READ = (frozenset({0}), frozenset({1}), frozenset({0, 1}))
 
 
-SURVEYED = Terms(surveyed=frozenset({"node-a"}))
+SURVEYED = DispatchPolicy(surveyed=frozenset({"node-a"}))
 
 
-def _joined(monkeypatch: pytest.MonkeyPatch, *, able: list[set[str]], terms: Terms = SURVEYED) -> Scene:
+def _joined(
+    monkeypatch: pytest.MonkeyPatch, *, able: list[set[str]], terms: DispatchPolicy = SURVEYED
+) -> Scene:
     """A worker on a node that was surveyed, busy with part 0 or 1, and one that comes up on another node."""
     work = PlainWork(slots=1, files=FILES, read=READ)
     scene = Scene(monkeypatch, range(3), able=able, work=work, terms=terms)

@@ -15,7 +15,7 @@ from raymerge.errors import CheckpointError, OptionError, TransientError, Unread
 from raymerge.storage.arrow import ArrowStore
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.open import open_store, resolve_source
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 
 LARGE = os.urandom((5 << 20) + 3)
 
@@ -87,7 +87,7 @@ def test_what_fails_for_a_moment_is_tried_again(memory: Any, monkeypatch: pytest
         return whole(*args, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_it)
-    patience = Patience(sleep=lambda _: None)
+    patience = RetryPolicy(sleep=lambda _: None)
     with ArrowStore("oss://models/a", patience=patience) as store:
         assert store.read("sub/b", 0, 5) == b"bytes"
     assert sum(patience.take_faults().values()) == 2

@@ -30,7 +30,7 @@ from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
 from raymerge.storage.open import open_store
 from raymerge.storage.options import StoreOptions
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
 
 _CLOUDS: Mapping[str, type[CloudServer]] = {"gs": GoogleServer, "az": AzureServer}
@@ -61,8 +61,8 @@ def writer(cloud: CloudServer) -> ObjectWriter:
     return ObjectWriter(cloud.place("written"), patience=_impatient())
 
 
-def _impatient() -> Patience:
-    return Patience(sleep=lambda _: None)
+def _impatient() -> RetryPolicy:
+    return RetryPolicy(sleep=lambda _: None)
 
 
 def _one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from raymerge.storage.hub.commits import SnapshotStore, at_commit, cached_snapsh
 from raymerge.storage.hub.store import HubStore
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.open import open_store
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
 
 REPO = "org/tiny"
@@ -65,9 +65,9 @@ def store(place: HubPlace) -> Iterator[HubStore]:
         yield found
 
 
-def hasty() -> Patience:
+def hasty() -> RetryPolicy:
     """As many attempts as usual, one behind the other."""
-    return Patience(sleep=lambda _: None)
+    return RetryPolicy(sleep=lambda _: None)
 
 
 def asked(hub: HubServer, method: str) -> list[str]:

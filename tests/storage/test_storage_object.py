@@ -20,7 +20,7 @@ from raymerge.storage.objects.faults import told
 from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.open import open_store
 from raymerge.storage.options import StoreOptions
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
 
 LARGE = os.urandom((9 << 20) + 17)
@@ -46,8 +46,8 @@ def s3(server: S3Server) -> Iterator[S3Server]:
     server.calm()
 
 
-def _impatient() -> Patience:
-    return Patience(sleep=lambda _: None)
+def _impatient() -> RetryPolicy:
+    return RetryPolicy(sleep=lambda _: None)
 
 
 def test_what_lies_below_a_place(s3: S3Server) -> None:

@@ -23,7 +23,7 @@ from raymerge.storage.objects import writer as unfinished_uploads
 from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.objects.stream import SMALLEST_PART, part_bytes, stream_bytes
 from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 
 LARGE = os.urandom(2 * SMALLEST_PART + (3 << 20) + 5)
 PIECE = 1_234_567
@@ -46,7 +46,7 @@ def s3(server: S3Server) -> Iterator[S3Server]:
 
 @pytest.fixture
 def writer(s3: S3Server) -> ObjectWriter:
-    return ObjectWriter(s3.place("written"), patience=Patience(sleep=lambda _: None))
+    return ObjectWriter(s3.place("written"), patience=RetryPolicy(sleep=lambda _: None))
 
 
 def _written(writer: ObjectWriter, key: str, data: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from raymerge.errors import RoomError, TransientError, UnreadableError
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.retry import TRANSIENT, Patience
+from raymerge.storage.retry import TRANSIENT, RetryPolicy
 
 DATA = bytes(range(200))
 
@@ -33,12 +33,12 @@ def watch() -> Watch:
 
 
 @pytest.fixture
-def patience(watch: Watch) -> Patience:
-    return Patience(sleep=watch, chance=lambda: 1.0)
+def patience(watch: Watch) -> RetryPolicy:
+    return RetryPolicy(sleep=watch, chance=lambda: 1.0)
 
 
 @pytest.fixture
-def store(tmp_path: Path, patience: Patience) -> LocalStore:
+def store(tmp_path: Path, patience: RetryPolicy) -> LocalStore:
     (tmp_path / "x").write_bytes(DATA)
     return LocalStore(tmp_path, patience=patience)
 
@@ -122,7 +122,7 @@ def test_after_the_last_attempt_file_byte_and_cause_are_named(
 def test_waits_differ_by_chance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     watch = Watch()
     (tmp_path / "x").write_bytes(DATA)
-    store = LocalStore(tmp_path, patience=Patience(sleep=watch, chance=lambda: 0.0))
+    store = LocalStore(tmp_path, patience=RetryPolicy(sleep=watch, chance=lambda: 0.0))
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 2))
     store.read("x", 0, 1)
     assert watch.seconds == pytest.approx([0.05, 0.1])
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_looked_at_for_a_moment_is_there(
 
 
 def test_what_was_tried_again_is_told_once(
-    store: LocalStore, patience: Patience, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, patience: RetryPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 2, errno.ETIMEDOUT))
     store.read("x", 0, 1)
@@ -182,7 +182,7 @@ def test_what_was_tried_again_is_told_once(
 
 @pytest.mark.usefixtures("store")
 def test_a_wait_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = Patience()
+    patience = RetryPolicy()
     patience.end()
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 1000))
     with pytest.raises(TransientError, match="failed once"):

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from raymerge.deploy.profiles.schema import Profile
-from raymerge.documents.faults import Fault, Genre, faults_of
+from raymerge.documents.faults import DocumentKind, Fault, faults_of
 from raymerge.documents.secrets import check_text, secrets_in
 from raymerge.documents.yaml_text import Places, check_length, read_document, read_file, split_documents, spot
 from raymerge.errors import Problem, ProfileError
 
-PROFILE = Genre(
+PROFILE = DocumentKind(
     noun="profile",
     opening="target: ...",
     error=ProfileError,

@@ -11,7 +11,7 @@ from typing import Any
 from raymerge.deploy.targets.target import RunReport, RunState
 from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
 from raymerge.publish.journal import ENDED
-from raymerge.publish.lease import DEAD_SECONDS, Hold
+from raymerge.publish.lease import DEAD_SECONDS, LeaseView
 from raymerge.publish.ledger import NAME
 from raymerge.publish.run_records import (
     STORY,
@@ -105,7 +105,7 @@ def done_of(record: Record) -> Done:
     return Done(len(receipts), nbytes, *of, stage, ended, is_asked=kind == _ASKED)
 
 
-def _running(place: str, hold: Hold, done: Done | None) -> RunReport:
+def _running(place: str, hold: LeaseView, done: Done | None) -> RunReport:
     by = "another process" if hold.holder is None else str(hold.holder)
     how_far = "it has not begun to write the output yet" if done is None else str(done)
     details = {"by": by, "last sign of life": f"{format_duration(hold.silent_seconds)} ago"}
@@ -113,7 +113,7 @@ def _running(place: str, hold: Hold, done: Done | None) -> RunReport:
     return RunReport(place, RunState.RUNNING, place, f"{by} makes it: {how_far}.", details)
 
 
-def _unfinished(place: str, hold: Hold | None, done: Done) -> RunReport:
+def _unfinished(place: str, hold: LeaseView | None, done: Done) -> RunReport:
     details = _numbers(done)
     if hold is not None and not done.is_asked:
         return RunReport(place, RunState.FAILED, place, f"{_died(hold)}; {done}. {GOES_ON}", details)
@@ -126,7 +126,7 @@ def _unfinished(place: str, hold: Hold | None, done: Done) -> RunReport:
     return RunReport(place, RunState.FAILED, place, f"it ended with an error: {said}", details)
 
 
-def _died(hold: Hold) -> str:
+def _died(hold: LeaseView) -> str:
     """What a lease says that its process could not give back."""
     by = "the process that made it" if hold.holder is None else str(hold.holder)
     return f"{by} died, or shows no sign of life for {DEAD_SECONDS:g} s"

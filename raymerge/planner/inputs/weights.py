@@ -11,7 +11,7 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.elements import strided, torch_dtype
 from raymerge.merge_plan.expressions import Product, Read
 from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
@@ -26,7 +26,7 @@ class Weights:
     def __init__(self, source: Source) -> None:
         alone = replace(source, index=0, prepared=())
         self._logical = LogicalTensors(alone)
-        self._supplies = Supplies([alone], [self._logical])
+        self._supplies = InputResolver([alone], [self._logical])
         self._source = alone
         self._stores: list[ReadStore] = [open_store(each.root) for each in holdings([alone])]
 
@@ -92,7 +92,7 @@ class Weights:
             found[place] = self._elements(one, (columns,)).float()
         return found
 
-    def _supply(self, logical: str) -> Supply:
+    def _supply(self, logical: str) -> ResolvedInput:
         found = self._supplies.find(0, logical, logical)
         if found is None:
             raise KeyError(logical)

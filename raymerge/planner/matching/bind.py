@@ -14,7 +14,7 @@ from raymerge.errors import Problem
 from raymerge.methods import Method, Parameter, Settings, Value, is_parameter
 from raymerge.planner.inputs.sources import Path_
 from raymerge.planner.matching.layer_map import Parameters
-from raymerge.planner.matching.method_assignment import Treatment
+from raymerge.planner.matching.method_assignment import AssignedMethod
 from raymerge.recipes import (
     ModelEntry,
     OutputSlice,
@@ -33,7 +33,7 @@ NOTHING = Subject("", frozenset(), None)
 class Binder:
     """Binds one treatment's parameters; settings that depend on no name or layer are computed once."""
 
-    def __init__(self, recipe: Recipe, treatment: Treatment, names: Sequence[str]) -> None:
+    def __init__(self, recipe: Recipe, treatment: AssignedMethod, names: Sequence[str]) -> None:
         """
         Args:
             recipe: what is asked.

@@ -15,9 +15,9 @@ from raymerge.merge_plan.dispositions import Disposition, Fates
 from raymerge.methods import Method
 from raymerge.planner.inputs.sources import Source, model_references
 from raymerge.planner.matching.bind import ineffective_parameters
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.layer_map import UNLISTED, Section
-from raymerge.planner.matching.method_assignment import Treatments
+from raymerge.planner.matching.method_assignment import MethodAssignment
 from raymerge.recipes import Recipe
 
 _TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
@@ -206,7 +206,7 @@ def recipe_notes(
 
 
 def base_notes(
-    treatments: Treatments, sections: Sequence[Section], sources: Sequence[Source]
+    treatments: MethodAssignment, sections: Sequence[Section], sources: Sequence[Source]
 ) -> Iterator[str]:
     """Which base is the whole result, or counts as one more source though it is not listed."""
     for section in sections:
@@ -222,7 +222,7 @@ def base_notes(
                     yield f"{name} is not listed, and counts as one more source of {own.method.name}"
 
 
-def adapter_notes(supplies: Supplies, fates: Fates) -> Iterator[str]:
+def adapter_notes(supplies: InputResolver, fates: Fates) -> Iterator[str]:
     """How many of each adapter's changes go into the output."""
     if not supplies.adapters:
         return

@@ -14,7 +14,7 @@ from raymerge.planner.matching.lora_overlay import LaidOver, is_transposed, tens
 from raymerge.planner.moe.expert_permutation import Reordered, aligned_tensors
 
 
-class Supply(NamedTuple):
+class ResolvedInput(NamedTuple):
     """What one source gives for one logical tensor. A tuple, because there are as many as of ``Place``."""
 
     store: int
@@ -73,7 +73,7 @@ class Supply(NamedTuple):
         return Read(0, self.adapter, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
-class Supplies:
+class InputResolver:
     """The stored tensors of all sources, adapters and results of stages included."""
 
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
@@ -106,12 +106,12 @@ class Supplies:
             return True
         return source in self.adapters and self.adapters[source].touches(name)
 
-    def holders(self, source: int, supply: Supply) -> list[tuple[int, str]]:
+    def holders(self, source: int, supply: ResolvedInput) -> list[tuple[int, str]]:
         """Every stored tensor that a supply of a source is made of, and what an adapter replaces whole."""
         replaced = self.replaced(source, supply)
         return supply.holders() if replaced is None else [*supply.holders(), (source, replaced)]
 
-    def replaced(self, source: int, supply: Supply) -> str | None:
+    def replaced(self, source: int, supply: ResolvedInput) -> str | None:
         """The stored tensor that an adapter replaces whole by what a supply of a source is."""
         laid = self.adapters.get(source)
         if laid is None or supply.store != laid.store:
@@ -119,7 +119,7 @@ class Supplies:
         replaced = laid.changed_by(supply.place.tensor.name)
         return replaced if replaced is not None and laid.is_all_replaced(replaced) else None
 
-    def find(self, source: int, name: str, logical: str) -> Supply | None:
+    def find(self, source: int, name: str, logical: str) -> ResolvedInput | None:
         """Where a source has a logical tensor.
 
         Args:
@@ -131,7 +131,7 @@ class Supplies:
             # The usual case, told quickly: nobody asks by what name the place is known.
             own = self.logical[source].stored(name)
             if own is not None and self.logical[source].is_alone(name):
-                return Supply(source, self.logical[source].whole(own))
+                return ResolvedInput(source, self.logical[source].whole(own))
         found = self._place(source, name, logical)
         if found is None:
             return None
@@ -139,23 +139,23 @@ class Supplies:
         moved = self.aligned[source].find(called) if source in self.aligned else None
         if moved is not None:
             origin = source, place.tensor.name
-            return Supply(self.aligned[source].store, whole_place(moved), origin=origin)
+            return ResolvedInput(self.aligned[source].store, whole_place(moved), origin=origin)
         laid = self.adapters.get(source)
         if laid is None:
-            return Supply(source, place)
+            return ResolvedInput(source, place)
         factor = laid.factor(called)
         adapter = laid.store if factor is not None else -1
         replaced = laid.replaced(called)
         if replaced is None:
-            return Supply(source, place, factor, adapter)
-        return Supply(laid.store, whole_place(replaced), factor, adapter)
+            return ResolvedInput(source, place, factor, adapter)
+        return ResolvedInput(laid.store, whole_place(replaced), factor, adapter)
 
-    def whole(self, source: int, name: str) -> Supply | None:
+    def whole(self, source: int, name: str) -> ResolvedInput | None:
         """All of a stored tensor, whatever it holds; None where it is not stored, changed or replaced."""
         stored = self.stored(source, name)
         if stored is None or stored[0] != source or self.is_changed(source, name):
             return None
-        return Supply(source, self.logical[source].whole(stored[1]))
+        return ResolvedInput(source, self.logical[source].whole(stored[1]))
 
     def _place(self, source: int, name: str, logical: str) -> tuple[str, Place] | None:
         """The logical tensor's own name in the source, and its place."""

@@ -25,7 +25,7 @@ OWN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Treatment:
+class AssignedMethod:
     """How the tensors of one span are made that one rule, or none, speaks of."""
 
     method: Method
@@ -50,7 +50,7 @@ class Treatment:
         return (self.base, *self.members) if self.base is not None else self.members
 
 
-class Treatments:
+class MethodAssignment:
     """Finds the treatment of each tensor, and what is wrong with the rules."""
 
     def __init__(
@@ -77,10 +77,10 @@ class Treatments:
         self._methods: Mapping[int, Method] = {OWN: own, **dict(enumerate(ruled))}
         self._sources = sources
         self._findings = findings
-        self._made: dict[tuple[Path_, int], Treatment | None] = {}
+        self._made: dict[tuple[Path_, int], AssignedMethod | None] = {}
         self._spoken: set[int] = set()
 
-    def of(self, span: Span, subject: Subject) -> Treatment | None:
+    def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
         """The treatment of one output tensor, or None with a finding.
 
         Args:
@@ -93,14 +93,14 @@ class Treatments:
             return None
         return self.by(span, rules[0] if rules else OWN)
 
-    def by(self, span: Span, rule: int) -> Treatment | None:
+    def by(self, span: Span, rule: int) -> AssignedMethod | None:
         """The treatment of a span by one rule, or by the recipe's own method; None with a finding."""
         key = (span.path, rule)
         if key not in self._made:
             self._made[key] = self._make(span, rule)
         return self._made[key]
 
-    def made(self, span: Span) -> Treatment | None:
+    def made(self, span: Span) -> AssignedMethod | None:
         """The treatment of a span by the recipe's own method, where some tensor asked for it."""
         return self._made.get((span.path, OWN))
 
@@ -155,7 +155,7 @@ class Treatments:
             example=subject.name,
         )
 
-    def _make(self, span: Span, rule: int) -> Treatment | None:
+    def _make(self, span: Span, rule: int) -> AssignedMethod | None:
         method = self._methods[rule]
         path = span.path if rule == OWN else self._rule_path(rule)
         if method.base is BaseUse.REQUIRED and span.base is None:
@@ -168,11 +168,11 @@ class Treatments:
         rest = [member for member in taking_part if not _is_base(member, base)]
         if base is not None and not rest and method.takes is Takes.DELTAS:
             alone = replace(base, parameters={})
-            return Treatment(PASSTHROUGH, (alone,), None, {}, (), rule, path, unchanged_by=method.name)
+            return AssignedMethod(PASSTHROUGH, (alone,), None, {}, (), rule, path, unchanged_by=method.name)
         if not self._count_fits(method, rest, path):
             return None
         parameters = {} if rule == OWN else self._recipe.methods[rule].parameters
-        return Treatment(method, tuple(rest), base, parameters, span.scopes, rule, path)
+        return AssignedMethod(method, tuple(rest), base, parameters, span.scopes, rule, path)
 
     def _taking_part(self, method: Method, span: Span, rule: int) -> list[Member] | None:
         """Who takes part, in the order in which the rule names them; None with a finding."""

@@ -42,7 +42,7 @@ from raymerge.planner.moe.gates import gate_stage, router_tensor, shared_gate_te
 from raymerge.planner.moe.shape import MoeShape, shape_of
 from raymerge.planner.outputs.bound_output import choose, output_subject, output_subjects
 from raymerge.planner.outputs.finish import Decided, finish_plan
-from raymerge.planner.outputs.plan_context import Workshop, open_workshop
+from raymerge.planner.outputs.plan_context import PlanContext, open_workshop
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.planner.tokenizer.sources import TokenizerChanges, compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject
@@ -50,7 +50,7 @@ from raymerge.recipes.moe import trunk_recipe
 from raymerge.storage.open import open_store
 
 
-def trunk_outputs(shop: Workshop, shape: MoeShape) -> tuple[Output, ...]:
+def trunk_outputs(shop: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
     """Everything but feed-forward layers, under the names that the family has; findings say what is wrong."""
     replaced: list[Subject] = []
     made = tuple(_outputs(shop, shape, replaced))
@@ -58,7 +58,7 @@ def trunk_outputs(shop: Workshop, shape: MoeShape) -> tuple[Output, ...]:
     return made
 
 
-def _outputs(shop: Workshop, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
+def _outputs(shop: PlanContext, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
     dense = set(shape.dense[shape.base.index].values())
     for aligned in shop.aligned():
         name = trunk_name(shape.target, aligned.output)
@@ -71,7 +71,7 @@ def _outputs(shop: Workshop, shape: MoeShape, replaced: list[Subject]) -> Iterat
             yield output._replace(name=name)
 
 
-def _check_vocabulary(shop: Workshop, shape: MoeShape, aligned: Aligned) -> None:
+def _check_vocabulary(shop: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
     """Refuse other vocabularies than the base's: a mixture has no keys that bring them together.
 
     The builder counts such tensors by the same key, and the first words about it stay.
@@ -152,7 +152,7 @@ _PROJECTIONS = ("gate", "up", "down")
 class MoeExperts:
     """Makes the outputs of routed and shared experts."""
 
-    def __init__(self, recipe: MoeRecipe, shape: MoeShape, shop: Workshop) -> None:
+    def __init__(self, recipe: MoeRecipe, shape: MoeShape, shop: PlanContext) -> None:
         self._recipe = recipe
         self._shape = shape
         self._findings = shop.findings
@@ -318,7 +318,7 @@ def _per_model(recipe: MoeRecipe) -> frozenset[str]:
     )
 
 
-def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, shop: Workshop) -> Iterator[Output]:
+def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, shop: PlanContext) -> Iterator[Output]:
     """Routers, gates of shared experts and constants, read from what the stage made."""
     store, prepared = _prepared(shop)
     rows = len(shape.experts) // recipe.granularity
@@ -340,7 +340,7 @@ def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, shop: Workshop) -> Ite
         yield Output(each.name, each.dtype, each.shape, (row,), True)
 
 
-def _prepared(shop: Workshop) -> tuple[int, Prepared]:
+def _prepared(shop: PlanContext) -> tuple[int, Prepared]:
     """The stage's result with its index among the holdings."""
     found = [
         (i, each) for i, each in enumerate(holdings(shop.supplies.sources)) if isinstance(each, Prepared)
@@ -348,7 +348,7 @@ def _prepared(shop: Workshop) -> tuple[int, Prepared]:
     return found[0]
 
 
-def _whole(shop: Workshop, store: int, prepared: Prepared, name: str, output: str) -> Read:
+def _whole(shop: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
     tensor = prepared.tensors[name]
     shop.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
     return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
@@ -361,7 +361,7 @@ def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> O
     return Output(name, dtype, shape, (row,), True)
 
 
-def _settle_rest(shop: Workshop, shape: MoeShape) -> None:
+def _settle_rest(shop: PlanContext, shape: MoeShape) -> None:
     """Give every tensor that nothing used its rule."""
     fates, supplies, base = shop.builder.fates, shop.supplies, shape.base.name
     models = {laid.store: index for index, laid in supplies.adapters.items()}

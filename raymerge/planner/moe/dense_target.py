@@ -29,9 +29,9 @@ from raymerge.merge_plan.expressions import (
 )
 from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
-from raymerge.planner.matching.input_resolver import Supply
+from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.moe.expert_blocks import ExpertBlock
-from raymerge.planner.moe.expert_inputs import BASE, ExpertSupplies
+from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs
 from raymerge.planner.moe.expert_moves import Origin
 from raymerge.planner.moe.expert_rows import fate_of, matrix_row, mean_expression
 from raymerge.recipes import ExpertChange
@@ -55,13 +55,13 @@ class _Piece:
     """Factor on what it gives."""
 
 
-def dense_width(block: ExpertBlock, change: ExpertChange, supplies: ExpertSupplies) -> int:
+def dense_width(block: ExpertBlock, change: ExpertChange, supplies: ExpertInputs) -> int:
     """Neurons that the dense layer of a block gets; 0 with a finding where that is not to be told."""
     found = [_found(supplies, block, piece, "gate") for piece in _pieces(block, change)]
     return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
 
 
-def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertSupplies) -> Iterator[Output]:
+def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertInputs) -> Iterator[Output]:
     """The three matrices of the dense layer that takes the place of a block of experts.
 
     One that cannot be made is left out, with a finding.
@@ -81,7 +81,7 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertSupp
         yield Output(name, dtype, shape, rows, True)
 
 
-def settle_routers(block: ExpertBlock, supplies: ExpertSupplies) -> None:
+def settle_routers(block: ExpertBlock, supplies: ExpertInputs) -> None:
     """Leave out what chooses among experts, and what weighs shared ones."""
     for name in (*block.routers, *(name for name in block.shared if _is_gate(supplies, name))):
         supplies.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
@@ -104,8 +104,8 @@ def _factor(piece: _Piece, projection: str) -> float:
 
 
 def _found(
-    supplies: ExpertSupplies, block: ExpertBlock, piece: _Piece, projection: str
-) -> list[Supply] | None:
+    supplies: ExpertInputs, block: ExpertBlock, piece: _Piece, projection: str
+) -> list[ResolvedInput] | None:
     """Where the matrices of a piece are, or None with a finding."""
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
@@ -118,7 +118,7 @@ def _found(
     return None if None in matrices else [each for each in matrices if each is not None]
 
 
-def _all_fit(supplies: ExpertSupplies, held: Sequence[Sequence[Supply]], projection: str) -> bool:
+def _all_fit(supplies: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], projection: str) -> bool:
     """Whether all matrices are plain numbers of one hidden size, with findings where they are not."""
     side = 0 if projection == "down" else 1
     hidden = held[0][0].place.shape[side]
@@ -131,7 +131,7 @@ def _all_fit(supplies: ExpertSupplies, held: Sequence[Sequence[Supply]], project
 
 
 def _under(
-    name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float], dtype: DType
+    name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Matrices one under the other: a row of the plan for each."""
     rows: list[Row] = []
@@ -155,7 +155,7 @@ def _expression(reads: Sequence[Read], factor: float, dtype: DType) -> Expressio
 
 
 def _beside(
-    name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float], dtype: DType
+    name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Matrices one beside the other, in runs of rows that fit into memory; no factor is on them."""
     del factors
@@ -169,7 +169,7 @@ def _beside(
     return rows, (height, width)
 
 
-def _run(name: str, held: Sequence[Sequence[Supply]], span: tuple[int, int], dtype: DType) -> Row:
+def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, int], dtype: DType) -> Row:
     """Some rows of all matrices; what several experts give is their mean."""
     first, count = span
     width = sum(own[0].place.shape[1] for own in held)
@@ -188,7 +188,7 @@ def _run(name: str, held: Sequence[Sequence[Supply]], span: tuple[int, int], dty
 
 
 def _settle(
-    supplies: ExpertSupplies, name: str, held: Sequence[Sequence[Supply]], factors: Sequence[float]
+    supplies: ExpertInputs, name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float]
 ) -> None:
     for own, factor in zip(held, factors, strict=True):
         fate = fate_of(len(own) if factor == 1 else 2, name)
@@ -196,5 +196,5 @@ def _settle(
             supplies.settle(supply, BASE, fate)
 
 
-def _is_gate(supplies: ExpertSupplies, name: str) -> bool:
+def _is_gate(supplies: ExpertInputs, name: str) -> bool:
     return supplies.logical.part(name) is Role.SHARED_EXPERT_GATE

@@ -15,7 +15,7 @@ from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import holdings
-from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind
 from raymerge.planner.moe.expert_moves import Origin
@@ -27,10 +27,10 @@ BASE = 0
 """Index of the checkpoint whose experts change."""
 
 
-class ExpertSupplies:
+class ExpertInputs:
     """The tensors of the models of one recipe; findings and fates collect on the way."""
 
-    def __init__(self, supplies: Supplies, dtype: DType | None, findings: Findings) -> None:
+    def __init__(self, supplies: InputResolver, dtype: DType | None, findings: Findings) -> None:
         """
         Args:
             supplies: the base, and the models whose experts are added.
@@ -102,7 +102,7 @@ class ExpertSupplies:
             return True
         return self.plain.check(share.source, share.tensor)
 
-    def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> Supply | None:
+    def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> ResolvedInput | None:
         """Where the model of an expert has one of its matrices or biases; None with a finding.
 
         Args:
@@ -130,11 +130,11 @@ class ExpertSupplies:
         """Whether a tensor of the base holds plain numbers; else a finding says what it holds."""
         return self.plain.check(BASE, tensor)
 
-    def named(self, source: int, logical: str) -> Supply | None:
+    def named(self, source: int, logical: str) -> ResolvedInput | None:
         """Where a model has a logical tensor, or None."""
         return self._supplies.find(source, logical, logical)
 
-    def fits(self, source: int, supply: Supply, shape: tuple[int, ...], logical: str) -> bool:
+    def fits(self, source: int, supply: ResolvedInput, shape: tuple[int, ...], logical: str) -> bool:
         """Whether what was found are plain numbers of the base's shape; else a finding says what they are."""
         if supply.place.shape == shape:
             return self.plain.check(source, supply.place.tensor)
@@ -148,7 +148,7 @@ class ExpertSupplies:
         )
         return False
 
-    def settle(self, supply: Supply, source: int, fate: Fate) -> None:
+    def settle(self, supply: ResolvedInput, source: int, fate: Fate) -> None:
         """Record what becomes of everything that a supply is made of."""
         if supply.factor is not None and fate.disposition is not Disposition.MERGED:
             fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
@@ -210,7 +210,7 @@ def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
     return marked(expert).join(logical.rsplit(marked(of), 1))
 
 
-def _dense_matrices(supplies: Supplies, source: int) -> dict[tuple[int, str, bool], str]:
+def _dense_matrices(supplies: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
     """The feed-forward matrices of a dense model by layer, projection, and whether they are biases."""
     main = supplies.sources[source].layer_stack(None)
     found: dict[tuple[int, str, bool], str] = {}

@@ -28,7 +28,7 @@ from raymerge.methods.linear import LINEAR
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 
 _ROWS, _COLUMNS = 0, 1
 _NEURON_AXIS: Mapping[str, int] = {"gate": _ROWS, "up": _ROWS, "down": _COLUMNS}
@@ -87,7 +87,7 @@ class ExpertRows:
     """Makes the rows of experts; findings and fates collect on the way."""
 
     def __init__(
-        self, supplies: Supplies, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
+        self, supplies: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
     ) -> None:
         self._supplies = supplies
         self._plain = plain
@@ -122,7 +122,7 @@ class ExpertRows:
         return self._in_runs(experts, found, matrix) if len(found) == len(experts) else None
 
     def _in_runs(
-        self, experts: Sequence[Upcycled], supplies: Sequence[Supply], matrix: Matrix
+        self, experts: Sequence[Upcycled], supplies: Sequence[ResolvedInput], matrix: Matrix
     ) -> tuple[Row, ...]:
         """Columns of matrices side by side, so many rows at a time that what is read of them stays small."""
         height = supplies[0].place.shape[0]
@@ -139,7 +139,7 @@ class ExpertRows:
             for first in range(0, height, step)
         )
 
-    def _supply(self, expert: Upcycled, matrix: Matrix) -> Supply | None:
+    def _supply(self, expert: Upcycled, matrix: Matrix) -> ResolvedInput | None:
         source = self._supplies.sources[expert.source]
         name = expert.tensors[matrix.layer, matrix.projection]
         found = self._supplies.find(expert.source, name, logical_name(name, source.rules))
@@ -156,7 +156,7 @@ class ExpertRows:
             return None
         return found
 
-    def _read(self, supply: Supply, expert: Upcycled, projection: str) -> tuple[Read, tuple[int, ...]]:
+    def _read(self, supply: ResolvedInput, expert: Upcycled, projection: str) -> tuple[Read, tuple[int, ...]]:
         """What is read of a matrix, and the shape of what that gives."""
         rows, columns = supply.place.shape
         whole = supply.read(0)
@@ -171,7 +171,7 @@ class ExpertRows:
         return _columns_read(supply, expert, part=0, span=(0, rows))
 
     def _expression(
-        self, expert: Upcycled, matrix: Matrix, supply: Supply, shape: tuple[int, ...]
+        self, expert: Upcycled, matrix: Matrix, supply: ResolvedInput, shape: tuple[int, ...]
     ) -> Expression:
         """Bytes that pass untouched where nothing changes them, else what is computed."""
         whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
@@ -206,7 +206,9 @@ class ExpertRows:
         """The same for all matrices and slices of an expert in a layer, so that a neuron is drawn whole."""
         return random_key(self._seed, f"neurons of expert {expert.number} in layer {layer}", 0) % _KEY_LIMIT
 
-    def _settle(self, expert: Upcycled, supply: Supply, matrix: Matrix, expression: Expression) -> None:
+    def _settle(
+        self, expert: Upcycled, supply: ResolvedInput, matrix: Matrix, expression: Expression
+    ) -> None:
         if expression.is_copy:
             fate = Fate(Disposition.COPIED, Rule.EXPERT, matrix.output)
         elif supply.factor is not None or expert.is_random or _is_scaled(expert, matrix):
@@ -235,7 +237,7 @@ def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) ->
 
 def _run(
     experts: Sequence[Upcycled],
-    supplies: Sequence[Supply],
+    supplies: Sequence[ResolvedInput],
     matrix: Matrix,
     expression: Expression,
     *,
@@ -257,7 +259,7 @@ def _run(
 
 
 def _columns_read(
-    supply: Supply, expert: Upcycled, *, part: int, span: tuple[int, int]
+    supply: ResolvedInput, expert: Upcycled, *, part: int, span: tuple[int, int]
 ) -> tuple[Read, tuple[int, int]]:
     """What is read for some rows of a slice's columns, and their shape; of the stored rows all bytes are."""
     first, count = span

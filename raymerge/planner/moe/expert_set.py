@@ -35,11 +35,11 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.families import adapter_notes
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import Block, LogicalTensors, open_logical
 from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked, expert_blocks
-from raymerge.planner.moe.expert_inputs import BASE, ExpertSupplies, marked, renumbered
+from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs, marked, renumbered
 from raymerge.planner.moe.expert_moves import Mover, Moves, NewExpert, Origin, regrouped
 from raymerge.planner.moe.expert_rows import Share, fate_of, matrix_row, mean_expression, share_row
 from raymerge.planner.moe.saliency import read_scores
@@ -52,7 +52,7 @@ from raymerge.recipes import AddedExpert, ExpertSetRecipe
 class ExpertOutputs:
     """Makes the outputs of blocks of experts."""
 
-    def __init__(self, supplies: ExpertSupplies) -> None:
+    def __init__(self, supplies: ExpertInputs) -> None:
         self._supplies = supplies
 
     def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
@@ -121,7 +121,7 @@ class ExpertOutputs:
 class _Work:
     """One kind of tensor of one block, written in the dtype of ``like``, a tensor of the base."""
 
-    def __init__(self, supplies: ExpertSupplies, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
+    def __init__(self, supplies: ExpertInputs, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
         self._supplies = supplies
         self._block = block
         self._kind = kind
@@ -253,7 +253,7 @@ class AddedModels:
     def __init__(
         self,
         recipe: ExpertSetRecipe,
-        supplies: Supplies,
+        supplies: InputResolver,
         blocks: Sequence[ExpertBlock],
         findings: Findings,
     ) -> None:
@@ -410,7 +410,7 @@ class _Builder:
         self._base = sources[BASE]
         self._findings = Findings()
         logical = open_logical(sources, self._findings)
-        self._supplies = Supplies(sources, logical)
+        self._supplies = InputResolver(sources, logical)
         for laid in self._supplies.adapters.values():
             for problem in laid.problems():
                 self._findings.add(problem)
@@ -420,7 +420,7 @@ class _Builder:
         self._added = AddedModels(recipe, self._supplies, self._blocks, self._findings)
         self._added.check()
         self._require()
-        self._work = ExpertSupplies(self._supplies, recipe.dtype, self._findings)
+        self._work = ExpertInputs(self._supplies, recipe.dtype, self._findings)
 
     def plan(self, version: str) -> Plan:
         """The plan, with its problems."""

@@ -18,7 +18,7 @@ from raymerge.merge_plan.expressions import Read
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.sources import Source, holdings
 from raymerge.planner.inputs.weights import Weights
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.recipes import ExpertSetRecipe
 from raymerge.storage.open import open_store
@@ -150,7 +150,7 @@ _LARGEST = 1e300
 # So that sums of scores are numbers too.
 
 
-def read_scores(recipe: ExpertSetRecipe, supplies: Supplies, blocks: Sequence[ExpertBlock]) -> Scores:
+def read_scores(recipe: ExpertSetRecipe, supplies: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     """The scores that a recipe names.
 
     Args:
@@ -188,7 +188,7 @@ def _objections(block: ExpertBlock, scores: Row | None) -> Iterator[str]:
         yield f"the scores of {where} hold NaN, infinity or a number beyond {_LARGEST:g}."
 
 
-def _of_weights(supplies: Supplies, blocks: Sequence[ExpertBlock]) -> Scores:
+def _of_weights(supplies: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     """``|down| * sqrt(|gate|^2 + |up|^2)`` with Frobenius norms: how much an expert can do to its input."""
     source = supplies.sources[_BASE]
     if source.checkpoint.unwritten is not None:
@@ -235,7 +235,7 @@ class _Matrices:
     kept until another one is needed.
     """
 
-    def __init__(self, supplies: Supplies) -> None:
+    def __init__(self, supplies: InputResolver) -> None:
         self._supplies = supplies
         self._base = supplies.sources[_BASE]
         self._stores = [open_store(each.root) for each in holdings(supplies.sources)]

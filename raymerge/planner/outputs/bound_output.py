@@ -11,7 +11,7 @@ from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.bind import written_settings
 from raymerge.planner.matching.layer_map import Member
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.planner.matching.method_assignment import Treatment
+from raymerge.planner.matching.method_assignment import AssignedMethod
 from raymerge.recipes import Conditional, Recipe, Selector, Subject
 from raymerge.recipes.selector import plain_selector
 
@@ -21,7 +21,7 @@ class Chosen(NamedTuple):
 
     aligned: Aligned
     """The output tensor."""
-    treatment: Treatment
+    treatment: AssignedMethod
     """By which method it is made, and from whom."""
     names: tuple[str, ...]
     """Its name in each of ``treatment.everyone()``."""
@@ -36,7 +36,7 @@ class Chosen(NamedTuple):
         return zip(self.treatment.everyone(), self.names, strict=True)
 
 
-def choose(aligned: Aligned, treatment: Treatment) -> Chosen:
+def choose(aligned: Aligned, treatment: AssignedMethod) -> Chosen:
     """The treatment's members with their names, of those that the span has."""
     everyone = treatment.everyone()
     if everyone == aligned.span.members:

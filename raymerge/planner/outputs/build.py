@@ -17,11 +17,11 @@ from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised_sources import with_numbers
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligner
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.stacking import check_stacks
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.planner.outputs.plan_context import Workshop, open_workshop
+from raymerge.planner.outputs.plan_context import PlanContext, open_workshop
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.recipes import Recipe
 
@@ -118,7 +118,7 @@ def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     )
 
 
-def _outputs(shop: Workshop) -> dict[str, Output]:
+def _outputs(shop: PlanContext) -> dict[str, Output]:
     """Every output that can be made, by its name."""
     made: dict[str, Output] = {}
     for aligned in shop.aligned():
@@ -134,7 +134,7 @@ def _outputs(shop: Workshop) -> dict[str, Output]:
     return made
 
 
-def _settle_rest(shop: Workshop) -> None:
+def _settle_rest(shop: PlanContext) -> None:
     """Give every tensor that no output used its rule, or report it."""
     recipe, supplies, builder = shop.recipe, shop.supplies, shop.builder
     used = {member.source for section in shop.sections for span in section.spans for member in span.members}
@@ -167,7 +167,9 @@ def _settle_rest(shop: Workshop) -> None:
         )
 
 
-def _check_named(recipe: Recipe, supplies: Supplies, source: int, changed: str, findings: Findings) -> None:
+def _check_named(
+    recipe: Recipe, supplies: InputResolver, source: int, changed: str, findings: Findings
+) -> None:
     """Refuse to leave out an adapter's change because the recipe does not name the module that it is in."""
     model = supplies.sources[source]
     module = module_of(changed, model.checkpoint.config, model.stacks)

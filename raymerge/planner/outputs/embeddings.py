@@ -18,8 +18,8 @@ from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.matching.align import Aligned
-from raymerge.planner.matching.input_resolver import Supplies, Supply
-from raymerge.planner.matching.method_assignment import OWN, Treatment
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod
 from raymerge.planner.outputs.bound_output import Chosen, moved, output_logical
 from raymerge.planner.outputs.rows import RowMaker, fate_of
 from raymerge.planner.tokenizer.sources import compare_vocabularies, lost_ids
@@ -37,7 +37,7 @@ _BY_TOKEN = (
 class _Table:
     """A tensor with a row for each token, in everyone who takes part."""
 
-    supplies: Mapping[int, Supply]
+    supplies: Mapping[int, ResolvedInput]
     """Where each source has it, by the source's index."""
     rows: Mapping[int, int]
     """Its rows there."""
@@ -62,7 +62,7 @@ class Embeddings:
     def __init__(
         self,
         recipe: Recipe,
-        supplies: Supplies,
+        supplies: InputResolver,
         maker: RowMaker,
         findings: Findings,
         *,
@@ -113,7 +113,7 @@ class Embeddings:
         axis, source = self._look(aligned), aligned.span.lead.source
         if axis is None or not lead.dtype.is_mergeable:
             return None
-        treatment = Treatment(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
+        treatment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, treatment, (aligned.lead,))
         table = self._table(chosen, axis)
         if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
@@ -255,7 +255,7 @@ class Embeddings:
                 complete = False
         return complete
 
-    def _is_as_wide(self, found: Supply, table: _Table) -> bool:
+    def _is_as_wide(self, found: ResolvedInput, table: _Table) -> bool:
         return table.beside(found.place.shape) == table.beside(table.shape) and len(found.place.shape) == len(
             table.shape
         )

@@ -31,9 +31,9 @@ from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.sources import Path_, holdings
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.bind import Binder, BindError
-from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.layer_map import Member
-from raymerge.planner.matching.method_assignment import Treatments
+from raymerge.planner.matching.method_assignment import MethodAssignment
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.bound_output import (
     Chosen,
@@ -126,7 +126,7 @@ class _Experts:
     and dtype is found out once for all of them.
     """
 
-    def __init__(self, supplies: Supplies, fates: Fates, *, are_alike: bool) -> None:
+    def __init__(self, supplies: InputResolver, fates: Fates, *, are_alike: bool) -> None:
         """
         Args:
             supplies: the stored tensors.
@@ -200,8 +200,8 @@ class OutputBuilder:
     def __init__(
         self,
         recipe: Recipe,
-        treatments: Treatments,
-        supplies: Supplies,
+        treatments: MethodAssignment,
+        supplies: InputResolver,
         findings: Findings,
         *,
         vocabulary: VocabularyPlan | None = None,
@@ -548,7 +548,7 @@ class OutputBuilder:
 
     def _elsewhere(
         self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
-    ) -> list[Supply | None]:
+    ) -> list[ResolvedInput | None]:
         """Where a member has each logical tensor of the lead's tensor, or those named, whatever stores it."""
         if not names:
             blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()

@@ -18,10 +18,10 @@ from raymerge.planner.matching.families import (
     other_meanings,
     recipe_notes,
 )
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.layer_map import Section, SpanBuilder
 from raymerge.planner.matching.logical import open_logical
-from raymerge.planner.matching.method_assignment import OWN, Treatments, router_notes
+from raymerge.planner.matching.method_assignment import OWN, MethodAssignment, router_notes
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.ties import with_heads
 from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
@@ -30,7 +30,7 @@ from raymerge.recipes import Recipe, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
+class PlanContext:
     """A recipe over opened sources, ready to make outputs; findings and fates collect in its builder."""
 
     recipe: Recipe
@@ -43,11 +43,11 @@ class Workshop:
     """Index of the source that gives config, tokenizer and companion files."""
     sections: tuple[Section, ...]
     """Which sources give what to which layers."""
-    treatments: Treatments
+    treatments: MethodAssignment
     """By which method each tensor is made."""
     aligner: Aligner
     """Which tensors meet."""
-    supplies: Supplies
+    supplies: InputResolver
     """Where their numbers come from."""
     tokenizer: TokenizerChanges
     """What becomes of the vocabulary."""
@@ -84,7 +84,7 @@ class Workshop:
         )
 
 
-def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
+def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     """Everything that a recipe's outputs are made with.
 
     Args:
@@ -98,17 +98,17 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> Workshop:
     recipe, method, ruled = checked.recipe, checked.own, checked.ruled
     donor = donor_of(recipe, sources)
     findings = Findings()
-    treatments = Treatments(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
+    treatments = MethodAssignment(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
     sections = _sections(checked, sources, treatments, findings)
     logical = open_logical(sources, findings)
-    supplies = Supplies(sources, logical)
+    supplies = InputResolver(sources, logical)
     for laid in supplies.adapters.values():
         for problem in laid.problems():
             findings.add(problem)
     tokenizer, problems = plan_tokenizer(recipe, supplies, donor=donor)
     for problem in problems:
         findings.add(problem)
-    return Workshop(
+    return PlanContext(
         recipe=recipe,
         method=method,
         ruled=ruled,
@@ -129,7 +129,7 @@ def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
 
 
 def _sections(
-    checked: CheckedRecipe, sources: Sequence[Source], treatments: Treatments, findings: Findings
+    checked: CheckedRecipe, sources: Sequence[Source], treatments: MethodAssignment, findings: Findings
 ) -> tuple[Section, ...]:
     """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
 

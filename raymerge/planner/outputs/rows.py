@@ -14,10 +14,10 @@ from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.matching.align import Aligned
-from raymerge.planner.matching.input_resolver import Supplies, Supply
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.layer_map import Member
 from raymerge.planner.matching.logical import Block, ElementOrder, Place
-from raymerge.planner.matching.method_assignment import OWN, Treatment
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod
 from raymerge.planner.outputs.bound_output import Chosen, moved, output_logical
 from raymerge.planner.outputs.encoding import Written
 
@@ -25,7 +25,9 @@ from raymerge.planner.outputs.encoding import Written
 class RowMaker:
     """Makes rows; what is missing or does not fit becomes a finding, what is used a fate."""
 
-    def __init__(self, supplies: Supplies, plain: PlainNumbers, findings: Findings, fates: Fates) -> None:
+    def __init__(
+        self, supplies: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates
+    ) -> None:
         self._supplies = supplies
         self._sources = supplies.sources
         self._logical = supplies.logical
@@ -94,12 +96,12 @@ class RowMaker:
         None with a finding.
         """
         lead = aligned.span.lead
-        treatment = Treatment(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
+        treatment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
         chosen = Chosen(aligned, treatment, (aligned.lead,))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
         return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
 
-    def settle(self, supply: Supply, source: int, fate: Fate) -> None:
+    def settle(self, supply: ResolvedInput, source: int, fate: Fate) -> None:
         """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
         for store, name in supply.holders():
             self._fates.settle(store, name, fate)
@@ -211,7 +213,7 @@ class RowMaker:
             parts.append(Part(output_logical(chosen.aligned, logical), place.shape, place.view))
         return (tuple(parts), tuple(reads)) if complete else None
 
-    def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> Supply | None:
+    def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> ResolvedInput | None:
         """Where a member has a logical tensor of the lead's."""
         lead = self._logical[chosen.aligned.span.lead.source]
         if logical == chosen.aligned.lead and not lead.is_alone(logical):
@@ -277,7 +279,7 @@ def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
     return Fate(Disposition.MERGED, Rule.METHOD, output)
 
 
-def _with_factor(fate: Fate, supply: Supply) -> Fate:
+def _with_factor(fate: Fate, supply: ResolvedInput) -> Fate:
     """A fate, but for what would keep its values, had an adapter not added to them."""
     if supply.factor is None or fate.disposition is Disposition.MERGED:
         return fate

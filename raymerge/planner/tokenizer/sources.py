@@ -12,7 +12,7 @@ from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.tokenizer import GENERATION_CONFIG, TokenizerFiles, read_tokenizer
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.inputs.sources import Source
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.tokenizer.files import token_ids
 from raymerge.planner.tokenizer.tokens import examples
 from raymerge.planner.tokenizer.vocabulary import (
@@ -83,7 +83,7 @@ class TokenizerChanges:
 
 
 def plan_tokenizer(
-    recipe: Recipe, supplies: Supplies, *, donor: int
+    recipe: Recipe, supplies: InputResolver, *, donor: int
 ) -> tuple[TokenizerChanges, list[Problem]]:
     """Decide what the recipe's ``tokenizer``, ``tokenizer_source`` and ``chat_template`` ask for.
 
@@ -111,7 +111,7 @@ def plan_tokenizer(
     return TokenizerChanges(files=changes.files, left_out=tuple(changes.removed)), problems
 
 
-def compare_vocabularies(supplies: Supplies, source: int, lead: int) -> str:
+def compare_vocabularies(supplies: InputResolver, source: int, lead: int) -> str:
     """How the token ids of two models compare, as the end of a sentence; "" where their files do not tell."""
     try:
         ours = _brought(supplies, source) or _tokenizer(supplies.sources[source])
@@ -163,7 +163,7 @@ def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
     return token_ids(config) if isinstance(config, dict) else {}
 
 
-def _unasked(supplies: Supplies, donor: int) -> Problem | None:
+def _unasked(supplies: InputResolver, donor: int) -> Problem | None:
     """Refuse to give an embedding that an adapter brings with its tokenizer the model's own tokenizer."""
     source = supplies.sources[donor]
     try:
@@ -191,7 +191,7 @@ def _with_vocabulary(vocabulary: VocabularyPlan) -> TokenizerChanges:
     )
 
 
-def _models(supplies: Supplies, *, needs_rows: bool) -> tuple[list[ModelVocabulary], list[Problem]]:
+def _models(supplies: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVocabulary], list[Problem]]:
     models: list[ModelVocabulary] = []
     problems: list[Problem] = []
     for source in supplies.sources:
@@ -209,7 +209,7 @@ def _models(supplies: Supplies, *, needs_rows: bool) -> tuple[list[ModelVocabula
     return models, problems
 
 
-def _model(supplies: Supplies, source: Source) -> ModelVocabulary:
+def _model(supplies: InputResolver, source: Source) -> ModelVocabulary:
     found = supplies.stored(source.index, source.pair.embedding) if source.pair is not None else None
     return ModelVocabulary(
         source.index,
@@ -221,7 +221,7 @@ def _model(supplies: Supplies, source: Source) -> ModelVocabulary:
     )
 
 
-def _unnumbered(supplies: Supplies, model: ModelVocabulary) -> Problem | None:
+def _unnumbered(supplies: InputResolver, model: ModelVocabulary) -> Problem | None:
     """Refuse rows that an adapter holds whole where nothing says which tokens they are of."""
     source, laid = supplies.sources[model.index], supplies.adapters.get(model.index)
     if laid is None or source.pair is None or model.brought is not None:
@@ -237,7 +237,7 @@ def _unnumbered(supplies: Supplies, model: ModelVocabulary) -> Problem | None:
     )
 
 
-def _brought(supplies: Supplies, index: int) -> TokenizerFiles | None:
+def _brought(supplies: InputResolver, index: int) -> TokenizerFiles | None:
     """The tokenizer that an adapter brings with an embedding in place of the model's."""
     laid, pair = supplies.adapters.get(index), supplies.sources[index].pair
     if laid is None or pair is None or laid.replacement(pair.embedding) is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from raymerge.architectures import Role, TensorInfo
 from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.planner.matching.input_resolver import Supplies
+from raymerge.planner.matching.input_resolver import InputResolver
 
 _BY_POSITION = frozenset(
     {"position_embeddings", "embed_positions", "wpe", "position_embedding", "token_type_embeddings"}
@@ -18,7 +18,7 @@ _BY_POSITION = frozenset(
 class VocabularyTensors:
     """The vocabulary tensors of all sources."""
 
-    def __init__(self, supplies: Supplies) -> None:
+    def __init__(self, supplies: InputResolver) -> None:
         self._supplies = supplies
 
     def axis(self, source: int, name: str) -> int | None:

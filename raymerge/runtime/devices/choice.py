@@ -21,7 +21,7 @@ from raymerge.merge_plan.gathers import input_bytes
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Access, find_method
 from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
-from raymerge.runtime.workers.sizing import Crew
+from raymerge.runtime.workers.sizing import WorkerGroupSize
 from raymerge.units import format_duration
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -137,7 +137,7 @@ def amounts_of(plans: Iterable[Plan]) -> Amounts:
     return total
 
 
-def choose(probe: Probe, amounts: Amounts, *, cpu: Crew, gpu: Crew) -> Choice:
+def choose(probe: Probe, amounts: Amounts, *, cpu: WorkerGroupSize, gpu: WorkerGroupSize) -> Choice:
     """The device on which a run is predicted to be faster; processors unless a GPU gains a tenth.
 
     What a run does overlaps, so that its slowest part is its time. Of storage that many machines share, only
@@ -183,7 +183,7 @@ def _compared(on_cpu: Mapping[str, float], on_gpu: Mapping[str, float]) -> tuple
     return "cpu", f"predicted {times[0]}, {times[1]}, where {_limit(on_gpu)} would be the limit"
 
 
-def _reservation(probe: Probe, cpu: Crew, gpu: Crew) -> str:
+def _reservation(probe: Probe, cpu: WorkerGroupSize, gpu: WorkerGroupSize) -> str:
     """What a comparison takes for granted of storage, to be said with it."""
     speeds = {"reading": probe.read, "writing": probe.write}
     unknown = [part for part, speed in speeds.items() if speed is None]

@@ -38,7 +38,7 @@ from raymerge.storage.addresses import is_remote, parent_and_name, shown
 from raymerge.storage.open import Lookup, open_store, resolve_source
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.audit import Auditor, Commission, Sampling
+from raymerge.verifier.audit import Auditor, AuditSpec, Sampling
 from raymerge.verifier.findings import AuditVerdict, Findings, audit_verdict
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
@@ -189,7 +189,7 @@ def _has_header(file: SourceFile, digest: str) -> bool:
 class AuditWork:
     """Everything that workers need to audit segments, but their numbers."""
 
-    commission: Commission
+    commission: AuditSpec
     """What is audited, and how."""
     output: str
     """The output's place, reachable from every worker."""
@@ -380,7 +380,7 @@ class Audit:
             what = f"a worker may use {format_size(budget)}, and an audit takes {format_size(LEAST_ROOM)}."
             raise OptionError(Problem("--memory", what, f"Give {format_size(LEAST_ROOM)} or more."))
         slots = max(1, min(pool.threads, budget // LEAST_ROOM))
-        commission = Commission(
+        commission = AuditSpec(
             plan=plan,
             name=self._name,
             digests=digests,

@@ -68,10 +68,10 @@ from raymerge.runtime.driver.versions import (
     file_versions,
     source_files,
 )
-from raymerge.runtime.workers.failures import Losses
+from raymerge.runtime.workers.failures import WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.pool import TICK_SECONDS, Measure, Measured, Pool, Receipts, Runner, Stop, Work
-from raymerge.runtime.workers.sizing import Crew, check_free, cores_here, fit_budget, layout_of
+from raymerge.runtime.workers.sizing import WorkerGroupSize, check_free, cores_here, fit_budget, layout_of
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
@@ -479,7 +479,7 @@ class InlinePool:
 
     def _measured(self, sample: Sample) -> Measured:
         probe = measure(self._device, sample, threads=self._threads(gpus=0))
-        return Measured(probe, cpu=Crew(1, 1), gpu=Crew(1, 1))
+        return Measured(probe, cpu=WorkerGroupSize(1, 1), gpu=WorkerGroupSize(1, 1))
 
     def _threads(self, *, gpus: int) -> int:
         return layout_of(self._options, (cores_here(),), gpus).threads
@@ -505,7 +505,7 @@ class _Crew:
     def receipts(self, threads: ThreadPoolExecutor) -> Generator[Receipts, None, None]:
         """What threads make until all of them have ended; raises what one of them failed with."""
         yield from self._until_ended([threads.submit(self._take_parts) for _ in range(self._work.slots)])
-        losses = Losses(self._work.part, 1)
+        losses = WorkerFailures(self._work.part, 1)
         while self._short and not self._stop.requested:
             short, *self._short = self._short
             budget = self._work.lessened(short.number, losses.budget(short.number))

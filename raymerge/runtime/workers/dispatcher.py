@@ -14,7 +14,7 @@ from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.devices.devices import first_line
-from raymerge.runtime.workers.failures import ATTEMPTS, Cause, Loss, Losses
+from raymerge.runtime.workers.failures import ATTEMPTS, Cause, Loss, WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.placement import Placement
 from raymerge.runtime.workers.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
@@ -133,7 +133,7 @@ _IDLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class DispatchPolicy:
     """What is otherwise for some pieces of work."""
 
     copies: frozenset[int] = frozenset()
@@ -146,11 +146,11 @@ class Terms:
     """How long the cluster may take to add a node."""
 
 
-USUAL_TERMS = Terms()
+USUAL_TERMS = DispatchPolicy()
 """Those of equal workers on one machine."""
 
 
-class Shift:
+class Dispatcher:
     """One call of ``Pool.run``."""
 
     def __init__(
@@ -163,7 +163,7 @@ class Shift:
         placement: Placement,
         patience: float,
         on_event: OnEvent,
-        terms: Terms = USUAL_TERMS,
+        terms: DispatchPolicy = USUAL_TERMS,
     ) -> None:
         """
         Args:
@@ -188,7 +188,7 @@ class Shift:
         )
         self._patience = patience
         self._on_event = on_event
-        self._losses = Losses(work.part, len(team.actors))
+        self._losses = WorkerFailures(work.part, len(team.actors))
         self._transient: Counter[int] = Counter()
         self._failed_starts: Counter[bool] = Counter()
         self._looked_at = self._busy_at = time.monotonic()

@@ -52,7 +52,7 @@ class Loss:
         return self.cause in (Cause.ENDED, Cause.STILL)
 
 
-class Losses:
+class WorkerFailures:
     """Counts losses of one call of ``Pool.run``."""
 
     def __init__(self, part: str, workers: int) -> None:

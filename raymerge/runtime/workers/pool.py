@@ -15,7 +15,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.runtime.devices.choice import Choice, Probe
 from raymerge.runtime.devices.probe import Sample
-from raymerge.runtime.workers.sizing import Crew
+from raymerge.runtime.workers.sizing import WorkerGroupSize
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -122,9 +122,9 @@ class Measured:
 
     probe: Probe
     """Measured in one of its workers."""
-    cpu: Crew
+    cpu: WorkerGroupSize
     """Workers that it would have on processors."""
-    gpu: Crew
+    gpu: WorkerGroupSize
     """Workers that it would have on GPUs, each on its own."""
 
 

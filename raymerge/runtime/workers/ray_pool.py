@@ -12,12 +12,20 @@ from raymerge.events import CarriersChosen, OnEvent, RayEnded, RoomAwaited
 from raymerge.options import RunOptions
 from raymerge.runtime.devices.choice import Choice, GpuError
 from raymerge.runtime.devices.probe import Sample
-from raymerge.runtime.workers.dispatcher import Shift, Terms
+from raymerge.runtime.workers.dispatcher import Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
 from raymerge.runtime.workers.pool import UNIT, Measure, Measured, Receipts, Stop, Work
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_nodes import Demand, Nodes
-from raymerge.runtime.workers.sizing import Crew, Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
+from raymerge.runtime.workers.sizing import (
+    Layout,
+    Machine,
+    WorkerGroupSize,
+    embedded_slots,
+    layout_of,
+    no_gpu,
+    no_room,
+)
 from raymerge.runtime.workers.worker import MergeWorker
 from raymerge.runtime.workers.worker_group import Team, probed
 
@@ -154,13 +162,13 @@ class RayPool:
             # They join once there is room for them; that they wait is what has the cluster grow.
             missing = self._layout.workers - len(self.team.actors)
             self.team.actors += [self.team.spawn() for _ in range(missing)]
-        terms = Terms(
+        terms = DispatchPolicy(
             copies=self._add_carriers(work, numbers),
             surveyed=self._surveyed,
             leaves=growing and self._is_last,
             growth_seconds=_GROWTH_SECONDS if growing else 0.0,
         )
-        shift = Shift(
+        shift = Dispatcher(
             self.team,
             self._nodes,
             work,
@@ -347,7 +355,7 @@ class RayPool:
         probe = probed(self._connection.ray, answer)
         return Measured(probe, self._crew(cpu, with_gpu=False), self._crew(self._layout, with_gpu=True))
 
-    def _crew(self, layout: Layout, *, with_gpu: bool) -> Crew:
+    def _crew(self, layout: Layout, *, with_gpu: bool) -> WorkerGroupSize:
         """Workers are spread, so that they are on as many machines as they can be."""
         rooms = [machine.room(layout.threads, with_gpu=with_gpu) for machine in self._machines()]
-        return Crew(layout.workers, min(layout.workers, sum(room > 0 for room in rooms)))
+        return WorkerGroupSize(layout.workers, min(layout.workers, sum(room > 0 for room in rooms)))

@@ -40,7 +40,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class WorkerGroupSize:
     """Workers of one kind, where they would be."""
 
     workers: int

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from raymerge.runtime.workers.pool import Runner, Work
 
 
-class Pulse:
+class Heartbeat:
     """Processor time of the threads that are at work in this process."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class MergeWorker:
         self._name = name
         self._wanted = device
         self._runner: Runner | None = None
-        self._pulse = Pulse()
+        self._pulse = Heartbeat()
 
     def ready(self) -> dict[str, Any]:
         """Its process, where that is, and what it computes on, once it can work."""

@@ -15,7 +15,7 @@ from raymerge.storage.local.store import LocalStore
 _FILE = "hidden_states.bin"
 
 
-class KeptStates(Protocol):
+class HiddenStates(Protocol):
     """Hidden states by run: float32 ``[T, hidden]`` on the CPU."""
 
     def put(self, run: int, hidden: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ def kept_nbytes(lengths: Sequence[int], width: int) -> int:
 
 
 @contextmanager
-def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[KeptStates]:
+def keep_states(lengths: Sequence[int], width: int, *, spill: Path | None) -> Iterator[HiddenStates]:
     """Keep states in memory, or in a file below ``spill`` that is gone afterwards.
 
     Raises:

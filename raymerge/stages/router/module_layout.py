@@ -123,7 +123,7 @@ _STATE_SPACE = frozenset({"A_log", "D"})
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModuleLayout:
     """Where everything is."""
 
     decoder: Any
@@ -144,7 +144,7 @@ class Anatomy:
     """Paths in each layer of the modules that hold its feed-forward network."""
 
 
-def dissect(base: Source, model: Any, weights: Weights) -> Anatomy:
+def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
     """Find the parts of the base's model.
 
     Args:
@@ -167,7 +167,7 @@ def dissect(base: Source, model: Any, weights: Weights) -> Anatomy:
     feed_forward = tuple(search.feed_forward(number, layer) for number, layer in enumerate(layers))
     search.state_spaces(layers)
     search.finish(type(model).__name__)
-    return Anatomy(decoder, embedding, name, word, layers, outside, inside, feed_forward)
+    return ModuleLayout(decoder, embedding, name, word, layers, outside, inside, feed_forward)
 
 
 class _Search:

@@ -17,9 +17,9 @@ import torch
 from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call
-from raymerge.stages.router.hidden_states import KeptStates, keep_states, kept_nbytes
+from raymerge.stages.router.hidden_states import HiddenStates, keep_states, kept_nbytes
 from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.streamed_model import HollowModel
+from raymerge.stages.router.streamed_model import StreamedModel
 
 
 class LayerVisitor(Protocol):
@@ -48,7 +48,7 @@ class LayerStream:
             base: the model.
         """
         self._base = base
-        self._spare: HollowModel | None = None
+        self._spare: StreamedModel | None = None
 
     def __getstate__(self) -> Source:
         return self._base
@@ -118,12 +118,12 @@ class LayerStream:
         return read
 
     @contextmanager
-    def _model(self) -> Iterator[HollowModel]:
+    def _model(self) -> Iterator[StreamedModel]:
         """The hollow model, of this caller alone; what was left after a failure is not used again."""
         model, self._spare = self._spare, None
         if model is None:
             with Weights(self._base) as weights:
-                model = HollowModel(self._base, weights)
+                model = StreamedModel(self._base, weights)
         yield model
         self._spare = model
 
@@ -131,7 +131,7 @@ class LayerStream:
 class _Calls:
     """How layers are called, which depends on the number of tokens only; the latest are kept."""
 
-    def __init__(self, model: HollowModel, device: torch.device, *, limit: int) -> None:
+    def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
         """
         Args:
             model: whose layers.
@@ -155,7 +155,9 @@ class _Calls:
         return self._found[length]
 
 
-def _embedded(model: HollowModel, runs: Sequence[TokenRun], states: KeptStates, device: torch.device) -> int:
+def _embedded(
+    model: StreamedModel, runs: Sequence[TokenRun], states: HiddenStates, device: torch.device
+) -> int:
     """Put what goes into the first layer where it is kept; returns the bytes read."""
     read = 0
     for number, run in enumerate(runs):
@@ -166,10 +168,10 @@ def _embedded(model: HollowModel, runs: Sequence[TokenRun], states: KeptStates, 
 
 
 def _layer(
-    model: HollowModel,
+    model: StreamedModel,
     layer: int,
     lengths: Sequence[int],
-    states: KeptStates,
+    states: HiddenStates,
     visitor: LayerVisitor,
     calls: _Calls,
 ) -> int:

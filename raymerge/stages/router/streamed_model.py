@@ -19,7 +19,7 @@ from raymerge.planner.inputs.sources import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.stages.router.meta_model import NO_PROMPTS_REMEDY, bare_model
-from raymerge.stages.router.module_layout import Anatomy, Parameter, dissect, state_of
+from raymerge.stages.router.module_layout import ModuleLayout, Parameter, dissect, state_of
 
 
 def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: torch.device) -> list[str]:
@@ -71,7 +71,7 @@ _WIDE_COPIES = 8
 # Matrices of a layer's temporaries that are in memory at once, at most: of scores, of states, of the widest.
 
 
-class HollowModel:
+class StreamedModel:
     """The base's model on the meta device; parts of it are filled while they are needed.
 
     Making one finds out, on random numbers, whether the model can be run so at all.
@@ -89,7 +89,7 @@ class HollowModel:
         self._base = base
         self._weights = weights
         # Whoever holds the decoder holds the layers; the head goes.
-        self._anatomy: Anatomy = dissect(base, bare_model(base), weights)
+        self._anatomy: ModuleLayout = dissect(base, bare_model(base), weights)
         # It means nothing without training, and of the few rows that are in memory it may be none.
         self._anatomy.embedding.padding_idx = None
         self._as_tuple = False

@@ -16,7 +16,7 @@ from raymerge.storage.hub.refusals import asked
 from raymerge.storage.hub.store import HubStore, repository_info
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.refusals import changed
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo
 
 _INDEX_NBYTES = 64 << 20
@@ -33,7 +33,7 @@ class SnapshotStore(LocalStore):
         self,
         root: Path,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """
@@ -58,7 +58,7 @@ class SnapshotStore(LocalStore):
 
 
 def open_hub(
-    place: HubPlace, *, patience: Patience | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: HubPlace, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> SnapshotStore | HubStore:
     """The store of a commit: its copy in the Hub's cache where that is whole, else the Hub.
 
@@ -101,12 +101,12 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
     except OSError:
         if known is not None:
             return place.at(known)
-    return place.at(Patience().have(ask, path=str(place), doing="looking", again=lambda _: None))
+    return place.at(RetryPolicy().have(ask, path=str(place), doing="looking", again=lambda _: None))
 
 
 def listed_store(place: HubPlace) -> HubStore | None:
     """A repository as the Hub has it now, its files listed; None where the Hub does not tell."""
-    patience = Patience()
+    patience = RetryPolicy()
     patience.end()
     try:
         told = repository_info(place, files=False, seconds=LOOKUP_SECONDS)

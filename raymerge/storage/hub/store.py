@@ -17,7 +17,7 @@ from raymerge.storage.hub.refusals import asked, refusal
 from raymerge.storage.local.transfers import as_bytes
 from raymerge.storage.refusals import changed, ends_before, reading
 from raymerge.storage.remote import FarStore, Pieces
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 _LOOK_SECONDS = 30.0
@@ -224,7 +224,7 @@ class HubStore(FarStore):
         self,
         place: HubPlace,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """
@@ -241,7 +241,7 @@ class HubStore(FarStore):
         self.root = str(place)
         self._place = place
         self._expected = dict(expected)
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._files = HubFiles(place)
         self._pieces = Pieces()
         self._lock = threading.Lock()

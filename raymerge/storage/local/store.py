@@ -21,7 +21,7 @@ from raymerge.storage.local.open_files import OpenFiles
 from raymerge.storage.local.transfers import as_bytes, read_fully, write_fully
 from raymerge.storage.ranges import Range
 from raymerge.storage.refusals import changed, ends_early, reading, room_error, unlistable, writing
-from raymerge.storage.retry import KEPT, TRANSIENT, Patience, said
+from raymerge.storage.retry import KEPT, TRANSIENT, RetryPolicy, said
 from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, is_key
 
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
@@ -86,7 +86,7 @@ class LocalStore:
         self,
         root: Path,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
         guard: Callable[[], None] | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class LocalStore:
         """
         self.root = root
         self._top = str(root)
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._expected = {self.location(key): info for key, info in expected.items()}
         self._met: set[str] = set()
         self._lost: set[str] = set()

@@ -40,7 +40,7 @@ READ_SECONDS = 30.0
 _CONNECT_SECONDS = 10
 _WHOLE_SECONDS = 600
 _RETRIES = 3
-"""What the client tries again by itself; ``Patience`` goes on from there."""
+"""What the client tries again by itself; ``RetryPolicy`` goes on from there."""
 _RETRY_SECONDS = 60
 _MOST_WAIT_SECONDS = 5
 _PAGE = 1000

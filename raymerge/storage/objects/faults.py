@@ -45,7 +45,7 @@ def asking(place: str, location: str) -> Iterator[None]:
         location: the object, or the place itself, for messages.
 
     Raises:
-        OSError: what may be tried again, with a number that ``Patience`` knows; or that the object is gone.
+        OSError: what may be tried again, with a number that ``RetryPolicy`` knows; or the object is gone.
         CheckpointError: what will not change by itself: the object is another, there is no such bucket, the
             credentials do not do, or nobody gives any.
         OptionError: the server may not be asked without TLS.

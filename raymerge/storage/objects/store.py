@@ -15,7 +15,7 @@ from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, file_inf
 from raymerge.storage.objects.faults import asking
 from raymerge.storage.refusals import changed, ends_before, reading
 from raymerge.storage.remote import FarStore, Pieces
-from raymerge.storage.retry import Patience
+from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ObjectStore(FarStore):
         self,
         place: str,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         expected: Mapping[str, FileInfo] = NO_FILES,
         read_seconds: float = READ_SECONDS,
     ) -> None:
@@ -57,7 +57,7 @@ class ObjectStore(FarStore):
         """
         self.root = str(parse_place(place))
         self._top = shown(self.root)
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._expected = dict(expected)
         self._read_seconds = read_seconds
         self._seen: dict[str, FileInfo] = {}

@@ -25,7 +25,7 @@ from raymerge.storage.objects.stream import (
     part_bytes,
     refusing,
 )
-from raymerge.storage.retry import KEPT, Patience
+from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.store import Buffer, FileInfo
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def _unguarded() -> None:
 class ObjectWriter:
     """Writes below one place of an object store. Thread-safe."""
 
-    def __init__(self, place: str, *, patience: Patience | None = None, seconds: float | None = None) -> None:
+    def __init__(
+        self, place: str, *, patience: RetryPolicy | None = None, seconds: float | None = None
+    ) -> None:
         """
         Args:
             place: with its options.
@@ -74,7 +76,7 @@ class ObjectWriter:
             CheckpointError: there are no credentials.
         """
         self.place = place
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._address = parse_place(place)
         if seconds is None:
             self._objects = object_client(self._address)
@@ -324,7 +326,7 @@ def _version(found: Any) -> str:
 
 
 _CONNECT_SECONDS, _READ_SECONDS, _ATTEMPTS = 5, 10, 2
-"""Of one request; ``Patience`` goes on from there."""
+"""Of one request; ``RetryPolicy`` goes on from there."""
 _SIGNED = timedelta(minutes=1)
 _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
