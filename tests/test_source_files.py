@@ -98,7 +98,7 @@ def test_weights_that_no_rule_is_about_stop_a_plan_and_a_run(
     recipe = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 1.0}}]}
     if name == "org/zoo":
         # What a repository lists is refused before it is fetched, so that there is nothing to plan with.
-        with pytest.raises(PlanError, match="2_Dense/model.safetensors"):
+        with pytest.raises(PlanError, match=r"2_Dense/model\.safetensors"):
             plan_for(recipe, tmp_path / "out", options)
     else:
         (merge,) = plan_for(recipe, tmp_path / "out", options)
