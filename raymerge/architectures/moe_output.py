@@ -1,4 +1,4 @@
-"""The config of a built mixture of experts."""
+"""The config of a built mixture of experts, and the names of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of each file of a checkpoint's directory.
+"""What becomes of each file of a checkpoint's directory, and of links in it.
 
 It is read, copied as a companion, left out by a rule that has a name, or holds weights that no rule is about.
 """

@@ -1,4 +1,4 @@
-"""Files of JSON that come with a model, read as transformers reads them, but within bounds."""
+"""JSON files that come with a model: read within bounds, and headers strictly."""
 
 from __future__ import annotations
 

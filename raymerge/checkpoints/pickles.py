@@ -3,6 +3,12 @@
 A file that torch saved is a zip archive: ``data.pkl`` describes the tensors, and every storage is an
 uncompressed record. torch itself reads the description, in the way that runs no code and makes tensors
 without data; where it places their storages is proved by the archive's own directory.
+
+How large what a pickle describes would be, found out before anything is built of it.
+
+A pickle of a few hundred bytes can describe a tuple that holds another one twice, and that one a third one
+twice, forty levels deep. It takes next to no memory; but whoever takes it for the key of a map goes through
+all 2**40 ends of it, and one that is a million levels deep exhausts the stack, which ends the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a profile says of how to run, with the flags of the command line, which win."""
+"""Options of commands, and what a profile says in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values of a document: texts, numbers, switches, choices. Each reader refuses with ``FaultError``."""
+"""Fields of documents: maps with known keys, and values of each kind. Readers refuse with ``FaultError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What is computed of a logical tensor: float32 pieces of its inputs, deltas, and the method's kernel."""
+"""What is computed of a logical tensor: its float32 inputs, gathered rows, deltas, the method's kernel.
+
+Makes the rows of assembled inputs in float32: adds products, places rows, takes means.
+
+Every row is computed alike for any tile and any number of threads: products of matrices and sums over rows
+are taken in groups of ROW_GROUP stored rows, with one thread; the rest is element by element.
+"""
 
 from __future__ import annotations
 

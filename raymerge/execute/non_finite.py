@@ -1,4 +1,4 @@
-"""Finds which stored value made a row NaN or infinite."""
+"""Finds NaN and infinity in stored bytes, and the source value that made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Makes segments: lanes that read, compute and write in turn, all under one byte budget."""
+"""Makes segments: lanes that read, compute and write in turn, all under one byte budget.
+
+Keeps the C allocator from holding on to much more than what lives.
+
+Several lanes get and free memory of all sizes side by side. What they free stays with the allocator, in
+pieces that the next tile often does not fit into: without a word it comes to two or three times of what is in
+use at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear combinations of bfloat16 as it is stored, a whole tile in one call.
+"""Linear combinations of float32 vectors in one sweep, and of bfloat16 as it is stored.
 
 Element by element these are the operations of ``combine``, in its order and each rounded to float32. They are
 written once more because words are widened on their way into the arithmetic: copies of the inputs in float32
@@ -7,6 +7,11 @@ changes are counted from.
 
 Arguments that all have: ``out`` ``[n]``, written to; ``words``, the memory that holds all inputs; ``places``,
 where in it each input begins.
+
+Linear combinations of vectors, in one sweep: all products, sums and differences are rounded to float32.
+
+``raymerge.methods.sums``, ``gram``, ``arc`` and ``nearswap`` say what is computed and why so. Factors come as
+float64 and are rounded once. Vectors are taken a run at a time, which the nearest cache holds.
 """
 
 from __future__ import annotations

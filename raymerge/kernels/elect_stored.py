@@ -1,9 +1,16 @@
-"""The merges of ``raymerge.kernels.elect`` of a few sources of bfloat16: all sources of an element at once.
+"""The merges of ``raymerge.kernels.elect``, of bfloat16 as it is stored.
 
 What is computed of an element stays in registers from the stored numbers to the result. For that the number
 of sources must be known when a loop is compiled, so it is the length of tuples. With ``MOST`` sources or
 fewer the compiler writes out the loops over them and works on many elements at once; with more it does
 neither, so those merges go source by source.
+
+A chunk of every input is widened, merged by the loops there and rounded, before the next one is.
+
+The merges of ``raymerge.kernels.elect_stored`` of a few deltas thinned by rank.
+
+The terms of a chunk are found delta after delta; what is made of those of an element stays in registers, as
+in ``raymerge.kernels.elect_stored``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the deltas of a few sources of bfloat16 lie apart: all sources of an element at once.
+"""How far deltas of stored bfloat16 lie apart, and how large they are.
 
 ``raymerge.kernels.selection.spread`` says how far they do, in float64 and with a root. Of nearly all
 elements float32 tells whether that is above a level: the sum of the squared differences of all pairs, divided

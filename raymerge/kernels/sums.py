@@ -4,6 +4,11 @@ That order suits a processor: a run of elements is read side by side and kept as
 while all products of it are taken, and each product is folded to a few lanes in registers. Elements are
 reached through slices, for an index into a slice cannot be negative: those that could be are looked up one by
 one, with many times the work.
+
+Inner products of bfloat16 as it is stored, a whole tile in one call.
+
+Products are folded by the parts of ``sums``, in the same order, so that bits are the same. Words become
+float64 as they are loaded, a run at a time: copies of whole pieces in float32 would cost up to a third more.
 """
 
 from __future__ import annotations

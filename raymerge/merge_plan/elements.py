@@ -1,4 +1,4 @@
-"""What of a plan is moved and not computed: its bytes are the same whatever device they pass."""
+"""Stored bytes as elements of logical tensors, and what of a plan is copied without being computed."""
 
 from __future__ import annotations
 

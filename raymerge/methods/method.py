@@ -2,6 +2,11 @@
 
 A method is tensors in, a tensor out: no files, names, logging, clocks or ambient randomness. What it
 needs to know of a tensor beside its elements (parameters, random keys, shape) comes in ``Settings``.
+
+Kernels that take bfloat16 as it is stored, and give it as it will be stored: a whole tile in one call.
+
+Most merges are of bfloat16 into bfloat16. Going through a tile piece by piece, calls back and forth take
+longer there than the arithmetic; and each of them asks for the lock that all of a worker's threads share.
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ A pair of neighbours shares one 64-bit hash: an element's number, from 0 to 2**3
 even index and the upper half at an odd one. It is kept if its number is below density * 2**32, so that
 densities are told apart to 2**-32, and rounded up: one that is not 0 keeps one element in 2**32 at the least,
 and one within 2**-32 of 1 keeps them all.
+
+Random numbers without a generator: each is a function of a key and its index, as the masks are.
+
+They are made of the hash behind the masks of ``keep_mask``: one key must not serve a mask and numbers, or
+normal and uniform numbers, that are to be independent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,23 @@
-"""Segments on workers, event by event: handed out largest first, made at the paces that lanes leave others.
+"""What a run of a plan would take on a cluster, simulated segment by segment.
 
 A lane reads, computes and writes one after the other, load by load; what overlaps are the lanes of a worker.
 Over many loads that is a steady pace: a lane alone takes the sum of the three times, and among others longer,
 as it waits for them at storage, links, threads and cores. Between two events, the begin or the end of a
 segment, all paces stay as they are.
+
+What a run would take on a cluster: the segments of the real plan, by the driver's rules, on a model of it.
+
+Pure arithmetic: nothing is read, and two calls give equal results.
+
+How fast lanes go on that wait for each other.
+
+A lane does one thing after the other: it reads, computes and writes. At each of these it finds others that
+want the same, and takes as long as it would alone times their number, itself among them, for each that can be
+served at once. Whom it finds follows from how long everything takes them, so both are worked out in turn
+until nothing changes. (That is approximate mean value analysis of a closed network, where every lane is a
+class.)
+
+So lanes never overlap without a gap: a resource is busy all the time only where they wait for nothing else.
 """
 
 from __future__ import annotations

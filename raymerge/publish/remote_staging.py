@@ -1,8 +1,12 @@
-"""An output place in an object store, which renames nothing: shards come under their final names, and what
-makes them a checkpoint is written last.
+"""An output place in an object store, which renames nothing: shards come under their final names.
 
 All small files grow in a local control directory, as they would beside a local output, and are mirrored below
 the place's run record, so that any machine can take up what another one began.
+
+The journal of a run whose output is in an object store, mirrored for whoever asks meanwhile how it goes.
+
+It is no ground for anything, so nothing waits for it and nothing ends by it: it has a thread and a connection
+of its own, and what the store refuses is tried again a few seconds later.
 """
 
 from __future__ import annotations

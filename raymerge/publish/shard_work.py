@@ -1,4 +1,11 @@
-"""The work of a merge whose output is in an object store: whole shards of one plan."""
+"""The work of a merge whose output is in an object store: whole shards of one plan.
+
+How one shard is made by itself, from its first byte to its last, for a place that takes no other order.
+
+In a plan, bytes that are equal are made once and written to all of their places, and codes are made together
+with their scales. Here every shard has all of its bytes made for itself, and what would have to wait for too
+long until its place is reached is made again when it is.
+"""
 
 from __future__ import annotations
 

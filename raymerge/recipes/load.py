@@ -1,4 +1,10 @@
-"""From a file, a text or a mapping to a checked recipe; everything that is wrong is told at once."""
+"""From a file, a text or a mapping to a checked recipe; everything that is wrong is told at once.
+
+Recipes as far as they can be read: what is wrong is left out, so that the rest can be looked at.
+
+One run is to tell everything that is wrong. So a recipe that is refused is still read without what is wrong
+in it, and what comes after reading, such as finding the models, goes on with that.
+"""
 
 from __future__ import annotations
 

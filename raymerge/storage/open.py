@@ -1,4 +1,4 @@
-"""From a place to the store that serves it."""
+"""From what a recipe calls a model to its place, and from a place to the store that serves it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 Names and shapes are compared on the meta device, as loading would map them, for a model of any size. If
 the weights fit the memory they are loaded as users load them, the logits of a few tokens must be finite, and
 a few more are generated.
+
+The model that transformers builds of a config, without a number in memory, and how it would be loaded.
+
+Loading is transformers' own: its classes, its conversions between experts that are stored one by one and
+together, its ties, its quantisers. Only the tensors are on the meta device, which has shapes and no numbers.
 """
 
 from __future__ import annotations

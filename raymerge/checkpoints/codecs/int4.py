@@ -1,4 +1,11 @@
-"""INT4: whole numbers from -8 to 7 with a scale for each group, as compressed-tensors packs them."""
+"""INT4: whole numbers from -8 to 7 with a scale for each group, as compressed-tensors packs them.
+
+Finds the scale that numbers had when they were codes of INT4, from the numbers alone.
+
+Codes times a scale, rounded to bfloat16, are near multiples of it, and the scale that quantisers choose makes
+the largest of them 7 or -8. So the largest magnitude tells it, but for the rounding; and those that are 1, 2
+or 4 times the scale tell it exactly, since such products are not rounded.
+"""
 
 from __future__ import annotations
 

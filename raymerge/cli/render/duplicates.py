@@ -1,4 +1,4 @@
-"""Output that equals other output, in lines for people."""
+"""Duplicates and encoding errors of an output, in lines for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What KubeRay's operator refuses though the schema of its objects lets it through."""
+"""All that stands in the way of a run on Kubernetes and can be known without asking the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates of pods."""
+"""Templates of pods, and manifests as YAML."""
 
 from __future__ import annotations
 

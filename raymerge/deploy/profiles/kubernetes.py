@@ -1,4 +1,4 @@
-"""The pods of a cluster on Kubernetes: the head's, those of groups of workers, and what they mount."""
+"""The section of a profile for KubeRay on Kubernetes, and the pods of its cluster."""
 
 from __future__ import annotations
 

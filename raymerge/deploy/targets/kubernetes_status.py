@@ -1,4 +1,9 @@
-"""What a RayJob says of itself, in words."""
+"""The state of a RayJob: what it says of itself, its pods, and its driver's log.
+
+The driver's log, from the Jobs API of the run's Ray cluster, through the proxy of the API server.
+
+In HTTPMode no pod prints it: it is a file of the head's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of an output place say of its runs, in words."""
+"""Runs of this machine, and of any other that sees the same output place, by the records beside it."""
 
 from __future__ import annotations
 

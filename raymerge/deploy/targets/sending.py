@@ -1,4 +1,4 @@
-"""Notes of this machine on the runs that were sent away from it, so that a run's name says enough."""
+"""Runs that are sent to another machine: what their paths must be, and notes to find them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves of tables that name bytes of sources that these are there, and that views stay within them."""
+"""Proves that the bytes and views that tables name are there; collects contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What the output's config says of quantisation: the same as the tensors that are written."""
+"""What the output's config says of quantisation: the same as the tensors that are written.
+
+``quantization_config`` for an output in a format that its config's donor does not have.
+
+Fields are those that publishers write: DeepSeek-V3 for block FP8, gpt-oss for its MXFP4, and for the others
+compressed-tensors, as in Kimi-K2-Thinking (INT4).
+"""
 
 from __future__ import annotations
 

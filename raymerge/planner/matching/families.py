@@ -1,4 +1,4 @@
-"""Whether models may be merged by what their configs say: one config has to hold for all that is merged."""
+"""Whether models may be merged by what their configs say, and notes on what is worth telling."""
 
 from __future__ import annotations
 

@@ -3,6 +3,12 @@
 Which expert belongs with which is found in the weights, by a stage before the merge. What it will write is
 known from headers: the experts and routers of a model by their canonical names, in its own dtypes. The merge
 reads these in place of the model's own.
+
+What moves together when the experts of a layer change places, or the neurons within an expert.
+
+A mixture of experts computes the same in any order of its experts, if the router's rows and biases change
+places with them; and an expert computes the same in any order of its neurons: the rows of gate and up, their
+biases, and the columns of down (arXiv 2509.11348). Here stands which logical tensors those are.
 """
 
 from __future__ import annotations

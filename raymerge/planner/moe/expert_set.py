@@ -1,4 +1,11 @@
-"""Builds the plan of a recipe that changes the experts of one checkpoint, or makes a dense model of it."""
+"""Builds the plan of a recipe that changes the experts of one checkpoint, or makes a dense model of it.
+
+Makes the output tensors that change with the experts, in the layout of the checkpoint they belong to.
+
+Where an expert stays what it is and lies as it will lie, its bytes are copied, whatever they mean: codes and
+scales of quantised experts too. Only where experts become one, or lie otherwise in the model that they come
+from, or an adapter adds to them, are their matrices looked at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An output tensor with the treatment that was chosen for it, and how selectors see it."""
+"""An output tensor with its method and parameters, and how selectors see it."""
 
 from __future__ import annotations
 

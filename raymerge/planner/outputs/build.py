@@ -1,4 +1,11 @@
-"""Build a plan: recipe and opened sources in, every output byte decided, every problem found."""
+"""Build a plan: recipe and opened sources in, every output byte decided, every problem found.
+
+Matrices that servers join, and whose codes therefore share the one scale of a matrix.
+
+Servers join q, k and v, and gate and up, of which each has such a scale in NVFP4, and take one of these for
+all: what is under another would be read wrongly. FP8 with one scale for a matrix needs nothing of the kind:
+servers encode it anew under the largest of the scales.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,11 @@
 
 What goes in comes out: without ``out_format`` and ``dtype`` a tensor is stored as the lead checkpoint has it.
 A ``dtype`` alone asks for plain numbers of that dtype, also of what the lead has as codes.
+
+The dtype of each output tensor.
+
+What goes in comes out: without a ``dtype`` in the recipe every tensor keeps the lead checkpoint's. With one,
+it replaces the checkpoint's main dtype; tensors that were kept in float32 on purpose stay so.
 """
 
 from __future__ import annotations

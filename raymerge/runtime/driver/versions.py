@@ -1,4 +1,10 @@
-"""Which files a run reads, and that they stay the same from its plan to its end."""
+"""Which files a run reads, and that they stay the same from its plan to its end.
+
+Which commits of the Hub a run reads: taken when it is planned, and kept until its output is there.
+
+A branch may move while a run is under way or interrupted. The same command then goes on with the commits that
+the run began with, as its record has them; a run that replaces it takes those of now.
+"""
 
 from __future__ import annotations
 

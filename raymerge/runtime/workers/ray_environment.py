@@ -1,4 +1,4 @@
-"""What must be set before ray is imported, and how a cluster is reached or started."""
+"""How Ray is set up, reached or started, and watched while it is embedded."""
 
 from __future__ import annotations
 

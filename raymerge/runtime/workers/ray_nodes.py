@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, and what is asked of a node rather than of a worker."""
+"""The nodes of a Ray cluster: those that are there, join later, or could never be added."""
 
 from __future__ import annotations
 

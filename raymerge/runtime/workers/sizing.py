@@ -1,4 +1,4 @@
-"""How many workers a run has, and how many threads of each compute at once."""
+"""How many workers a run has, how many threads each, and how much memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """The actor: does parts of the work that it is given, on its device. Threaded, so that one part reads while
-another computes."""
+another computes.
+
+Whether the threads that do parts get anywhere, by the processor time that they take.
+
+A thread that comes back from a read or a write has taken some, however slow the storage is; one that waits
+for something that does not come has not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a layer's sums go once all readings have been through it: to rows, or to a file."""
+"""Gathers what router rows are made of while the base model reads, and turns it into rows or files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Router rows by regression, as long as text that they were not made of says."""
+"""Router rows from what was summed up over prompts, directly or by ridge regression.
+
+Router rows from what was summed up over prompts.
+
+All arithmetic is float64, rounded once to float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The parts of a model that is on the meta device: its layers, what is around them, and where tensors go."""
+"""The parts of a model that is on the meta device: its layers, what is around them, and where tensors go.
+
+Which logical tensors of a checkpoint a parameter of transformers' model is made of.
+
+A parameter is one tensor of the checkpoint by the same name, or many experts' matrices stacked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte ranges of the files of one commit on the Hub, as its servers give them."""
+"""A model on the Hub as a store: of its files only the byte ranges that are asked for are fetched."""
 
 from __future__ import annotations
 

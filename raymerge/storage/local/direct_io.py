@@ -1,4 +1,4 @@
-"""Writes extents of files past the page cache, whatever their alignment."""
+"""Extents of files read and written past the page cache."""
 
 from __future__ import annotations
 
