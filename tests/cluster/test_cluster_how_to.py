@@ -64,7 +64,7 @@ def test_its_messages_are_those_that_are_said() -> None:
     _, _, table = PAGE.partition("## What is said, and what to do")
     rows = [row for row in table.splitlines() if row.startswith("| `")]
     said = [each for row in rows for each in re.findall(r"`([^`]+)`", row.split("|")[1])]
-    sources = "".join(path.read_text() for path in (ROOT / "raymerge" / "runtime" / "targets").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "raymerge" / "deploy").rglob("*.py"))
     text = re.sub(r'"\s*\n\s*f?"', "", sources)
     assert len(said) > 15
     assert [each for each in said if not all(part in text for part in each.split(" ... "))] == []

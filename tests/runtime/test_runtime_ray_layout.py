@@ -490,7 +490,7 @@ def _terms(
         def goes_on(self, _: Stop) -> bool:
             return False
 
-    monkeypatch.setattr(ray_pool, "Shift", Made)
+    monkeypatch.setattr(ray_pool, "Dispatcher", Made)
     work: Any = _Copies(frozenset(copied), part)
     assert list(pool.run(work, range(10), Stop())) == []
     return found[0]
