@@ -230,7 +230,7 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
     """The account of a plan; a budget that is too small, what its stages lack, and what is said beside it
     are problems of it too."""
     from raymerge.planner.explain import explain
-    from raymerge.planner.inputs.sources import reads_far
+    from raymerge.planner.inputs.source import reads_far
     from raymerge.runtime.driver.chained_merges import stage_lines
 
     memory, problems = _projection(merge.plan, options, is_far=reads_far(merge.sources))

@@ -21,15 +21,8 @@ from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan
 from raymerge.planner.dispatch import plan_of, recipe_problems, stages_of, with_prepared
-from raymerge.planner.inputs.sources import (
-    OpenedModels,
-    Opener,
-    Source,
-    open_models,
-    opener_of,
-    unread_problems,
-)
-from raymerge.planner.inputs.stages import Stage
+from raymerge.planner.inputs.source import Source, Stage
+from raymerge.planner.inputs.sources import OpenedModels, Opener, open_models, opener_of, unread_problems
 from raymerge.planner.recipe_check import neutral_recipe
 from raymerge.recipes import AnyRecipe, Draft, ModelReference, Recipe, did_you_mean, references
 from raymerge.storage.open import USUAL, Lookup

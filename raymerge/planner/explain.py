@@ -23,7 +23,7 @@ from raymerge.merge_plan.memory import expression_passes
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.projection import Projection
 from raymerge.methods import find_method
-from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.source import Source, holdings
 
 _EXAMPLES = 5
 

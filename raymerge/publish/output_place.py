@@ -9,7 +9,7 @@ from pathlib import Path
 from raymerge.errors import OptionError, Problem, TargetError
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.source import Source, holdings
 from raymerge.publish.staging import Staging
 from raymerge.publish.stop_request import Asked, StopRequest
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown, with_options

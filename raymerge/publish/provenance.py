@@ -20,7 +20,7 @@ from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.dispositions import Disposition, Holding
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.explain import tensor_lines
-from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.source import Source, holdings
 from raymerge.storage.hub.download import blob_digest, snapshot_revision
 from raymerge.storage.store import is_key
 

@@ -16,8 +16,7 @@ from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import CheckpointError, Problem
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.tables import Plan
-from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.planner.inputs.stages import Prepared
+from raymerge.planner.inputs.source import Prepared, Source, holdings
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.provenance import Made, provenance
 from raymerge.storage.addresses import is_remote, parse_place, shown

@@ -20,7 +20,8 @@ from raymerge.errors import Problem
 from raymerge.merge_plan.plan import Plan
 from raymerge.merge_plan.projection import project
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
-from raymerge.planner.inputs.sources import Source, open_sources
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, parse_recipe
 

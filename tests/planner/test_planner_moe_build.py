@@ -14,8 +14,7 @@ from kits.plan_maker import Planned, header_checkpoint, llama
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.planner.chained_merges import plan_merges
-from raymerge.planner.inputs.sources import holdings
-from raymerge.planner.inputs.stages import GateSpec
+from raymerge.planner.inputs.source import GateSpec, holdings
 from raymerge.recipes import recipe_from_mapping
 
 

@@ -22,7 +22,7 @@ from raymerge.merge_plan.dispositions import Fates
 from raymerge.merge_plan.memory import expression_passes
 from raymerge.merge_plan.plan import SCHEMAS, Plan
 from raymerge.merge_plan.projection import project
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.outputs import outputs
 from raymerge.planner.outputs.activation_scales import ActivationScales
 

@@ -31,7 +31,7 @@ from kits.model_parents import save
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.stages.router.prompts import TokenRun
 from raymerge.stages.router.stream_layers import LayerStream
 from raymerge.stages.router.streamed_model import StreamedModel

@@ -28,8 +28,7 @@ from kits.layer_streams import open_base
 
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.inputs.sources import Source
-from raymerge.planner.inputs.stages import Constant, ExpertPrompts
+from raymerge.planner.inputs.source import Constant, ExpertPrompts, Source
 from raymerge.stages.router import gate_work
 
 STREAMED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge")

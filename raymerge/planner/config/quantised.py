@@ -22,7 +22,7 @@ from raymerge.checkpoints.quantisation.detect import Packed
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Output, PackedAs
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 
 _FORMATS: Mapping[Format, str] = MappingProxyType(
     {

@@ -22,7 +22,7 @@ from raymerge.checkpoints.quantisation.detect import Packed, PackedTensors, pack
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 
 CONVERT_FIRST = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT."
 """What helps wherever plain numbers are needed and codes of a format that is read are stored."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from raymerge.checkpoints.numbers import as_numbers
 from raymerge.errors import PlanError, UserError
 from raymerge.planner.inputs.quantised import quantised_tensors
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 
 
 def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:

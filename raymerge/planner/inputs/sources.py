@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raymerge.architectures import Rules, Stack, TiedPair, load_rules, module_finder, stacks, tied_pair
-from raymerge.architectures.sections import class_names, text_path, text_section
+from raymerge.architectures import Rules, TiedPair, load_rules, stacks, tied_pair
+from raymerge.architectures.sections import text_path, text_section
 from raymerge.checkpoints.adapters import Adapter, open_adapter
 from raymerge.checkpoints.index import PICKLE_ENDINGS
 from raymerge.checkpoints.pickles import conversion_command, read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, open_tensor_file, same_bytes
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
-from raymerge.merge_plan.dispositions import Holding
 from raymerge.planner.collector import collector_paused
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.unread import refuse_unread, unread_problem
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
 from raymerge.storage.addresses import as_path, is_remote, shown
 from raymerge.storage.open import USUAL, Lookup, resolve_source
 
 if TYPE_CHECKING:
-    from raymerge.planner.inputs.stages import Prepared
+    pass
 
 
 _ENDING = ".safetensors"
@@ -155,69 +155,6 @@ _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
 _NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One distinct model of the recipe, with its headers."""
-
-    index: int
-    """Position among the recipe's distinct models; the first is 0."""
-    reference: ModelReference
-    """What the recipe calls it."""
-    checkpoint: Checkpoint
-    """Its headers and config."""
-    adapter: Adapter | None
-    """What is laid over it."""
-    rules: Rules
-    """Naming rules of its family."""
-    stacks: tuple[Stack, ...]
-    """Its layer stacks."""
-    pair: TiedPair | None
-    """Its language-model head and embedding, where it has them."""
-    stored_head_is_embedding: bool
-    """True when the stored head was found byte-equal to the embedding that the config ties it to."""
-    prepared: tuple[Prepared, ...] = ()
-    """Results of stages that are read with it: aligned experts, router rows."""
-
-    @property
-    def name(self) -> str:
-        """The reference as text, for messages."""
-        return self.checkpoint.name
-
-    @property
-    def model_type(self) -> str:
-        """``model_type`` of the config, or "" where it is silent."""
-        return str(self.checkpoint.config.get("model_type") or "")
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Class names that the config, or the recipe's override, gives this model."""
-        override = self.reference.override_architecture
-        return (override,) if override else class_names(self.checkpoint.config)
-
-    def layer_stack(self, module: str | None) -> Stack | None:
-        """The one stack of layers that a slice of this module counts, or None where there is no such one."""
-        if module in (None, "default"):
-            return next((stack for stack in self.stacks if stack.is_main), None)
-        find = module_finder(self.checkpoint.config, self.stacks)
-        own = [stack for stack in self.stacks if find(f"{stack.prefix}.0.weight") == module]
-        return own[0] if len(own) == 1 else None
-
-
-def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
-    """Everything that a plan over these sources may read from, by its index there.
-
-    Models come first, then adapters, then what stages prepared.
-    """
-    models: list[Holding] = [source.checkpoint for source in sources]
-    adapters = (source.adapter for source in sources if source.adapter is not None)
-    return (*models, *adapters, *(each for source in sources for each in source.prepared))
-
-
-def reads_far(sources: Sequence[Source]) -> bool:
-    """Whether a plan over these sources reads from servers."""
-    return any(is_remote(each.root) for each in holdings(sources))
 
 
 Opener = Callable[[ModelReference], Checkpoint]

@@ -8,8 +8,8 @@ known beforehand, so the merge that reads it is planned before any stage runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from typing import Any
 import xxhash
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out
+from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.checkpoints.source import WeightFile
-from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Holding
-from raymerge.planner.inputs.sources import Source, holdings
+from raymerge.planner.inputs.source import AlignSpec, GateSpec, Prepared, Source, Stage, holdings
 from raymerge.storage.open import open_store
 
 RESULT_FILE = "model.safetensors"
@@ -38,131 +37,6 @@ _TOKENIZER = (
     "*.model",
     "*.tiktoken",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A tensor of one value that the output needs and no source has, such as zero biases."""
-
-    name: str
-    """Its name in the result."""
-    dtype: DType
-    """How it is stored."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    value: float
-    """The value of every element."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPrompts:
-    """What tells a router when to choose an expert."""
-
-    name: str
-    """What messages call the expert."""
-    positive: tuple[str, ...] = ()
-    """Texts for which it should be chosen."""
-    negative: tuple[str, ...] = ()
-    """Texts for which it should not."""
-    text: str = ""
-    """The content of its prompt file; "" without one."""
-    held_out: tuple[str, ...] = ()
-    """Texts that the report alone looks at."""
-
-
-@dataclass(frozen=True, slots=True)
-class GateSpec:
-    """Router rows of a mixture of experts to be made.
-
-    The result has ``router.{layer}`` float32 ``[experts, hidden]`` for each layer; where shared experts have
-    gates ``shared_gate.{layer}`` float32 ``[shared, hidden]``; and the constants.
-    """
-
-    base: Source
-    """The model that reads the prompts."""
-    mode: str
-    """``gate_mode`` of the recipe."""
-    experts: tuple[ExpertPrompts, ...]
-    """The routed experts, in the order of the rows."""
-    shared: tuple[ExpertPrompts, ...]
-    """Shared experts with a gate of their own."""
-    layers: tuple[int, ...]
-    """Layers that get rows."""
-    hidden_size: int
-    """Elements of a row."""
-    seed: int
-    """Chooses random rows."""
-    scale: float
-    """Factor on every finished row of routed experts."""
-    penalty: float
-    """Of ridge: the penalty, relative to the mean of the Gram matrix's diagonal."""
-    constants: tuple[Constant, ...]
-    """Other tensors of the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class AlignSpec:
-    """Experts of one model to be put into the order of another's.
-
-    The result has every expert's matrices and biases, the router's rows and its biases, layer by layer, by
-    their canonical names and in the other model's dtypes.
-    """
-
-    reference: Source
-    """The model whose order is kept."""
-    other: Source
-    """The model that is put in order."""
-    layers: tuple[int, ...]
-    """Layers of experts that both have."""
-    neurons: bool
-    """Whether the neurons inside an expert are matched as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One piece of work on weights, decided."""
-
-    name: str
-    """Directory of the result below the steps."""
-    title: str
-    """What people are told."""
-    place: str
-    """Where the recipe asks for it."""
-    spec: GateSpec | AlignSpec
-    """What is asked."""
-    layout: FileLayout
-    """The file of the result, but for its data."""
-    digest: str
-    """Of everything that its bytes depend on, as far as headers tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The result of a stage, as a holding that a plan reads from."""
-
-    name: str
-    """What messages call it."""
-    root: str
-    """Its directory."""
-    tensors: Mapping[str, StoredTensor]
-    """Every tensor by name."""
-    files: tuple[WeightFile, ...]
-    """Its one file; without a version as long as it is not made."""
-    stage: Stage
-    """What makes it."""
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor as it lies in its file, by name."""
-        return self.tensors
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors that a tensor consists of: itself."""
-        return (name,)
-
-    def whole(self, stored: str) -> str:
-        """Name of the tensor that a stored one belongs to: itself."""
-        return stored
 
 
 def make_stage(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from raymerge.architectures import Role, Stack, module_finder, rename_layer
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.layer_map import Member, Section, Span
 from raymerge.planner.matching.logical import LogicalTensors
 

@@ -13,7 +13,8 @@ from raymerge.architectures.sections import text_section
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fates
 from raymerge.methods import Method
-from raymerge.planner.inputs.sources import Source, model_references
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.bind import ineffective_parameters
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.layer_map import UNLISTED, Section

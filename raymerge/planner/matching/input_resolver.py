@@ -8,7 +8,7 @@ from typing import NamedTuple
 from raymerge.checkpoints.adapters import Factor
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, whole_place
 from raymerge.planner.matching.lora_overlay import LaidOver, is_transposed, tensors_of
 from raymerge.planner.moe.expert_permutation import Reordered, aligned_tensors

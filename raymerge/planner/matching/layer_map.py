@@ -15,7 +15,8 @@ import yaml
 
 from raymerge.errors import Problem
 from raymerge.methods import BaseUse, Method
-from raymerge.planner.inputs.sources import Path_, Source
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Path_
 from raymerge.recipes import ModelEntry, ModelReference, ModuleEntry, OutputSlice, Recipe, Setting
 
 Parameters = Mapping[str, Setting]

@@ -15,7 +15,8 @@ from raymerge.merge_plan.expressions import Output
 from raymerge.methods import BaseUse, Method, Takes
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Path_, Source, model_references
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Path_, model_references
 from raymerge.planner.matching.layer_map import UNLISTED, Member, Parameters, Span, averaged_in
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes import MethodRule, ModelReference, Recipe, Subject

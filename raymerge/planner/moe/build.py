@@ -34,8 +34,7 @@ from raymerge.methods import methods
 from raymerge.planner.collector import collector_paused
 from raymerge.planner.config.fields import output_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.planner.inputs.stages import Prepared, Stage
+from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.moe.expert_rows import ExpertRows, Matrix, repeated_rows
 from raymerge.planner.moe.gates import gate_stage, router_tensor, shared_gate_tensor

@@ -14,7 +14,7 @@ from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_expression
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.sources import holdings
+from raymerge.planner.inputs.source import holdings
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind

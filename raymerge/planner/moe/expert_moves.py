@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from raymerge.architectures.expert_fields import ExpertFields, expert_fields
 from raymerge.errors import Problem
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Path_, Source
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import Path_
 from raymerge.planner.moe.expert_blocks import ExpertBlock
 from raymerge.planner.moe.saliency import Scores
 from raymerge.recipes import AddedExpert, ExpertSetRecipe

@@ -40,7 +40,7 @@ from raymerge.planner.config.fields import output_config
 from raymerge.planner.config.quantised import config_of_copies
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import declared_dtype
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.families import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import Block, LogicalTensors, open_logical

@@ -9,7 +9,8 @@ from pathlib import Path
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.stages import ExpertPrompts, GateSpec, Stage, make_stage
+from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Stage
+from raymerge.planner.inputs.stages import make_stage
 from raymerge.planner.moe.shape import MoeShape
 from raymerge.recipes import Expert, MoeRecipe
 

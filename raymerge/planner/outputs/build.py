@@ -22,7 +22,7 @@ from raymerge.planner.config.config import plan_config
 from raymerge.planner.config.fields import vocabulary_size, with_fields
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised_sources import with_numbers
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.align import Aligner
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.stacking import check_stacks

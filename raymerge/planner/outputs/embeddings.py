@@ -16,7 +16,7 @@ from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, a
 from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod

@@ -28,7 +28,8 @@ from raymerge.merge_plan.expressions import (
 from raymerge.methods import Settings
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.sources import Path_, holdings
+from raymerge.planner.inputs.source import holdings
+from raymerge.planner.inputs.sources import Path_
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.bind import Binder, BindError
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput

@@ -9,7 +9,8 @@ from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.expressions import Output
 from raymerge.methods import Method
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.sources import Source, model_references
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import model_references
 from raymerge.planner.matching.align import Aligned, Aligner, modules_of
 from raymerge.planner.matching.families import (
     adapter_notes,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from raymerge.architectures import TiedPair, declared_tie
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.layer_map import Section, Span
 

@@ -21,8 +21,7 @@ from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.planner.inputs.stages import Prepared, Stage
+from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.journal import Journal
 from raymerge.publish.ledger import NAME, Ledger

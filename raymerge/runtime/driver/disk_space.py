@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.stages import Stage
+from raymerge.planner.inputs.source import Stage
 from raymerge.publish.staging import Staging
 from raymerge.storage.addresses import is_remote
 from raymerge.storage.local.disk_space import check_room, nearest

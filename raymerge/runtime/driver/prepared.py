@@ -9,8 +9,7 @@ from pathlib import Path
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import WeightFile
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.inputs.sources import Source
-from raymerge.planner.inputs.stages import GateSpec, Prepared, Stage
+from raymerge.planner.inputs.source import GateSpec, Prepared, Source, Stage
 from raymerge.runtime.driver.stage_run import result_digest
 from raymerge.runtime.driver.stage_work import sources_of_stage
 from raymerge.storage.local.store import LocalStore

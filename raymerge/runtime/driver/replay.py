@@ -23,7 +23,8 @@ from raymerge.errors import CheckpointError, Problem, UserError, VerificationErr
 from raymerge.execute.receipts import row_digests
 from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.chained_merges import PlannedMerge, plan_merges
-from raymerge.planner.inputs.sources import Opener, holdings, open_reference, pickles_read
+from raymerge.planner.inputs.source import holdings
+from raymerge.planner.inputs.sources import Opener, open_reference, pickles_read
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.conditions import difference
 from raymerge.publish.finish import check_shards, config_files, finished_files, kept_companions, written_files

@@ -13,7 +13,7 @@ import xxhash
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.finish import kept_companions
 from raymerge.publish.ledger import NAME, Ledger

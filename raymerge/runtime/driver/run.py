@@ -39,7 +39,7 @@ from raymerge.merge_plan.duplicates import FoundDuplicates, found_duplicates
 from raymerge.merge_plan.encoding_errors import EncodingErrors, encoding_errors
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
-from raymerge.planner.inputs.sources import Source, holdings, reads_far
+from raymerge.planner.inputs.source import Source, holdings, reads_far
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.finish import check_shards, finish_companions, finish_config, finished_files, parents_of
 from raymerge.publish.journal import Journal

@@ -20,8 +20,7 @@ from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.planner.inputs.sources import Source
-from raymerge.planner.inputs.stages import GateSpec, Stage
+from raymerge.planner.inputs.source import GateSpec, Source, Stage
 from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE
 from raymerge.runtime.workers.pool import UNIT, Runner
 from raymerge.storage.local.store import LocalStore

@@ -18,8 +18,7 @@ from raymerge.checkpoints.source import Checkpoint, WeightFile
 from raymerge.errors import CheckpointError, IncompleteError, Problem, UnreadableError, UserError
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.planner.inputs.sources import Source, holdings
-from raymerge.planner.inputs.stages import Prepared
+from raymerge.planner.inputs.source import Prepared, Source, holdings
 from raymerge.publish.ledger import NAME
 from raymerge.publish.run_records import entries_of, records_of
 from raymerge.publish.staging import is_untouched

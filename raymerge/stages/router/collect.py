@@ -9,7 +9,7 @@ import torch
 
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
-from raymerge.planner.inputs.stages import GateSpec, Stage
+from raymerge.planner.inputs.source import GateSpec, Stage
 from raymerge.stages.router.accumulate import Accumulator, accumulator, part_shapes
 from raymerge.stages.router.gates import rows_of
 from raymerge.stages.router.readings import Reading, Schedule

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from raymerge.errors import NonFiniteError, PlanError, Problem
-from raymerge.planner.inputs.stages import GateSpec
+from raymerge.planner.inputs.source import GateSpec
 from raymerge.stages.router.accumulate import FLOOR
 from raymerge.stages.router.readings import Schedule
 

@@ -11,7 +11,7 @@ from torch import nn
 from raymerge.architectures.sections import class_names
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 
 NO_PROMPTS_REMEDY = "Use gate_mode: cheap_embed or random, which do not run the base model."
 """What helps wherever a base model cannot be run."""

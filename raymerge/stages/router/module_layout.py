@@ -19,7 +19,7 @@ from raymerge.architectures import Role, describe, fused_layout, logical_name, l
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.elements import strided
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.meta_model import NO_PROMPTS_REMEDY
 

@@ -9,8 +9,7 @@ from typing import Any
 from raymerge.architectures.sections import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.sources import Source
-from raymerge.planner.inputs.stages import ExpertPrompts, GateSpec
+from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Source
 from raymerge.storage.fetched import fetched
 
 MOST_TOKENS = 512

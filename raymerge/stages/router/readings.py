@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from raymerge.errors import Problem
-from raymerge.planner.inputs.stages import GateSpec
+from raymerge.planner.inputs.source import GateSpec
 from raymerge.stages.router.prompts import TokenRun
 
 UNIT_TOKENS = 65_536

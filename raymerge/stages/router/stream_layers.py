@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call
 from raymerge.stages.router.hidden_states import HiddenStates, keep_states, kept_nbytes

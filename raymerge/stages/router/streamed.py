@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.stages import RESULT_FILE, GateSpec, Stage
+from raymerge.planner.inputs.source import GateSpec, Stage
+from raymerge.planner.inputs.stages import RESULT_FILE
 from raymerge.stages.router.accumulate import work_nbytes
 from raymerge.stages.router.collect import Collector, RowSink, Sink, SumSink, owners, sums_file
 from raymerge.stages.router.hidden_states import kept_nbytes

@@ -15,7 +15,7 @@ from torch import nn
 
 from raymerge.allocator import return_free_memory
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.sources import Source
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.stages.router.meta_model import NO_PROMPTS_REMEDY, bare_model

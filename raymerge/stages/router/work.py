@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raymerge.planner.inputs.stages import GateSpec, Stage
+from raymerge.planner.inputs.source import GateSpec, Stage
 from raymerge.recipes import RANDOM_GATES
 from raymerge.stages.router.direct import DirectWork
 from raymerge.stages.router.streamed import StreamedWork

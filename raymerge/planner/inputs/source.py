@@ -1,0 +1,205 @@
+"""What a plan reads from: the models of a recipe, and results of stages that run before the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raymerge.architectures import Rules, Stack, TiedPair, module_finder
+from raymerge.architectures.sections import class_names
+from raymerge.checkpoints.adapters import Adapter
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.layout import FileLayout
+from raymerge.checkpoints.source import Checkpoint, WeightFile
+from raymerge.dtypes import DType
+from raymerge.merge_plan.dispositions import Holding
+from raymerge.recipes import ModelReference
+from raymerge.storage.addresses import is_remote
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor of one value that the output needs and no source has, such as zero biases."""
+
+    name: str
+    """Its name in the result."""
+    dtype: DType
+    """How it is stored."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    value: float
+    """The value of every element."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPrompts:
+    """What tells a router when to choose an expert."""
+
+    name: str
+    """What messages call the expert."""
+    positive: tuple[str, ...] = ()
+    """Texts for which it should be chosen."""
+    negative: tuple[str, ...] = ()
+    """Texts for which it should not."""
+    text: str = ""
+    """The content of its prompt file; "" without one."""
+    held_out: tuple[str, ...] = ()
+    """Texts that the report alone looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """Router rows of a mixture of experts to be made.
+
+    The result has ``router.{layer}`` float32 ``[experts, hidden]`` for each layer; where shared experts have
+    gates ``shared_gate.{layer}`` float32 ``[shared, hidden]``; and the constants.
+    """
+
+    base: Source
+    """The model that reads the prompts."""
+    mode: str
+    """``gate_mode`` of the recipe."""
+    experts: tuple[ExpertPrompts, ...]
+    """The routed experts, in the order of the rows."""
+    shared: tuple[ExpertPrompts, ...]
+    """Shared experts with a gate of their own."""
+    layers: tuple[int, ...]
+    """Layers that get rows."""
+    hidden_size: int
+    """Elements of a row."""
+    seed: int
+    """Chooses random rows."""
+    scale: float
+    """Factor on every finished row of routed experts."""
+    penalty: float
+    """Of ridge: the penalty, relative to the mean of the Gram matrix's diagonal."""
+    constants: tuple[Constant, ...]
+    """Other tensors of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignSpec:
+    """Experts of one model to be put into the order of another's.
+
+    The result has every expert's matrices and biases, the router's rows and its biases, layer by layer, by
+    their canonical names and in the other model's dtypes.
+    """
+
+    reference: Source
+    """The model whose order is kept."""
+    other: Source
+    """The model that is put in order."""
+    layers: tuple[int, ...]
+    """Layers of experts that both have."""
+    neurons: bool
+    """Whether the neurons inside an expert are matched as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One piece of work on weights, decided."""
+
+    name: str
+    """Directory of the result below the steps."""
+    title: str
+    """What people are told."""
+    place: str
+    """Where the recipe asks for it."""
+    spec: GateSpec | AlignSpec
+    """What is asked."""
+    layout: FileLayout
+    """The file of the result, but for its data."""
+    digest: str
+    """Of everything that its bytes depend on, as far as headers tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result of a stage, as a holding that a plan reads from."""
+
+    name: str
+    """What messages call it."""
+    root: str
+    """Its directory."""
+    tensors: Mapping[str, StoredTensor]
+    """Every tensor by name."""
+    files: tuple[WeightFile, ...]
+    """Its one file; without a version as long as it is not made."""
+    stage: Stage
+    """What makes it."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor as it lies in its file, by name."""
+        return self.tensors
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that a tensor consists of: itself."""
+        return (name,)
+
+    def whole(self, stored: str) -> str:
+        """Name of the tensor that a stored one belongs to: itself."""
+        return stored
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One distinct model of the recipe, with its headers."""
+
+    index: int
+    """Position among the recipe's distinct models; the first is 0."""
+    reference: ModelReference
+    """What the recipe calls it."""
+    checkpoint: Checkpoint
+    """Its headers and config."""
+    adapter: Adapter | None
+    """What is laid over it."""
+    rules: Rules
+    """Naming rules of its family."""
+    stacks: tuple[Stack, ...]
+    """Its layer stacks."""
+    pair: TiedPair | None
+    """Its language-model head and embedding, where it has them."""
+    stored_head_is_embedding: bool
+    """True when the stored head was found byte-equal to the embedding that the config ties it to."""
+    prepared: tuple[Prepared, ...] = ()
+    """Results of stages that are read with it: aligned experts, router rows."""
+
+    @property
+    def name(self) -> str:
+        """The reference as text, for messages."""
+        return self.checkpoint.name
+
+    @property
+    def model_type(self) -> str:
+        """``model_type`` of the config, or "" where it is silent."""
+        return str(self.checkpoint.config.get("model_type") or "")
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Class names that the config, or the recipe's override, gives this model."""
+        override = self.reference.override_architecture
+        return (override,) if override else class_names(self.checkpoint.config)
+
+    def layer_stack(self, module: str | None) -> Stack | None:
+        """The one stack of layers that a slice of this module counts, or None where there is no such one."""
+        if module in (None, "default"):
+            return next((stack for stack in self.stacks if stack.is_main), None)
+        find = module_finder(self.checkpoint.config, self.stacks)
+        own = [stack for stack in self.stacks if find(f"{stack.prefix}.0.weight") == module]
+        return own[0] if len(own) == 1 else None
+
+
+def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
+    """Everything that a plan over these sources may read from, by its index there.
+
+    Models come first, then adapters, then what stages prepared.
+    """
+    models: list[Holding] = [source.checkpoint for source in sources]
+    adapters = (source.adapter for source in sources if source.adapter is not None)
+    return (*models, *adapters, *(each for source in sources for each in source.prepared))
+
+
+def reads_far(sources: Sequence[Source]) -> bool:
+    """Whether a plan over these sources reads from servers."""
+    return any(is_remote(each.root) for each in holdings(sources))
