@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACK ?= ../shared/conformance
 BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
+TRACE ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
 
@@ -23,7 +24,7 @@ define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test test-all services check format conformance gates bench chaos fuzz
+.PHONY: help quickstart test test-all services check format docs conformance gates bench trace chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -32,9 +33,11 @@ help:
 	@echo "make services     run the tests of the Jobs API, of Kubernetes, of Slurm and of growing clusters: real head nodes"
 	@echo "make check        lint, formatting, types and the import contracts only"
 	@echo "make format       rewrite the files as make check wants them"
+	@echo "make docs         build the documentation as a site in build/site and check its links"
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
+	@echo "make trace        count the files and functions that a small merge goes through: TRACE=--files"
 	@echo "make fuzz         read changed files for three minutes, led by what code they reach: FUZZ=--help"
 	@echo "make chaos        inject every fault and print what it cost, at most 15 minutes: CHAOS=--help"
 
@@ -61,6 +64,11 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(VENV)/.installed
+	@$(call pip_install,-e '.[docs]')
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
 conformance: $(VENV)/.installed-dev
 	@$(BIN)/python tests/conformance_table.py $(PACK)
 
@@ -69,6 +77,9 @@ gates: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python tests/benchmarks $(BENCH)
+
+trace: $(VENV)/.installed-dev
+	@$(BIN)/python tests/benchmarks/trace.py $(TRACE)
 
 fuzz: $(VENV)/.installed-dev
 	@$(BIN)/python tests/fuzz $(FUZZ)
