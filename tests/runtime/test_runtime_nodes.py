@@ -53,7 +53,7 @@ def _family(directory: Path) -> Family:
 def _layers(*models: Path) -> dict[str, Any]:
     """A model of layers that each come from another model, and of what else the first one has."""
     slices = [
-        {"sources": [{"model": str(model), "layer_range": [number, number + 1]}]}
+        {"sources": [{"model": str(model), "layer_range": [number % 2, number % 2 + 1]}]}
         for number, model in enumerate(models)
     ]
     return {"merge_method": "passthrough", "slices": slices}
@@ -101,8 +101,8 @@ def test_what_is_read_together_must_be_on_one_node(place: _Place, tmp_path: Path
 
 @AS_ROOT
 def test_segments_go_where_their_sources_are(place: _Place, tmp_path: Path) -> None:
-    """The first layer can only be made on the first node; the other one, with other segments, on both."""
-    recipe = _layers(place.first / "tune1", place.shared / "tune1")
+    """The first layer can only be made on the first node, the last one on the second, that between on both."""
+    recipe = _layers(place.first / "tune1", place.shared / "tune1", place.second / "tune1")
     place.cluster.begin(recipe, tmp_path / "out")
     found = place.cluster.outcome()
     assert found.code == 0, found.said
