@@ -101,7 +101,7 @@ def test_what_is_read_together_must_be_on_one_node(place: _Place, tmp_path: Path
 
 @AS_ROOT
 def test_segments_go_where_their_sources_are(place: _Place, tmp_path: Path) -> None:
-    """The first layer can only be made on the first node, the last one on the second, that between on both."""
+    """The first layer can only be made on the first node, the last on the second, that between on both."""
     recipe = _layers(place.first / "tune1", place.shared / "tune1", place.second / "tune1")
     place.cluster.begin(recipe, tmp_path / "out")
     found = place.cluster.outcome()
