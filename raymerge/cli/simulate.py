@@ -17,14 +17,12 @@ from raymerge.units import format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
     from raymerge.merge_plan.projection import Projection
-    from raymerge.planner.simulation import Cluster, Simulation, Spread
+    from raymerge.planner.simulation import Cluster, Simulation
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"
 """How it is written."""
 _SHOWN = 0.005
-"""Shares of the time below this are not worth a word."""
-_ALONE = 0.02
-"""Share of the run from which on it is told that the last segment runs alone."""
+"""What is busy for less of the run than this is not worth a word."""
 _MOST_WORKERS = 100_000
 _MOST_EACH = 1_024
 """Threads, cores and segments of one worker: more is a slip, and what is simulated takes memory here."""
@@ -247,9 +245,9 @@ def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0
     console.print()
     console.print(heading(f"Simulated on {counted(cluster.workers, 'worker')}"))
     console.print(make_table(("", ""), [*_facts(simulation), *_left_out(stages)]))
-    rows = [(name, f"{share:.0%}") for name, share in simulation.shares.items() if share >= _SHOWN]
+    rows = [(name, f"{share:.0%}") for name, share in simulation.busy.items() if share >= _SHOWN]
     console.print()
-    console.print(make_table(("time goes to", "share"), rows, numbers=(1,)))
+    console.print(make_table(("busy", "of the run"), rows, numbers=(1,)))
 
 
 def show_total(console: Console, simulations: Sequence[Simulation], *, kept: int, stages: int) -> None:
@@ -288,31 +286,14 @@ def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
     cluster, run = simulation.cluster, format_duration(simulation.run_seconds)
     before, after = map(format_duration, (simulation.startup_seconds, simulation.finishing_seconds))
     yield "time", f"{format_duration(simulation.seconds)}: start-up {before}, run {run}, finishing {after}"
-    yield "limiter", _limiter(simulation)
+    yield "limiter", simulation.limiter
     memory = format_size(cluster.memory or 0)
-    yield "a worker", f"{in_hand(cluster.wanted_lanes)}, {counted(cluster.threads, 'thread')}, {memory}"
+    yield "a worker", f"{in_hand(cluster.lanes or 1)}, {counted(cluster.threads, 'thread')}, {memory}"
     yield "reads", format_size(simulation.read_bytes)
     yield "writes", format_size(simulation.written_bytes)
-    yield "busy", _spread(simulation.busy_seconds, format_duration)
-    yield "moved", _spread(simulation.moved_bytes, lambda nbytes: format_size(round(nbytes)))
-    for other in simulation.others:
-        faster = simulation.seconds / other.seconds
-        took = format_duration(other.seconds)
-        yield counted(other.workers, "worker"), f"{took}, {faster:.2f} times as fast"
+    for workers, seconds in simulation.others.items():
+        faster = simulation.seconds / seconds
+        yield counted(workers, "worker"), f"{format_duration(seconds)}, {faster:.2f} times as fast"
     if simulation.guessed:
         names = ", ".join(simulation.guessed)
         yield "a guess", f"the speed of {names}, which was not measured; compute= says it better"
-
-
-def _limiter(simulation: Simulation) -> str:
-    alone = simulation.alone_seconds
-    if alone < _ALONE * simulation.run_seconds:
-        return simulation.limiter
-    return f"{simulation.limiter}; the last segment runs alone for {format_duration(alone)}"
-
-
-def _spread(spread: Spread, shown: Callable[[float], str]) -> str:
-    if spread.least == spread.most:
-        return f"{shown(spread.most)} each"
-    least, median, most = map(shown, (spread.least, spread.median, spread.most))
-    return f"{least} to {most}, in the middle {median}"

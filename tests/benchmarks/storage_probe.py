@@ -40,8 +40,6 @@ class Gives:
     """Bytes per second that a core reads or writes."""
     cores: int
     """Cores."""
-    overhead: float = 0.0
-    """Seconds that a lane loses with each segment."""
 
 
 @dataclass(frozen=True, slots=True)

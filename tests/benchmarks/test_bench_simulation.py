@@ -14,18 +14,18 @@ from benchmarks.storage_probe import Gives
 from benchmarks.tables import marks, replaced
 
 from raymerge.methods import find_method
-from raymerge.planner.simulate_speeds import MethodSpeeds
+from raymerge.planner.simulation import MethodSpeeds
 from raymerge.runtime.workers.sizing import cores_here
 
 NEAR = Comparison("linear", "inline, 1 thread", 1.15, 1.0, "computing")
-FAR = Comparison("ties", "2 workers, 1 thread", 0.84, 1.0, "reading from the storage")
+FAR = Comparison("ties", "2 workers, 1 thread", 0.74, 1.0, "reading")
 
 
-def test_a_prediction_holds_within_15_percent_either_way() -> None:
+def test_a_prediction_holds_within_25_percent_either_way() -> None:
     assert NEAR.is_near
     assert not FAR.is_near
-    assert Comparison("", "", 0.86, 1.0, "").is_near
-    assert not Comparison("", "", 1.16, 1.0, "").is_near
+    assert Comparison("", "", 0.76, 1.0, "").is_near
+    assert not Comparison("", "", 1.26, 1.0, "").is_near
 
 
 def test_the_table_ends_with_the_verdict() -> None:
@@ -36,9 +36,9 @@ def test_the_table_ends_with_the_verdict() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert rows == [
         ["linear", "inline, 1 thread", "1.15", "1.00", "1.15", "yes", "computing"],
-        ["ties", "2 workers, 1 thread", "0.84", "1.00", "0.84", "**no**", "reading from the storage"],
+        ["ties", "2 workers, 1 thread", "0.74", "1.00", "0.74", "**no**", "reading"],
     ]
-    assert verdict == "Within 15% of the real time: 1 of 2 predictions."
+    assert verdict == "Within 25% of the real time: 1 of 2 predictions."
 
 
 def test_the_documents_have_a_place_for_it() -> None:
@@ -93,7 +93,7 @@ def test_merges_are_carried_out_and_simulated(tmp_path: Path, monkeypatch: pytes
         (name, kind) for name in ("linear", "slerp") for kind in kinds
     ]
     assert all(each.predicted > 0 and each.measured > 0 for each in found)
-    assert all(each.limiter not in ("start-up", "finishing") for each in found)
+    assert all(each.limiter != "start-up" for each in found)
     assert len(told) == 1
     assert "linear " in told[0]
     assert "slerp " in told[0]
@@ -106,8 +106,8 @@ def test_each_figure_is_the_median_of_the_rounds() -> None:
 
 
 def _figures(storage: float, method: float) -> Figures:
-    gives = Gives(storage, 2 * storage, 10 / storage, 2, overhead=method)
+    gives = Gives(storage, 2 * storage, 10 / storage, 2)
     speeds = MethodSpeeds(
         {"linear": method, "ties": 1 - method}, 0.0, 0.0, {"linear": 2 * method, "ties": 0.0}
     )
-    return Figures(gives, {1: speeds, 2: MethodSpeeds({}, 0.0, 0.0, {})})
+    return Figures(gives, {1: speeds, 2: MethodSpeeds({}, 0.0, 0.0, {})}, {True: method})

@@ -74,7 +74,7 @@ def test_the_json_holds_the_simulation(tmp_path: Path) -> None:
     assert made["seconds"] == pytest.approx(
         made["startup_seconds"] + made["run_seconds"] + made["finishing_seconds"]
     )
-    assert sum(made["shares"].values()) == pytest.approx(1)
+    assert 0 < max(made["busy"].values()) <= 1
 
 
 def test_without_the_option_nothing_is_simulated(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kits.checkpoint_maker import write_checkpoint
 from kits.merge_cases import Family, recipes
 
 from raymerge.api import plan
-from raymerge.planner.simulate_speeds import measured_speeds
+from raymerge.planner.simulation import measured_speeds
 from raymerge.runtime.devices.choice import Amounts, Choice, Probe, amounts_of, choose
 from raymerge.runtime.workers.sizing import WorkerGroupSize
 

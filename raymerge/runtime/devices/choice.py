@@ -20,7 +20,7 @@ from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.gathers import input_bytes
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import Access, find_method
-from raymerge.planner.simulate_speeds import MethodSpeeds, measured_speeds
+from raymerge.planner.simulation import MethodSpeeds, measured_speeds
 from raymerge.runtime.workers.sizing import WorkerGroupSize
 from raymerge.units import format_duration
 
