@@ -13,6 +13,7 @@ PACK ?= ../shared/conformance
 BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
 TRACE ?=
+GOLDEN ?=
 MUTATIONS ?=
 FUZZ ?= --seconds 180
 CHAOS ?=
@@ -25,7 +26,7 @@ define pip_install
 set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test test-all services check format docs conformance gates bench trace mutations chaos fuzz
+.PHONY: help quickstart test test-all services check format docs conformance gates bench trace mutations golden chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -39,6 +40,7 @@ help:
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
 	@echo "make trace        count the files and functions that a small merge goes through: TRACE=--files"
+	@echo "make golden       compare what 194 merges give with what they gave before, byte by byte: GOLDEN=--help"
 	@echo "make mutations    make small changes in the code and tell which of them no test notices, 15 minutes: MUTATIONS=--help"
 	@echo "make fuzz         read changed files for three minutes, led by what code they reach: FUZZ=--help"
 	@echo "make chaos        inject every fault and print what it cost, at most 15 minutes: CHAOS=--help"
@@ -82,6 +84,9 @@ bench: $(VENV)/.installed-dev
 
 trace: $(VENV)/.installed-dev
 	@$(BIN)/python tests/benchmarks/trace.py $(TRACE)
+
+golden: $(VENV)/.installed-dev
+	@$(BIN)/python tests/golden/digests.py $(GOLDEN)
 
 mutations: $(VENV)/.installed-dev
 	@$(BIN)/python tests/mutations $(MUTATIONS)
