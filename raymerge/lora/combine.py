@@ -459,9 +459,9 @@ class _Binding:
         members = tuple(
             Member(index, 0, entry.parameters, ("models", index)) for index, entry in enumerate(recipe.models)
         )
-        treatment = AssignedMethod(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
+        assignment = AssignedMethod(method, members, None, {}, (recipe.parameters,), OWN, ("models",))
         try:
-            self._binder = Binder(recipe, treatment, names)
+            self._binder = Binder(recipe, assignment, names)
         except BindError as error:
             raise PlanError(error.problem) from error
         self._num_sources = len(members)

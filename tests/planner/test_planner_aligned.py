@@ -196,15 +196,15 @@ class TestPlans:
         sources = list(open_sources(recipe))
         (stage,) = align_stages(recipe, sources, version="0")
         sources[1] = replace(sources[1], prepared=(prepared_of(stage, tmp_path / "steps"),))
-        supplies = InputResolver(sources, [LogicalTensors(source) for source in sources])
-        assert supplies.aligned[1].store == 3
+        resolver = InputResolver(sources, [LogicalTensors(source) for source in sources])
+        assert resolver.aligned[1].store == 3
         assert holdings(sources)[3] is sources[1].prepared[0]
         name = "model.layers.1.block_sparse_moe.gate.weight"
-        assert supplies.stored(1, name) == (
+        assert resolver.stored(1, name) == (
             3,
             sources[1].prepared[0].tensors["model.layers.1.mlp.gate.weight"],
         )
-        assert supplies.stored(1, "model.norm.weight") == (
+        assert resolver.stored(1, "model.norm.weight") == (
             1,
             sources[1].checkpoint.tensors["model.norm.weight"],
         )

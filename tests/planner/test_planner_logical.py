@@ -74,8 +74,8 @@ def test_a_tensor_of_several_experts_is_not_alone(tmp_path: Path, word: str) -> 
     (tensors,) = open_logical([source], Findings())
     assert not tensors.is_alone(name)
     assert tensors.is_alone("model.norm.weight")
-    supplies = InputResolver([source], [tensors])
-    assert supplies.find(0, "model.norm.weight", "another.name") == supplies.find(
+    resolver = InputResolver([source], [tensors])
+    assert resolver.find(0, "model.norm.weight", "another.name") == resolver.find(
         0, "model.norm.weight", "model.norm.weight"
     )
-    assert supplies.find(0, "absent.weight", "absent.weight") is None
+    assert resolver.find(0, "absent.weight", "absent.weight") is None

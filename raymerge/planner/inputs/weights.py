@@ -26,7 +26,7 @@ class Weights:
     def __init__(self, source: Source) -> None:
         alone = replace(source, index=0, prepared=())
         self._logical = LogicalTensors(alone)
-        self._supplies = InputResolver([alone], [self._logical])
+        self._resolver = InputResolver([alone], [self._logical])
         self._source = alone
         self._stores: list[ReadStore] = [open_store(each.root) for each in holdings([alone])]
 
@@ -47,12 +47,12 @@ class Weights:
 
     def shape(self, logical: str) -> tuple[int, ...]:
         """Shape of a logical tensor; KeyError where it is absent."""
-        return self._supply(logical).place.shape
+        return self._find_input(logical).place.shape
 
     def nbytes(self, logical: str) -> int:
         """Stored bytes that loading reads; KeyError where it is absent."""
-        supply = self._supply(logical)
-        term = supply.term()
+        resolved = self._find_input(logical)
+        term = resolved.term()
         factors = term.product.factors if term.product is not None else ()
         return sum(read.nbytes for read in (term.read, *factors))
 
@@ -62,9 +62,9 @@ class Weights:
         Raises:
             CheckpointError: it holds no plain numbers, or cannot be read.
         """
-        supply = self._supply(logical)
-        term = supply.term()
-        found = self._elements(term.read, supply.place.shape).to(device, torch.float32, copy=True)
+        resolved = self._find_input(logical)
+        term = resolved.term()
+        found = self._elements(term.read, resolved.place.shape).to(device, torch.float32, copy=True)
         return found if term.product is None else self._added(found, term.product)
 
     def raw(self, logical: str) -> torch.Tensor:
@@ -73,17 +73,17 @@ class Weights:
         Raises:
             CheckpointError: an adapter changes it, it holds no plain numbers, or cannot be read.
         """
-        supply = self._supply(logical)
-        if supply.factor is not None:
+        resolved = self._find_input(logical)
+        if resolved.factor is not None:
             what = f"an adapter adds to {logical}, so there are no stored values of it."
             raise CheckpointError(Problem(self._source.name, what, "Merge the adapter into the model first."))
-        return self._elements(supply.term().read, supply.place.shape).clone()
+        return self._elements(resolved.term().read, resolved.place.shape).clone()
 
     def rows(self, logical: str, indices: Sequence[int]) -> torch.Tensor:
         """Rows of a matrix, read one by one: float32 ``[len(indices), columns]``; KeyError where absent."""
-        supply = self._supply(logical)
-        read, (_, columns) = supply.term().read, supply.place.shape
-        if read.view is not None or supply.factor is not None:
+        resolved = self._find_input(logical)
+        read, (_, columns) = resolved.term().read, resolved.place.shape
+        if read.view is not None or resolved.factor is not None:
             return self.load(logical)[list(indices)]
         width = read.dtype.nbytes(columns)
         found = torch.empty(len(indices), columns)
@@ -92,8 +92,8 @@ class Weights:
             found[place] = self._elements(one, (columns,)).float()
         return found
 
-    def _supply(self, logical: str) -> ResolvedInput:
-        found = self._supplies.find(0, logical, logical)
+    def _find_input(self, logical: str) -> ResolvedInput:
+        found = self._resolver.find(0, logical, logical)
         if found is None:
             raise KeyError(logical)
         return found

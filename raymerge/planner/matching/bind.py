@@ -31,23 +31,23 @@ NOTHING = Subject("", frozenset(), None)
 
 
 class Binder:
-    """Binds one treatment's parameters; settings that depend on no name or layer are computed once."""
+    """Binds one assignment's parameters; settings that depend on no name or layer are computed once."""
 
-    def __init__(self, recipe: Recipe, treatment: AssignedMethod, names: Sequence[str]) -> None:
+    def __init__(self, recipe: Recipe, assignment: AssignedMethod, names: Sequence[str]) -> None:
         """
         Args:
             recipe: what is asked.
-            treatment: whose parameters are bound.
+            assignment: whose parameters are bound.
             names: what messages call each source, by its index.
 
         Raises:
             BindError: as ``settings``, where that depends on no tensor.
         """
         self._recipe = recipe
-        self._method = treatment.method
-        self._treatment = treatment
-        self._names = {member.path: names[member.source] for member in treatment.members}
-        nothing = [NOTHING] * len(treatment.members)
+        self._method = assignment.method
+        self._assignment = assignment
+        self._names = {member.path: names[member.source] for member in assignment.members}
+        nothing = [NOTHING] * len(assignment.members)
         self.constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
         """The settings of every tensor, where they depend on none."""
 
@@ -58,7 +58,7 @@ class Binder:
 
         Args:
             output: the output tensor.
-            members: the tensor in each member of the treatment.
+            members: the tensor in each member of the assignment.
             t: position of its layer in the slice, in [0, 1], by which gradients go.
             depth: position in the whole stack, by which positional methods go.
 
@@ -71,24 +71,24 @@ class Binder:
 
     def _is_constant(self) -> bool:
         scopes = [
-            self._treatment.rule_parameters,
-            *self._treatment.scopes,
-            *(member.parameters for member in self._treatment.members),
+            self._assignment.rule_parameters,
+            *self._assignment.scopes,
+            *(member.parameters for member in self._assignment.members),
         ]
         plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
         return plain and not self._method.positional
 
     def _compute(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
         values: dict[str, Value] = {}
-        sources: list[dict[str, Value]] = [{} for _ in self._treatment.members]
+        sources: list[dict[str, Value]] = [{} for _ in self._assignment.members]
         for parameter in self._method.parameters:
-            ruled = self._treatment.rule_parameters.get(parameter.name)
-            outer = [scope.get(parameter.name) for scope in self._treatment.scopes]
+            ruled = self._assignment.rule_parameters.get(parameter.name)
+            outer = [scope.get(parameter.name) for scope in self._assignment.scopes]
             if parameter.scope == "global":
                 chain = [ruled, *outer]
-                values[parameter.name] = self._value(parameter, chain, output, t, place=self._treatment.path)
+                values[parameter.name] = self._value(parameter, chain, output, t, place=self._assignment.path)
                 continue
-            for position, member in enumerate(self._treatment.members):
+            for position, member in enumerate(self._assignment.members):
                 chain = [ruled, member.parameters.get(parameter.name), *outer]
                 sources[position][parameter.name] = self._value(
                     parameter, chain, members[position], t, place=member.path

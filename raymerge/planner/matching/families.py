@@ -207,12 +207,12 @@ def recipe_notes(
 
 
 def base_notes(
-    treatments: MethodAssignment, sections: Sequence[Section], sources: Sequence[Source]
+    assignments: MethodAssignment, sections: Sequence[Section], sources: Sequence[Source]
 ) -> Iterator[str]:
     """Which base is the whole result, or counts as one more source though it is not listed."""
     for section in sections:
         for span in section.spans:
-            own = treatments.made(span)
+            own = assignments.made(span)
             if own is None:
                 continue
             for member in own.members:
@@ -223,16 +223,16 @@ def base_notes(
                     yield f"{name} is not listed, and counts as one more source of {own.method.name}"
 
 
-def adapter_notes(supplies: InputResolver, fates: Fates) -> Iterator[str]:
+def adapter_notes(resolver: InputResolver, fates: Fates) -> Iterator[str]:
     """How many of each adapter's changes go into the output."""
-    if not supplies.adapters:
+    if not resolver.adapters:
         return
     dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
-    for index, laid in supplies.adapters.items():
+    for index, laid in resolver.adapters.items():
         yield from (f"{laid.adapter.name}: {note}" for note in laid.adapter.notes)
         changes = laid.changes()
         used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
         outside = len(changes) - len(used)
         rest = f"; the recipe leaves out the tensors of {outside}" if outside else ""
-        model = supplies.sources[index].checkpoint.name
+        model = resolver.sources[index].checkpoint.name
         yield f"{laid.adapter.name} on {model}: deltas applied {len(used)} of {len(changes)}{rest}"

@@ -106,17 +106,17 @@ class InputResolver:
             return True
         return source in self.adapters and self.adapters[source].touches(name)
 
-    def holders(self, source: int, supply: ResolvedInput) -> list[tuple[int, str]]:
-        """Every stored tensor that a supply of a source is made of, and what an adapter replaces whole."""
-        replaced = self.replaced(source, supply)
-        return supply.holders() if replaced is None else [*supply.holders(), (source, replaced)]
+    def holders(self, source: int, resolved: ResolvedInput) -> list[tuple[int, str]]:
+        """Every stored tensor that an input of a source is made of, and what an adapter replaces whole."""
+        replaced = self.replaced(source, resolved)
+        return resolved.holders() if replaced is None else [*resolved.holders(), (source, replaced)]
 
-    def replaced(self, source: int, supply: ResolvedInput) -> str | None:
-        """The stored tensor that an adapter replaces whole by what a supply of a source is."""
+    def replaced(self, source: int, resolved: ResolvedInput) -> str | None:
+        """The stored tensor that an adapter replaces whole by what an input of a source is."""
         laid = self.adapters.get(source)
-        if laid is None or supply.store != laid.store:
+        if laid is None or resolved.store != laid.store:
             return None
-        replaced = laid.changed_by(supply.place.tensor.name)
+        replaced = laid.changed_by(resolved.place.tensor.name)
         return replaced if replaced is not None and laid.is_all_replaced(replaced) else None
 
     def find(self, source: int, name: str, logical: str) -> ResolvedInput | None:

@@ -52,7 +52,7 @@ class AssignedMethod:
 
 
 class MethodAssignment:
-    """Finds the treatment of each tensor, and what is wrong with the rules."""
+    """Finds the assignment of each tensor, and what is wrong with the rules."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class MethodAssignment:
         self._spoken: set[int] = set()
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
-        """The treatment of one output tensor, or None with a finding.
+        """The assignment of one output tensor, or None with a finding.
 
         Args:
             span: the span it belongs to.
@@ -95,14 +95,14 @@ class MethodAssignment:
         return self.by(span, rules[0] if rules else OWN)
 
     def by(self, span: Span, rule: int) -> AssignedMethod | None:
-        """The treatment of a span by one rule, or by the recipe's own method; None with a finding."""
+        """The assignment of a span by one rule, or by the recipe's own method; None with a finding."""
         key = (span.path, rule)
         if key not in self._made:
             self._made[key] = self._make(span, rule)
         return self._made[key]
 
     def made(self, span: Span) -> AssignedMethod | None:
-        """The treatment of a span by the recipe's own method, where some tensor asked for it."""
+        """The assignment of a span by the recipe's own method, where some tensor asked for it."""
         return self._made.get((span.path, OWN))
 
     def report_unused(self, replaced: Sequence[Subject] = ()) -> None:

@@ -41,7 +41,7 @@ from raymerge.planner.moe.gates import gate_stage, router_tensor, shared_gate_te
 from raymerge.planner.moe.shape import MoeShape, shape_of
 from raymerge.planner.outputs.bound_output import choose, output_subject, output_subjects
 from raymerge.planner.outputs.finish import Decided, finish_plan
-from raymerge.planner.outputs.plan_context import PlanContext, open_workshop
+from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.planner.tokenizer.sources import TokenizerChanges, compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject
@@ -49,28 +49,28 @@ from raymerge.recipes.moe import trunk_recipe
 from raymerge.storage.open import open_store
 
 
-def trunk_outputs(shop: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
+def trunk_outputs(context: PlanContext, shape: MoeShape) -> tuple[Output, ...]:
     """Everything but feed-forward layers, under the names that the family has; findings say what is wrong."""
     replaced: list[Subject] = []
-    made = tuple(_outputs(shop, shape, replaced))
-    shop.treatments.report_unused(replaced)
+    made = tuple(_outputs(context, shape, replaced))
+    context.assignments.report_unused(replaced)
     return made
 
 
-def _outputs(shop: PlanContext, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
+def _outputs(context: PlanContext, shape: MoeShape, replaced: list[Subject]) -> Iterator[Output]:
     dense = set(shape.dense[shape.base.index].values())
-    for aligned in shop.aligned():
+    for aligned in context.aligned():
         name = trunk_name(shape.target, aligned.output)
         if aligned.lead in dense or name is None:
-            replaced.append(output_subject(aligned, shop.supplies.logical))
+            replaced.append(output_subject(aligned, context.resolver.logical))
             continue
-        _check_vocabulary(shop, shape, aligned)
-        output = shop.builder.output(aligned)
+        _check_vocabulary(context, shape, aligned)
+        output = context.builder.output(aligned)
         if output is not None:
             yield output._replace(name=name)
 
 
-def _check_vocabulary(shop: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
+def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -> None:
     """Refuse other vocabularies than the base's: a mixture has no keys that bring them together.
 
     The builder counts such tensors by the same key, and the first words about it stay.
@@ -78,21 +78,21 @@ def _check_vocabulary(shop: PlanContext, shape: MoeShape, aligned: Aligned) -> N
     pair, base = shape.base.pair, shape.base
     if pair is None or aligned.lead not in (pair.embedding, pair.head):
         return
-    treatment = shop.treatments.of(aligned.span, output_subjects(aligned, shop.supplies.logical)[0])
-    own = shop.supplies.stored(base.index, aligned.lead)
-    if treatment is None or own is None:
+    assignment = context.assignments.of(aligned.span, output_subjects(aligned, context.resolver.logical)[0])
+    own = context.resolver.stored(base.index, aligned.lead)
+    if assignment is None or own is None:
         return
-    for member, name in choose(aligned, treatment).members():
-        found = shop.supplies.stored(member.source, name)
+    for member, name in choose(aligned, assignment).members():
+        found = context.resolver.stored(member.source, name)
         if found is None or found[1].shape[0] == own[1].shape[0] or found[1].shape[1:] != own[1].shape[1:]:
             continue
-        source = shop.supplies.sources[member.source]
-        shop.findings.tensor(
+        source = context.resolver.sources[member.source]
+        context.findings.tensor(
             ("vocabulary", source.name),
             where=source.name,
             what=f"{{count}} of its tensors have {found[1].shape[0]} rows, one for each token, where "
             f"{base.name} has {own[1].shape[0]}"
-            f"{compare_vocabularies(shop.supplies, member.source, base.index)}",
+            f"{compare_vocabularies(context.resolver, member.source, base.index)}",
             remedy="Leave it out of the trunk's 'models', which are all experts where none are listed; or "
             "merge the trunk in a recipe of its own before this one, with a 'tokenizer_source', and name its "
             "result as base_model.",
@@ -151,12 +151,14 @@ _PROJECTIONS = ("gate", "up", "down")
 class MoeExperts:
     """Makes the outputs of routed and shared experts."""
 
-    def __init__(self, recipe: MoeRecipe, shape: MoeShape, shop: PlanContext) -> None:
+    def __init__(self, recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> None:
         self._recipe = recipe
         self._shape = shape
-        self._findings = shop.findings
-        plain = PlainNumbers(shop.supplies.sources, shop.findings)
-        self._rows = ExpertRows(shop.supplies, plain, shop.findings, shop.builder.fates, seed=recipe.seed)
+        self._findings = context.findings
+        plain = PlainNumbers(context.resolver.sources, context.findings)
+        self._rows = ExpertRows(
+            context.resolver, plain, context.findings, context.builder.fates, seed=recipe.seed
+        )
 
     def outputs(self) -> Iterator[Output]:
         """Every output that can be made; findings say why others cannot."""
@@ -278,30 +280,30 @@ def moe_trunk(recipe: MoeRecipe) -> Recipe:
 
 def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
     shape = shape_of(recipe, sources)
-    shop = open_workshop(moe_trunk(recipe), sources)
-    experts = MoeExperts(recipe, shape, shop)
-    trunk = trunk_outputs(shop, shape)
-    tie = settle_tie(trunk, shop.sections, sources, shop.builder.fates, donor=shape.base)
-    outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, shop))
-    _settle_rest(shop, shape)
-    resized = shop.builder.embeddings.settle(trunk, shape.base)
+    context = open_plan_context(moe_trunk(recipe), sources)
+    experts = MoeExperts(recipe, shape, context)
+    trunk = trunk_outputs(context, shape)
+    tie = settle_tie(trunk, context.sections, sources, context.builder.fates, donor=shape.base)
+    outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, context))
+    _settle_rest(context, shape)
+    resized = context.builder.embeddings.settle(trunk, shape.base)
     config = output_config(shape.config, tie=tie.tied)
     config = with_fields(config, vocabulary_size(config, resized) if resized else {})
-    tokenizer = named_tokenizer(shop.tokenizer, shape.base, shape.target)
+    tokenizer = named_tokenizer(context.tokenizer, shape.base, shape.target)
     return finish_plan(
         Decided(
             recipe=recipe,
             sources=tuple(sources),
-            donor=shop.donor,
-            method=f"building a {shape.target.title}, trunk by {shop.method.name}",
-            rules=tuple(each.name for each in shop.ruled),
+            donor=context.donor,
+            method=f"building a {shape.target.title}, trunk by {context.method.name}",
+            rules=tuple(each.name for each in context.ruled),
             outputs=_in_layers(outputs),
-            fates=shop.builder.fates,
-            findings=shop.findings,
+            fates=context.builder.fates,
+            findings=context.findings,
             config=config,
             tie=tie,
             tokenizer=tokenizer,
-            notes=(*shape.notes(recipe), *shop.notes(trunk), *tokenizer.notes),
+            notes=(*shape.notes(recipe), *context.notes(trunk), *tokenizer.notes),
         ),
         version=version,
     )
@@ -317,39 +319,39 @@ def _per_model(recipe: MoeRecipe) -> frozenset[str]:
     )
 
 
-def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, shop: PlanContext) -> Iterator[Output]:
+def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> Iterator[Output]:
     """Routers, gates of shared experts and constants, read from what the stage made."""
-    store, prepared = _prepared(shop)
+    store, prepared = _prepared(context)
     rows = len(shape.experts) // recipe.granularity
     for layer in range(shape.num_layers):
         name = router_name(shape.target, layer, recipe.layout)
-        read = _whole(shop, store, prepared, router_tensor(layer), name)
+        read = _whole(context, store, prepared, router_tensor(layer), name)
         size = (rows * recipe.granularity, shape.hidden_size)
         if recipe.granularity > 1:
             read = repeated_rows(read, rows, shape.hidden_size, times=recipe.granularity)
         yield _converted(name, size, read, shape.dtype)
         gate = shared_gate_name(shape.target, layer)
         if shape.shared_have_gates and gate is not None:
-            read = _whole(shop, store, prepared, shared_gate_tensor(layer), gate)
+            read = _whole(context, store, prepared, shared_gate_tensor(layer), gate)
             yield _converted(gate, (len(shape.shared), shape.hidden_size), read, shape.dtype)
     for each in shape.constants:
-        read = _whole(shop, store, prepared, each.name, each.name)
+        read = _whole(context, store, prepared, each.name, each.name)
         part = Part(each.name, each.shape, None)
         row = Row(prod(each.shape), copy_expression(each.dtype), (part,), (read,))
         yield Output(each.name, each.dtype, each.shape, (row,), True)
 
 
-def _prepared(shop: PlanContext) -> tuple[int, Prepared]:
+def _prepared(context: PlanContext) -> tuple[int, Prepared]:
     """The stage's result with its index among the holdings."""
     found = [
-        (i, each) for i, each in enumerate(holdings(shop.supplies.sources)) if isinstance(each, Prepared)
+        (i, each) for i, each in enumerate(holdings(context.resolver.sources)) if isinstance(each, Prepared)
     ]
     return found[0]
 
 
-def _whole(shop: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
+def _whole(context: PlanContext, store: int, prepared: Prepared, name: str, output: str) -> Read:
     tensor = prepared.tensors[name]
-    shop.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
+    context.builder.fates.settle(store, name, Fate(Disposition.CONVERTED, Rule.STAGE, output))
     return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
@@ -360,26 +362,28 @@ def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> O
     return Output(name, dtype, shape, (row,), True)
 
 
-def _settle_rest(shop: PlanContext, shape: MoeShape) -> None:
+def _settle_rest(context: PlanContext, shape: MoeShape) -> None:
     """Give every tensor that nothing used its rule."""
-    fates, supplies, base = shop.builder.fates, shop.supplies, shape.base.name
-    models = {laid.store: index for index, laid in supplies.adapters.items()}
-    mixed = {member.source for section in shop.sections for span in section.spans for member in span.members}
+    fates, resolver, base = context.builder.fates, context.resolver, shape.base.name
+    models = {laid.store: index for index, laid in resolver.adapters.items()}
+    mixed = {
+        member.source for section in context.sections for span in section.spans for member in span.members
+    }
     for store, name in list(fates.unsettled()):
         source = models.get(store, store)
-        if source >= len(supplies.sources):
+        if source >= len(resolver.sources):
             continue
-        changed = (supplies.adapters[source].changed_by(name) or "") if store in models else name
+        changed = (resolver.adapters[source].changed_by(name) or "") if store in models else name
         if changed in shape.dense[source].values() or trunk_name(shape.target, changed) is None:
             fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED_BY_EXPERTS))
         elif source not in mixed:
             fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))
-        elif supplies.logical[source].part(changed) is Role.BUFFER:
+        elif resolver.logical[source].part(changed) is Role.BUFFER:
             fates.settle(store, name, Fate(Disposition.DROPPED, Rule.RECOMPUTED_BUFFER))
         else:
-            shop.findings.tensor(
-                ("extra", supplies.sources[source].name),
-                where=supplies.sources[source].name,
+            context.findings.tensor(
+                ("extra", resolver.sources[source].name),
+                where=resolver.sources[source].name,
                 what=f"{{count}} of its tensors have no place in the output, since {base} lacks them",
                 remedy="Leave this model out of the trunk, or use a checkpoint without them.",
                 example=name,

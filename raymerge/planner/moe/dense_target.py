@@ -55,13 +55,13 @@ class _Piece:
     """Factor on what it gives."""
 
 
-def dense_width(block: ExpertBlock, change: ExpertChange, supplies: ExpertInputs) -> int:
+def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
     """Neurons that the dense layer of a block gets; 0 with a finding where that is not to be told."""
-    found = [_found(supplies, block, piece, "gate") for piece in _pieces(block, change)]
+    found = [_found(inputs, block, piece, "gate") for piece in _pieces(block, change)]
     return 0 if None in found else sum(each[0].place.shape[0] for each in found if each is not None)
 
 
-def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertInputs) -> Iterator[Output]:
+def dense_outputs(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> Iterator[Output]:
     """The three matrices of the dense layer that takes the place of a block of experts.
 
     One that cannot be made is left out, with a finding.
@@ -70,21 +70,21 @@ def dense_outputs(block: ExpertBlock, change: ExpertChange, supplies: ExpertInpu
     place = f"{block.path.rpartition('.')[0]}.mlp"
     for projection in _PROJECTIONS:
         name = f"{place}.{projection}_proj.weight"
-        found = [_found(supplies, block, piece, projection) for piece in pieces]
+        found = [_found(inputs, block, piece, projection) for piece in pieces]
         held = [each for each in found if each is not None]
-        if len(held) < len(found) or not _all_fit(supplies, held, projection):
+        if len(held) < len(found) or not _all_fit(inputs, held, projection):
             continue
-        dtype = supplies.dtype_of(held[0][0].place.tensor, Role.EXPERT)
+        dtype = inputs.dtype_of(held[0][0].place.tensor, Role.EXPERT)
         make = _beside if projection == "down" and len(pieces) > 1 else _under
         rows, shape = make(name, held, [_factor(piece, projection) for piece in pieces], dtype)
-        _settle(supplies, name, held, [_factor(piece, projection) for piece in pieces])
+        _settle(inputs, name, held, [_factor(piece, projection) for piece in pieces])
         yield Output(name, dtype, shape, rows, True)
 
 
-def settle_routers(block: ExpertBlock, supplies: ExpertInputs) -> None:
+def settle_routers(block: ExpertBlock, inputs: ExpertInputs) -> None:
     """Leave out what chooses among experts, and what weighs shared ones."""
-    for name in (*block.routers, *(name for name in block.shared if _is_gate(supplies, name))):
-        supplies.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
+    for name in (*block.routers, *(name for name in block.shared if _is_gate(inputs, name))):
+        inputs.fates.settle(BASE, name, Fate(Disposition.DROPPED, Rule.ROUTER_OF_DENSE))
 
 
 def _pieces(block: ExpertBlock, change: ExpertChange) -> tuple[_Piece, ...]:
@@ -104,29 +104,29 @@ def _factor(piece: _Piece, projection: str) -> float:
 
 
 def _found(
-    supplies: ExpertInputs, block: ExpertBlock, piece: _Piece, projection: str
+    inputs: ExpertInputs, block: ExpertBlock, piece: _Piece, projection: str
 ) -> list[ResolvedInput] | None:
     """Where the matrices of a piece are, or None with a finding."""
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
-        found = [supply for name in shared if (supply := supplies.named(BASE, name)) is not None]
+        found = [resolved for name in shared if (resolved := inputs.named(BASE, name)) is not None]
         if not found:
-            supplies.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
+            inputs.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
         return found[:1] or None
     logical = f"{block.canonical}.experts.0.{projection}_proj.weight"
-    matrices = [supplies.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts]
+    matrices = [inputs.matrix(block, Origin(BASE, expert), logical) for expert in piece.experts]
     return None if None in matrices else [each for each in matrices if each is not None]
 
 
-def _all_fit(supplies: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], projection: str) -> bool:
+def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], projection: str) -> bool:
     """Whether all matrices are plain numbers of one hidden size, with findings where they are not."""
     side = 0 if projection == "down" else 1
     hidden = held[0][0].place.shape[side]
     fits = True
-    for supply in (each for own in held for each in own):
-        shape = supply.place.shape
+    for resolved in (each for own in held for each in own):
+        shape = resolved.place.shape
         wanted = (hidden, shape[1]) if side == 0 else (shape[0], hidden)
-        fits = supplies.fits(BASE, supply, wanted, supply.place.tensor.name) and fits
+        fits = inputs.fits(BASE, resolved, wanted, resolved.place.tensor.name) and fits
     return fits
 
 
@@ -138,7 +138,7 @@ def _under(
     height = 0
     for number, (own, factor) in enumerate(zip(held, factors, strict=True)):
         shape = own[0].place.shape
-        reads = [supply.read(0) for supply in own]
+        reads = [resolved.read(0) for resolved in own]
         rows.append(matrix_row(reads, shape, f"{name}#{number}", _expression(reads, factor, dtype)))
         height += shape[0]
     return tuple(rows), (height, held[0][0].place.shape[1])
@@ -179,7 +179,7 @@ def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, in
     for number, own in enumerate(held):
         columns = own[0].place.shape[1]
         runs = tuple((0, first, count, term) for term in range(len(own)))
-        rows = Assembly(count, columns, tuple(supply.term() for supply in own), runs, count)
+        rows = Assembly(count, columns, tuple(resolved.term() for resolved in own), runs, count)
         reads.append(assembled(number, rows))
         parts.append(Part(f"{name}#{number}", (count, columns), View(column, (count, columns), (width, 1))))
         column += columns
@@ -188,13 +188,13 @@ def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, in
 
 
 def _settle(
-    supplies: ExpertInputs, name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float]
+    inputs: ExpertInputs, name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float]
 ) -> None:
     for own, factor in zip(held, factors, strict=True):
         fate = fate_of(len(own) if factor == 1 else 2, name)
-        for supply in own:
-            supplies.settle(supply, BASE, fate)
+        for resolved in own:
+            inputs.settle(resolved, BASE, fate)
 
 
-def _is_gate(supplies: ExpertInputs, name: str) -> bool:
-    return supplies.logical.part(name) is Role.SHARED_EXPERT_GATE
+def _is_gate(inputs: ExpertInputs, name: str) -> bool:
+    return inputs.logical.part(name) is Role.SHARED_EXPERT_GATE

@@ -30,27 +30,27 @@ BASE = 0
 class ExpertInputs:
     """The tensors of the models of one recipe; findings and fates collect on the way."""
 
-    def __init__(self, supplies: InputResolver, dtype: DType | None, findings: Findings) -> None:
+    def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
         """
         Args:
-            supplies: the base, and the models whose experts are added.
+            resolver: the base, and the models whose experts are added.
             dtype: what the recipe wants tensors to be written in; None leaves them as they are.
             findings: receives what is wrong.
         """
         self.findings = findings
-        self.fates = Fates(holdings(supplies.sources))
-        self.base = supplies.sources[BASE]
-        self.logical = supplies.logical[BASE]
+        self.fates = Fates(holdings(resolver.sources))
+        self.base = resolver.sources[BASE]
+        self.logical = resolver.logical[BASE]
         """The base's logical tensors."""
-        self.plain = PlainNumbers(supplies.sources, findings)
-        self._supplies = supplies
-        self._sources = supplies.sources
-        self._maker = RowMaker(supplies, self.plain, findings, self.fates)
+        self.plain = PlainNumbers(resolver.sources, findings)
+        self._resolver = resolver
+        self._sources = resolver.sources
+        self._maker = RowMaker(resolver, self.plain, findings, self.fates)
         self._wanted = dtype
         self._main = main_dtype(self.base.checkpoint)
-        fields = [expert_fields(each.checkpoint.config, each.rules) for each in supplies.sources]
+        fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
         self._counts = [each.count.value if each is not None else 0 for each in fields]
-        self._dense = [_dense_matrices(supplies, source.index) for source in supplies.sources]
+        self._dense = [_dense_matrices(resolver, source.index) for source in resolver.sources]
 
     def num_experts(self, source: int) -> int:
         """Routed experts of a model; 0 for a dense one."""
@@ -70,7 +70,7 @@ class ExpertInputs:
         role = self.logical.part(name)
         is_plain = role is not Role.BUFFER and not self.plain.is_integer(BASE, tensor)
         dtype = self.dtype_of(tensor, role) if is_plain else tensor.dtype
-        if self._supplies.is_changed(BASE, name):
+        if self._resolver.is_changed(BASE, name):
             return self._adapted(tensor, dtype)
         whole = Share(BASE, tensor, 0, tensor.num_elements)
         if not self.may_write(whole, dtype):
@@ -86,7 +86,7 @@ class ExpertInputs:
             return None
         name = kind.name(origin.expert)
         tensor = source.checkpoint.tensors.get(name)
-        if tensor is None or self._supplies.is_changed(origin.source, name):
+        if tensor is None or self._resolver.is_changed(origin.source, name):
             return None
         count = self._counts[origin.source]
         if tensor.shape != kind.shape(count):
@@ -114,7 +114,7 @@ class ExpertInputs:
             name = self._dense_name(block, origin.source, logical)
         else:
             name = renumbered(logical, origin.expert)
-        found = self._supplies.find(origin.source, name, name)
+        found = self._resolver.find(origin.source, name, name)
         if found is None:
             self.missing(origin.source, name)
         return found
@@ -132,27 +132,27 @@ class ExpertInputs:
 
     def named(self, source: int, logical: str) -> ResolvedInput | None:
         """Where a model has a logical tensor, or None."""
-        return self._supplies.find(source, logical, logical)
+        return self._resolver.find(source, logical, logical)
 
-    def fits(self, source: int, supply: ResolvedInput, shape: tuple[int, ...], logical: str) -> bool:
+    def fits(self, source: int, resolved: ResolvedInput, shape: tuple[int, ...], logical: str) -> bool:
         """Whether what was found are plain numbers of the base's shape; else a finding says what they are."""
-        if supply.place.shape == shape:
-            return self.plain.check(source, supply.place.tensor)
+        if resolved.place.shape == shape:
+            return self.plain.check(source, resolved.place.tensor)
         name = self._sources[source].name
         self.findings.tensor(
             ("shape", name),
             where=name,
             what=f"{{count}} matrices have other shapes than the experts of {self.base.name}",
             remedy="Take experts of the same width and hidden size.",
-            example=f"{logical} is {list(supply.place.shape)} here and {list(shape)} there",
+            example=f"{logical} is {list(resolved.place.shape)} here and {list(shape)} there",
         )
         return False
 
-    def settle(self, supply: ResolvedInput, source: int, fate: Fate) -> None:
-        """Record what becomes of everything that a supply is made of."""
-        if supply.factor is not None and fate.disposition is not Disposition.MERGED:
+    def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
+        """Record what becomes of everything that an input is made of."""
+        if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
             fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
-        self._maker.settle(supply, source, fate)
+        self._maker.settle(resolved, source, fate)
 
     def unknown_layout(self, name: str) -> None:
         """Report a tensor of several experts in an order that is not known."""
@@ -179,7 +179,7 @@ class ExpertInputs:
         parts: list[Part] = []
         reads: list[Read] = []
         for logical, place in block.members:
-            found = self._supplies.find(BASE, tensor.name, logical)
+            found = self._resolver.find(BASE, tensor.name, logical)
             if found is None or not self.fits(BASE, found, place.shape, logical):
                 return None
             self.settle(found, BASE, fate_of(1, tensor.name))
@@ -210,11 +210,11 @@ def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
     return marked(expert).join(logical.rsplit(marked(of), 1))
 
 
-def _dense_matrices(supplies: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
+def _dense_matrices(resolver: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
     """The feed-forward matrices of a dense model by layer, projection, and whether they are biases."""
-    main = supplies.sources[source].layer_stack(None)
+    main = resolver.sources[source].layer_stack(None)
     found: dict[tuple[int, str, bool], str] = {}
-    for name, info in supplies.logical[source].infos.items():
+    for name, info in resolver.logical[source].infos.items():
         if main is None or info.stack != main.prefix or info.layer is None or info.projection is None:
             continue
         if info.part is Role.MLP and name.endswith((".weight", ".bias")):

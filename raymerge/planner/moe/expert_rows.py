@@ -87,9 +87,9 @@ class ExpertRows:
     """Makes the rows of experts; findings and fates collect on the way."""
 
     def __init__(
-        self, supplies: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
+        self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
     ) -> None:
-        self._supplies = supplies
+        self._resolver = resolver
         self._plain = plain
         self._findings = findings
         self._fates = fates
@@ -101,14 +101,14 @@ class ExpertRows:
         Columns that are cut out of a matrix are made in runs of its rows, so that none of them takes the
         memory of the whole. Where chance is drawn the matrix is one row: its statistics are those of all.
         """
-        supply = self._supply(expert, matrix)
-        if supply is None:
+        resolved = self._find_input(expert, matrix)
+        if resolved is None:
             return None
         if expert.slices > 1 and _NEURON_AXIS[matrix.projection] == _COLUMNS and not expert.is_random:
-            return self._in_runs((expert,), (supply,), matrix)
-        read, shape = self._read(supply, expert, matrix.projection)
-        expression = self._expression(expert, matrix, supply, shape)
-        self._settle(expert, supply, matrix, expression)
+            return self._in_runs((expert,), (resolved,), matrix)
+        read, shape = self._read(resolved, expert, matrix.projection)
+        expression = self._expression(expert, matrix, resolved, shape)
+        self._settle(expert, resolved, matrix, expression)
         return (Row(prod(shape), expression, (Part(matrix.logical, shape, None),), (read,)),)
 
     def beside(self, experts: Sequence[Upcycled], matrix: Matrix) -> tuple[Row, ...] | None:
@@ -117,32 +117,33 @@ class ExpertRows:
         One expression holds for all of a row: nothing of the experts is drawn by chance, and they have one
         factor.
         """
-        supplies = [self._supply(expert, matrix) for expert in experts]
-        found = [supply for supply in supplies if supply is not None]
-        return self._in_runs(experts, found, matrix) if len(found) == len(experts) else None
+        inputs = [self._find_input(expert, matrix) for expert in experts]
+        if None in inputs:
+            return None
+        return self._in_runs(experts, [each for each in inputs if each is not None], matrix)
 
     def _in_runs(
-        self, experts: Sequence[Upcycled], supplies: Sequence[ResolvedInput], matrix: Matrix
+        self, experts: Sequence[Upcycled], inputs: Sequence[ResolvedInput], matrix: Matrix
     ) -> tuple[Row, ...]:
         """Columns of matrices side by side, so many rows at a time that what is read of them stays small."""
-        height = supplies[0].place.shape[0]
-        stored = sum(each.place.tensor.dtype.nbytes(each.place.shape[1]) for each in supplies)
+        height = inputs[0].place.shape[0]
+        stored = sum(each.place.tensor.dtype.nbytes(each.place.shape[1]) for each in inputs)
         taken = sum(
-            each.place.shape[1] // expert.slices for expert, each in zip(experts, supplies, strict=True)
+            each.place.shape[1] // expert.slices for expert, each in zip(experts, inputs, strict=True)
         )
         step = max(1, min(_RUN_BYTES // stored, _RUN_ELEMENTS // taken))
-        expression = self._computed(experts[0], matrix, supplies[0].place.shape)
-        for expert, supply in zip(experts, supplies, strict=True):
-            self._settle(expert, supply, matrix, expression)
+        expression = self._computed(experts[0], matrix, inputs[0].place.shape)
+        for expert, resolved in zip(experts, inputs, strict=True):
+            self._settle(expert, resolved, matrix, expression)
         return tuple(
-            _run(experts, supplies, matrix, expression, span=(first, min(step, height - first)))
+            _run(experts, inputs, matrix, expression, span=(first, min(step, height - first)))
             for first in range(0, height, step)
         )
 
-    def _supply(self, expert: Upcycled, matrix: Matrix) -> ResolvedInput | None:
-        source = self._supplies.sources[expert.source]
+    def _find_input(self, expert: Upcycled, matrix: Matrix) -> ResolvedInput | None:
+        source = self._resolver.sources[expert.source]
         name = expert.tensors[matrix.layer, matrix.projection]
-        found = self._supplies.find(expert.source, name, logical_name(name, source.rules))
+        found = self._resolver.find(expert.source, name, logical_name(name, source.rules))
         if found is None or not self._plain.check(expert.source, found.place.tensor):
             return None
         if found.factor is not None and expert.slices > 1:
@@ -156,10 +157,12 @@ class ExpertRows:
             return None
         return found
 
-    def _read(self, supply: ResolvedInput, expert: Upcycled, projection: str) -> tuple[Read, tuple[int, ...]]:
+    def _read(
+        self, resolved: ResolvedInput, expert: Upcycled, projection: str
+    ) -> tuple[Read, tuple[int, ...]]:
         """What is read of a matrix, and the shape of what that gives."""
-        rows, columns = supply.place.shape
-        whole = supply.read(0)
+        rows, columns = resolved.place.shape
+        whole = resolved.read(0)
         if expert.slices == 1:
             return whole, (rows, columns)
         if _NEURON_AXIS[projection] == _ROWS:
@@ -168,16 +171,16 @@ class ExpertRows:
             first = whole.offset + expert.slice * count * width
             run = Read(0, whole.source, whole.key, first, count * width, whole.dtype, None)
             return run, (count, columns)
-        return _columns_read(supply, expert, part=0, span=(0, rows))
+        return _columns_read(resolved, expert, part=0, span=(0, rows))
 
     def _expression(
-        self, expert: Upcycled, matrix: Matrix, supply: ResolvedInput, shape: tuple[int, ...]
+        self, expert: Upcycled, matrix: Matrix, resolved: ResolvedInput, shape: tuple[int, ...]
     ) -> Expression:
         """Bytes that pass untouched where nothing changes them, else what is computed."""
         whole_bytes = expert.slices == 1 or _NEURON_AXIS[matrix.projection] == _ROWS
-        changed = expert.is_random or _is_scaled(expert, matrix) or supply.factor is not None
+        changed = expert.is_random or _is_scaled(expert, matrix) or resolved.factor is not None
         untouched = whole_bytes and not changed
-        if untouched and supply.place.tensor.dtype is matrix.dtype and supply.place.view is None:
+        if untouched and resolved.place.tensor.dtype is matrix.dtype and resolved.place.view is None:
             return copy_expression(matrix.dtype)
         return self._computed(expert, matrix, shape)
 
@@ -207,17 +210,17 @@ class ExpertRows:
         return random_key(self._seed, f"neurons of expert {expert.number} in layer {layer}", 0) % _KEY_LIMIT
 
     def _settle(
-        self, expert: Upcycled, supply: ResolvedInput, matrix: Matrix, expression: Expression
+        self, expert: Upcycled, resolved: ResolvedInput, matrix: Matrix, expression: Expression
     ) -> None:
         if expression.is_copy:
             fate = Fate(Disposition.COPIED, Rule.EXPERT, matrix.output)
-        elif supply.factor is not None or expert.is_random or _is_scaled(expert, matrix):
+        elif resolved.factor is not None or expert.is_random or _is_scaled(expert, matrix):
             fate = Fate(Disposition.MERGED, Rule.EXPERT, matrix.output)
         else:
             fate = Fate(Disposition.CONVERTED, Rule.EXPERT, matrix.output)
-        for store, name in supply.holders():
+        for store, name in resolved.holders():
             self._fates.settle(store, name, fate)
-        for store, name in self._supplies.holders(expert.source, supply):
+        for store, name in self._resolver.holders(expert.source, resolved):
             self._fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED, matrix.output))
 
 
@@ -237,7 +240,7 @@ def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) ->
 
 def _run(
     experts: Sequence[Upcycled],
-    supplies: Sequence[ResolvedInput],
+    inputs: Sequence[ResolvedInput],
     matrix: Matrix,
     expression: Expression,
     *,
@@ -245,8 +248,8 @@ def _run(
 ) -> Row:
     """Some rows of the columns of all experts: those from ``span[0]`` on, ``span[1]`` of them."""
     taken = [
-        _columns_read(supply, expert, part=number, span=span)
-        for number, (expert, supply) in enumerate(zip(experts, supplies, strict=True))
+        _columns_read(resolved, expert, part=number, span=span)
+        for number, (expert, resolved) in enumerate(zip(experts, inputs, strict=True))
     ]
     width = sum(shape[1] for _, shape in taken)
     parts: list[Part] = []
@@ -259,16 +262,16 @@ def _run(
 
 
 def _columns_read(
-    supply: ResolvedInput, expert: Upcycled, *, part: int, span: tuple[int, int]
+    resolved: ResolvedInput, expert: Upcycled, *, part: int, span: tuple[int, int]
 ) -> tuple[Read, tuple[int, int]]:
     """What is read for some rows of a slice's columns, and their shape; of the stored rows all bytes are."""
     first, count = span
-    columns = supply.place.shape[1]
+    columns = resolved.place.shape[1]
     own = columns // expert.slices
-    if supply.factor is not None or supply.place.view is not None:
-        rows = Assembly(count, columns, (supply.term(),), ((0, first, count, 0),), count)
+    if resolved.factor is not None or resolved.place.view is not None:
+        rows = Assembly(count, columns, (resolved.term(),), ((0, first, count, 0),), count)
         return assembled(part, rows), (count, columns)
-    whole = supply.read(part)
+    whole = resolved.read(part)
     width = whole.dtype.nbytes(columns)
     view = View(expert.slice * own, (count, own), (columns, 1)) if expert.slices > 1 else None
     read = whole._replace(offset=whole.offset + first * width, nbytes=count * width, view=view)

@@ -59,8 +59,8 @@ from raymerge.recipes import AddedExpert, ExpertSetRecipe
 class ExpertOutputs:
     """Makes the outputs of blocks of experts."""
 
-    def __init__(self, supplies: ExpertInputs) -> None:
-        self._supplies = supplies
+    def __init__(self, inputs: ExpertInputs) -> None:
+        self._inputs = inputs
 
     def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
         """All outputs of a block: matrices of experts, and what belongs to them in the router.
@@ -68,7 +68,7 @@ class ExpertOutputs:
         One that cannot be made is left out, with a finding.
         """
         for stacked in block.stacked:
-            work = _Work(self._supplies, block, stacked, stacked.tensor)
+            work = _Work(self._inputs, block, stacked, stacked.tensor)
             rows = self._stacked(work, experts)
             shape, name = stacked.shape(len(experts)), stacked.tensor.name
             if rows is not None:
@@ -84,7 +84,7 @@ class ExpertOutputs:
         for number, expert in enumerate(experts):
             if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
                 continue
-            work = _Work(self._supplies, block, numbered, self._like(numbered, expert.origins[0]))
+            work = _Work(self._inputs, block, numbered, self._like(numbered, expert.origins[0]))
             found = work.alone(expert)
             rows = work.combined(expert, number) if found is None else work.unchanged([found], number)
             if rows is not None:
@@ -95,14 +95,14 @@ class ExpertOutputs:
         """Whether an expert has such a tensor."""
         if origin.source == BASE:
             return origin.expert in kind.tensors
-        return self._supplies.share(kind, origin) is not None
+        return self._inputs.share(kind, origin) is not None
 
     def _like(self, kind: Numbered, origin: Origin) -> StoredTensor:
         """The tensor of the base whose dtype an expert is written in: its own, or the first of that dtype."""
         own = kind.tensors.get(origin.expert) if origin.expert is not None else None
         if origin.source == BASE and own is not None:
             return own
-        share = self._supplies.share(kind, origin)
+        share = self._inputs.share(kind, origin)
         same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
         return next(same, kind.tensors[kind.first])
 
@@ -128,44 +128,44 @@ class ExpertOutputs:
 class _Work:
     """One kind of tensor of one block, written in the dtype of ``like``, a tensor of the base."""
 
-    def __init__(self, supplies: ExpertInputs, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
-        self._supplies = supplies
+    def __init__(self, inputs: ExpertInputs, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
+        self._inputs = inputs
         self._block = block
         self._kind = kind
         self._like = like
-        self.dtype = supplies.dtype_of(like, kind.part)
+        self.dtype = inputs.dtype_of(like, kind.part)
 
     def alone(self, expert: NewExpert) -> Share | None:
         """What an expert that is not merged has, where it has it stored as the base has it; else None."""
         origins = self._origins(expert)
-        return self._supplies.share(self._kind, origins[0]) if len(origins) == 1 else None
+        return self._inputs.share(self._kind, origins[0]) if len(origins) == 1 else None
 
     def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
         """One row of shares that lie one behind the other, the last of which is of expert ``number - 1``."""
         first = shares[0]
         if first.tensor.dtype is not self.dtype and not self._is_plain():
             return None
-        if not self._supplies.may_write(first, self.dtype):
+        if not self._inputs.may_write(first, self.dtype):
             return None
         whole = replace(first, num_elements=sum(share.num_elements for share in shares))
         shape = (len(shares), *self._kind.share) if isinstance(self._kind, Stacked) else self._kind.share
         row, fate = share_row(whole, shape, self._kind.name(number), self.dtype)
-        self._supplies.fates.settle(first.source, first.tensor.name, fate)
+        self._inputs.fates.settle(first.source, first.tensor.name, fate)
         return (row,)
 
     def combined(self, expert: NewExpert, number: int) -> tuple[Row, ...] | None:
         """The rows of an expert that takes some arithmetic; None with findings."""
         if not self._is_plain():
             return None
-        shares = [self._supplies.share(self._kind, origin) for origin in self._origins(expert)]
+        shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
         if None not in shares:
             return self._mean_of_shares(expert, number, [share for share in shares if share is not None])
         if isinstance(self._kind, Stacked) and self._kind.is_router:
             return self._router_row(expert, self._kind)
         own = self._kind.name(self._kind.first)
-        blocks = self._supplies.logical.blocks(own)
+        blocks = self._inputs.logical.blocks(own)
         if blocks is None:
-            self._supplies.unknown_layout(own)
+            self._inputs.unknown_layout(own)
             return None
         mark = marked(self._kind.first)
         rows = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
@@ -174,7 +174,7 @@ class _Work:
 
     def _is_plain(self) -> bool:
         """Whether the base has numbers here, so that numbers may be written; else a finding says so."""
-        return self._supplies.is_plain(self._like)
+        return self._inputs.is_plain(self._like)
 
     def _origins(self, expert: NewExpert) -> Sequence[Origin]:
         return expert.rows if self._kind.is_router else expert.origins
@@ -187,11 +187,11 @@ class _Work:
     ) -> tuple[Row, ...] | None:
         """The mean of what several experts have, element by element: all of them are stored alike."""
         name = self._kind.name(number)
-        plain = [self._supplies.plain.check(share.source, share.tensor) for share in shares]
+        plain = [self._inputs.plain.check(share.source, share.tensor) for share in shares]
         if not all(plain):
             return None
         for share in shares:
-            self._supplies.fates.settle(share.source, share.tensor.name, fate_of(len(shares), name))
+            self._inputs.fates.settle(share.source, share.tensor.name, fate_of(len(shares), name))
         expression = mean_expression(self._weights(expert), self.dtype)
         shape = self._kind.share or (1,)
         return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
@@ -205,11 +205,11 @@ class _Work:
         for called, inside in place.members:
             logical = renumbered(called, 0, of=self._kind.first)
             for origin in expert.origins:
-                found = self._supplies.matrix(self._block, origin, logical)
-                if found is None or not self._supplies.fits(origin.source, found, inside.shape, logical):
+                found = self._inputs.matrix(self._block, origin, logical)
+                if found is None or not self._inputs.fits(origin.source, found, inside.shape, logical):
                     complete = False
                     continue
-                self._supplies.settle(found, origin.source, fate)
+                self._inputs.settle(found, origin.source, fate)
                 reads.append(found.read(len(parts)))
             parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
         if not complete:
@@ -219,7 +219,7 @@ class _Work:
 
     def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
         """One expert's row in a router, or its element of a bias, found by the router's canonical name."""
-        logical = logical_name(stacked.tensor.name, self._supplies.base.rules)
+        logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
         origins = expert.rows
         found = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
         reads = [read for read in found if read is not None]
@@ -229,22 +229,22 @@ class _Work:
         return (matrix_row(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
 
     def _row_of(self, stacked: Stacked, origin: Origin, logical: str, count: int) -> Read | None:
-        found = self._supplies.named(origin.source, logical)
+        found = self._inputs.named(origin.source, logical)
         if found is None or origin.expert is None:
             self._no_row(origin.source, logical)
             return None
-        held = self._supplies.num_experts(origin.source)
-        if not self._supplies.fits(origin.source, found, stacked.shape(held), logical):
+        held = self._inputs.num_experts(origin.source)
+        if not self._inputs.fits(origin.source, found, stacked.shape(held), logical):
             return None
-        self._supplies.settle(found, origin.source, fate_of(count, stacked.tensor.name))
+        self._inputs.settle(found, origin.source, fate_of(count, stacked.tensor.name))
         # A bias that lies as [1, experts] is taken element by element as well.
         term = replace(found.term(), num_rows=held)
         return assembled(0, Assembly(1, prod(stacked.share), (term,), ((0, origin.expert, 1, 0),), 1))
 
     def _no_row(self, source: int, logical: str) -> None:
-        self._supplies.findings.tensor(
+        self._inputs.findings.tensor(
             ("no row", str(source)),
-            where=self._supplies.name(source),
+            where=self._inputs.name(source),
             what="it lacks {count} tensors that the router has a row of for each expert",
             remedy="Add 'row_of: N' to copy router rows and biases of an expert of base_model.",
             example=logical,
@@ -260,17 +260,17 @@ class AddedModels:
     def __init__(
         self,
         recipe: ExpertSetRecipe,
-        supplies: InputResolver,
+        resolver: InputResolver,
         blocks: Sequence[ExpertBlock],
         findings: Findings,
     ) -> None:
         self._recipe = recipe
-        self._supplies = supplies
-        self._sources = supplies.sources
+        self._resolver = resolver
+        self._sources = resolver.sources
         self._findings = findings
         self._layers = frozenset(block.name_layer for block in blocks if not block.is_mtp)
         self._dense_layers = self._layers_with(_BASE, Role.MLP) - self._layers
-        self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in supplies.sources]
+        self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
 
     def check(self) -> None:
         """Find what speaks against the models by their configs and the names of their tensors."""
@@ -295,7 +295,7 @@ class AddedModels:
 
     def is_left_behind(self, source: int, name: str) -> bool:
         """Whether a tensor that nothing was made of is of an expert that the recipe adds."""
-        info = self._supplies.logical[source].infos[name]
+        info = self._resolver.logical[source].infos[name]
         is_there = info.layer in self._layers and info.stack == self._stack(source)
         fields = self._fields[source]
         if fields is None or not is_there or info.part is not Role.EXPERT:
@@ -352,7 +352,7 @@ class AddedModels:
     def _layers_with(self, source: int, part: Role) -> frozenset[int]:
         """Layers of the text decoder in which a model has tensors of a kind."""
         stack = self._stack(source)
-        infos = self._supplies.logical[source].infos.values()
+        infos = self._resolver.logical[source].infos.values()
         return frozenset(
             info.layer
             for info in infos
@@ -417,17 +417,17 @@ class _Builder:
         self._base = sources[BASE]
         self._findings = Findings()
         logical = open_logical(sources, self._findings)
-        self._supplies = InputResolver(sources, logical)
-        for laid in self._supplies.adapters.values():
+        self._resolver = InputResolver(sources, logical)
+        for laid in self._resolver.adapters.values():
             for problem in laid.problems():
                 self._findings.add(problem)
         self._blocks = self._found_blocks(logical[BASE])
         self._mover = Mover(recipe, sources, self._blocks, self._findings)
         self._mover.check()
-        self._added = AddedModels(recipe, self._supplies, self._blocks, self._findings)
+        self._added = AddedModels(recipe, self._resolver, self._blocks, self._findings)
         self._added.check()
         self._require()
-        self._work = ExpertInputs(self._supplies, recipe.dtype, self._findings)
+        self._work = ExpertInputs(self._resolver, recipe.dtype, self._findings)
 
     def plan(self, version: str) -> Plan:
         """The plan, with its problems."""
@@ -457,7 +457,7 @@ class _Builder:
 
     def _sparse(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
         change = self._recipe.experts
-        scores = read_scores(self._recipe, self._supplies, self._blocks) if change.scores else None
+        scores = read_scores(self._recipe, self._resolver, self._blocks) if change.scores else None
         moves = self._mover.moves(scores)
         self._require()
         maker = ExpertOutputs(self._work)
@@ -537,7 +537,7 @@ class _Builder:
     def _check_dense_layers(self, width: int) -> None:
         """Layers without experts are as wide as the others become: the config has one number for all."""
         tensors = self._base.checkpoint.tensors
-        for name, info in self._supplies.logical[BASE].infos.items():
+        for name, info in self._resolver.logical[BASE].infos.items():
             own = tensors[name].shape
             if info.part is Role.MLP and info.projection == "gate" and width and own[0] != width:
                 what = f"{name} is {own[0]} wide, and the layers that had experts become {width} wide."
@@ -600,7 +600,7 @@ class _Builder:
         for source in self._sources:
             yield from (f"{source.name}: {note}" for note in source.checkpoint.notes)
         yield f"config, tokenizer and companion files come from {self._base.name}"
-        yield from adapter_notes(self._supplies, self._work.fates)
+        yield from adapter_notes(self._resolver, self._work.fates)
         yield from self._added.notes()
 
     def _moved(self, moves: Moves) -> Iterator[str]:

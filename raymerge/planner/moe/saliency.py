@@ -150,13 +150,13 @@ _LARGEST = 1e300
 # So that sums of scores are numbers too.
 
 
-def read_scores(recipe: ExpertSetRecipe, supplies: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
+def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     """The scores that a recipe names.
 
     Args:
         recipe: its ``experts.scores`` is ``weights``, or the path of a file that has for each layer a list
             of numbers, by the layer's number or the path of its block.
-        supplies: its models, the mixture of experts first.
+        resolver: its models, the mixture of experts first.
         blocks: the experts of that.
 
     Raises:
@@ -164,7 +164,7 @@ def read_scores(recipe: ExpertSetRecipe, supplies: InputResolver, blocks: Sequen
     """
     said, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     try:
-        found = _of_weights(supplies, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
+        found = _of_weights(resolver, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
     except UserError as error:
         problems = [Problem(f"{place}: {each.where}", each.what, each.remedy) for each in error.problems]
         raise PlanError(problems) from error
@@ -188,15 +188,15 @@ def _objections(block: ExpertBlock, scores: Row | None) -> Iterator[str]:
         yield f"the scores of {where} hold NaN, infinity or a number beyond {_LARGEST:g}."
 
 
-def _of_weights(supplies: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
+def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     """``|down| * sqrt(|gate|^2 + |up|^2)`` with Frobenius norms: how much an expert can do to its input."""
-    source = supplies.sources[_BASE]
+    source = resolver.sources[_BASE]
     if source.checkpoint.unwritten is not None:
         what = "scores are computed from weights while planning, and this model is not made yet."
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
     _refuse_codes(source, blocks)
-    with _Matrices(supplies) as matrices:
+    with _Matrices(resolver) as matrices:
         return {
             block.path: tuple(_size(matrices, block, expert) for expert in range(block.num_experts))
             for block in blocks
@@ -235,10 +235,10 @@ class _Matrices:
     kept until another one is needed.
     """
 
-    def __init__(self, supplies: InputResolver) -> None:
-        self._supplies = supplies
-        self._base = supplies.sources[_BASE]
-        self._stores = [open_store(each.root) for each in holdings(supplies.sources)]
+    def __init__(self, resolver: InputResolver) -> None:
+        self._resolver = resolver
+        self._base = resolver.sources[_BASE]
+        self._stores = [open_store(each.root) for each in holdings(resolver.sources)]
         self._weights = Weights(self._base) if self._base.adapter is not None else None
         self._run: tuple[int, str, int, int] | None = None
         self._elements = torch.empty(0)
@@ -265,7 +265,7 @@ class _Matrices:
         return math.fsum(length * length for length in lengths.tolist())
 
     def _load(self, name: str) -> torch.Tensor | None:
-        found = self._supplies.find(_BASE, name, name)
+        found = self._resolver.find(_BASE, name, name)
         if found is None:
             return None
         if found.factor is not None and self._weights is not None:

@@ -17,32 +17,32 @@ from raymerge.recipes.selector import plain_selector
 
 
 class Chosen(NamedTuple):
-    """An aligned tensor with the treatment that was chosen for it."""
+    """An aligned tensor with the assignment that was chosen for it."""
 
     aligned: Aligned
     """The output tensor."""
-    treatment: AssignedMethod
+    assignment: AssignedMethod
     """By which method it is made, and from whom."""
     names: tuple[str, ...]
-    """Its name in each of ``treatment.everyone()``."""
+    """Its name in each of ``assignment.everyone()``."""
 
     @property
     def method(self) -> Method:
         """What is computed."""
-        return self.treatment.method
+        return self.assignment.method
 
     def members(self) -> Iterator[tuple[Member, str]]:
         """Who takes part, the base first, with the tensor's name there."""
-        return zip(self.treatment.everyone(), self.names, strict=True)
+        return zip(self.assignment.everyone(), self.names, strict=True)
 
 
-def choose(aligned: Aligned, treatment: AssignedMethod) -> Chosen:
-    """The treatment's members with their names, of those that the span has."""
-    everyone = treatment.everyone()
+def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:
+    """The assignment's members with their names, of those that the span has."""
+    everyone = assignment.everyone()
     if everyone == aligned.span.members:
-        return Chosen(aligned, treatment, aligned.names)
+        return Chosen(aligned, assignment, aligned.names)
     names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
-    return Chosen(aligned, treatment, tuple(names[member.path] for member in everyone))
+    return Chosen(aligned, assignment, tuple(names[member.path] for member in everyone))
 
 
 def output_subject(aligned: Aligned, logical: Sequence[LogicalTensors]) -> Subject:

@@ -28,7 +28,7 @@ from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.stacking import check_stacks
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.planner.outputs.plan_context import PlanContext, open_workshop
+from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.recipes import Recipe
 
@@ -94,17 +94,22 @@ def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Pl
 
 def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     """What the plan consists of; nothing else that was found out on the way is kept."""
-    shop = open_workshop(recipe, sources)
-    builder, findings, sections, tokenizer = shop.builder, shop.findings, shop.sections, shop.tokenizer
-    donor = sources[shop.donor]
+    context = open_plan_context(recipe, sources)
+    builder, findings, sections, tokenizer = (
+        context.builder,
+        context.findings,
+        context.sections,
+        context.tokenizer,
+    )
+    donor = sources[context.donor]
     by_token = tokenizer.vocabulary is not None
-    check_stacks(sections, shop.aligner.placed, donor=shop.donor, findings=findings, by_token=by_token)
-    outputs = builder.scales.join(with_joined(_outputs(shop), builder, donor.rules), donor.rules)
-    shop.treatments.report_unused()
+    check_stacks(sections, context.aligner.placed, donor=context.donor, findings=findings, by_token=by_token)
+    outputs = builder.scales.join(with_joined(_outputs(context), builder, donor.rules), donor.rules)
+    context.assignments.report_unused()
     builder.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
-    _settle_rest(shop)
-    config, objections = plan_config(recipe, donor, sources, shop.supplies.logical, sections, outputs, tie)
+    _settle_rest(context)
+    config, objections = plan_config(recipe, donor, sources, context.resolver.logical, sections, outputs, tie)
     for objection in objections:
         findings.add(objection)
     resized = builder.embeddings.settle(outputs, donor)
@@ -112,26 +117,26 @@ def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     return Decided(
         recipe=recipe,
         sources=tuple(sources),
-        donor=shop.donor,
-        method=shop.method.name,
-        rules=tuple(each.name for each in shop.ruled),
+        donor=context.donor,
+        method=context.method.name,
+        rules=tuple(each.name for each in context.ruled),
         outputs=outputs,
         fates=builder.fates,
         findings=findings,
         config=config,
         tie=tie,
         tokenizer=tokenizer,
-        notes=shop.notes(outputs),
+        notes=context.notes(outputs),
     )
 
 
-def _outputs(shop: PlanContext) -> dict[str, Output]:
+def _outputs(context: PlanContext) -> dict[str, Output]:
     """Every output that can be made, by its name."""
     made: dict[str, Output] = {}
-    for aligned in shop.aligned():
-        output = shop.builder.output(aligned)
+    for aligned in context.aligned():
+        output = context.builder.output(aligned)
         if output is not None and made.setdefault(output.name, output) is not output:
-            shop.findings.tensor(
+            context.findings.tensor(
                 ("twice",),
                 where="plan",
                 what="{count} tensors would be made twice",
@@ -141,32 +146,34 @@ def _outputs(shop: PlanContext) -> dict[str, Output]:
     return made
 
 
-def _settle_rest(shop: PlanContext) -> None:
+def _settle_rest(context: PlanContext) -> None:
     """Give every tensor that no output used its rule, or report it."""
-    recipe, supplies, builder = shop.recipe, shop.supplies, shop.builder
-    used = {member.source for section in shop.sections for span in section.spans for member in span.members}
-    models = {laid.store: index for index, laid in supplies.adapters.items()}
-    lead = supplies.sources[shop.donor].name
+    recipe, resolver, builder = context.recipe, context.resolver, context.builder
+    used = {
+        member.source for section in context.sections for span in section.spans for member in span.members
+    }
+    models = {laid.store: index for index, laid in resolver.adapters.items()}
+    lead = resolver.sources[context.donor].name
     for store, name in list(builder.fates.unsettled()):
         source, changed = store, name
-        if store >= len(supplies.sources) + len(models):
+        if store >= len(resolver.sources) + len(models):
             builder.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN))
             continue
         if store in models:
             source = models[store]
-            changed = supplies.adapters[source].changed_by(name) or ""
+            changed = resolver.adapters[source].changed_by(name) or ""
             if not changed:
                 continue  # That it has no tensor to go to is said already.
-        role = supplies.logical[source].part(changed)
-        rule = _rule(recipe, shop.aligner, source, changed, used=used, role=role)
+        role = resolver.logical[source].part(changed)
+        rule = _rule(recipe, context.aligner, source, changed, used=used, role=role)
         if store in models and rule is Rule.OUTSIDE_MODULES:
-            _check_named(recipe, supplies, source, changed, builder.findings)
+            _check_named(recipe, resolver, source, changed, builder.findings)
         if rule is not None:
             builder.fates.settle(store, name, Fate(Disposition.DROPPED, rule))
             continue
         builder.findings.tensor(
-            ("extra", supplies.sources[source].name),
-            where=supplies.sources[source].name,
+            ("extra", resolver.sources[source].name),
+            where=resolver.sources[source].name,
             what=f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
             remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in "
             "the recipe to leave them out.",
@@ -175,16 +182,16 @@ def _settle_rest(shop: PlanContext) -> None:
 
 
 def _check_named(
-    recipe: Recipe, supplies: InputResolver, source: int, changed: str, findings: Findings
+    recipe: Recipe, resolver: InputResolver, source: int, changed: str, findings: Findings
 ) -> None:
     """Refuse to leave out an adapter's change because the recipe does not name the module that it is in."""
-    model = supplies.sources[source]
+    model = resolver.sources[source]
     module = module_of(changed, model.checkpoint.config, model.stacks)
     if module in recipe.modules:
         return
     findings.tensor(
         ("unnamed module", model.name, module),
-        where=supplies.adapters[source].adapter.name,
+        where=resolver.adapters[source].adapter.name,
         what=f"{{count}} tensors that it changes are in the module '{module}' of {model.name}, which the "
         "recipe does not name, so that the changes would be left out",
         remedy=f"Name '{module}' below 'modules' too, make {model.name} the base_model, or use an adapter "

@@ -37,7 +37,7 @@ _BY_TOKEN = (
 class _Table:
     """A tensor with a row for each token, in everyone who takes part."""
 
-    supplies: Mapping[int, ResolvedInput]
+    resolver: Mapping[int, ResolvedInput]
     """Where each source has it, by the source's index."""
     rows: Mapping[int, int]
     """Its rows there."""
@@ -62,18 +62,18 @@ class Embeddings:
     def __init__(
         self,
         recipe: Recipe,
-        supplies: InputResolver,
+        resolver: InputResolver,
         maker: RowMaker,
         findings: Findings,
         *,
         vocabulary: VocabularyPlan | None,
     ) -> None:
         self._recipe = recipe
-        self._supplies = supplies
+        self._resolver = resolver
         self._maker = maker
         self._findings = findings
         self._vocabulary = vocabulary
-        self._tensors = VocabularyTensors(supplies)
+        self._tensors = VocabularyTensors(resolver)
         self._axes: dict[str, int] = {}
         self._made: set[str] = set()
         self._doubtful: dict[str, None] = {}
@@ -113,8 +113,8 @@ class Embeddings:
         axis, source = self._look(aligned), aligned.span.lead.source
         if axis is None or not lead.dtype.is_mergeable:
             return None
-        treatment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, treatment, (aligned.lead,))
+        assignment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
+        chosen = Chosen(aligned, assignment, (aligned.lead,))
         table = self._table(chosen, axis)
         if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
             return None
@@ -228,23 +228,23 @@ class Embeddings:
     def _table(self, chosen: Chosen, axis: int) -> _Table:
         aligned = chosen.aligned
         names = {m.source: name for m, name in zip(aligned.span.members, aligned.names, strict=True)}
-        lead = self._supplies.sources[aligned.span.lead.source]
-        for source in self._supplies.sources:
+        lead = self._resolver.sources[aligned.span.lead.source]
+        for source in self._resolver.sources:
             names.setdefault(source.index, _name_in(source, lead, aligned.lead))
-        supplies = {
+        resolver = {
             index: found
             for index, name in names.items()
-            if (found := self._supplies.find(index, name, moved(aligned, aligned.lead, name))) is not None
+            if (found := self._resolver.find(index, name, moved(aligned, aligned.lead, name))) is not None
         }
-        shapes = {index: each.place.shape for index, each in supplies.items()}
+        shapes = {index: each.place.shape for index, each in resolver.items()}
         rows = {index: shape[axis] for index, shape in shapes.items() if len(shape) > axis}
-        return _Table(supplies, rows, axis, lead.checkpoint.tensors[aligned.lead].shape)
+        return _Table(resolver, rows, axis, lead.checkpoint.tensors[aligned.lead].shape)
 
     def _fits(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> bool:
         """Whether every member has the tensor, in plain numbers, with rows of the lead's length."""
         complete = True
         for member, name in chosen.members():
-            found = table.supplies.get(member.source)
+            found = table.resolver.get(member.source)
             if found is None:
                 self._maker.missing(chosen, member, name)
                 complete = False
@@ -274,7 +274,7 @@ class Embeddings:
         ]
 
     def _by_token(self, vocabulary: VocabularyPlan, chosen: Chosen, table: _Table) -> tuple[int, list[Read]]:
-        holders = {i: table.rows[i] for i, each in table.supplies.items() if self._is_as_wide(each, table)}
+        holders = {i: table.rows[i] for i, each in table.resolver.items() if self._is_as_wide(each, table)}
         reads = []
         for member, _ in chosen.members():
             runs = vocabulary.rows_of(member.source, holders)
@@ -310,8 +310,8 @@ class Embeddings:
             for source, first in run.terms:
                 flat.append((run.to_row, first, run.count, order.setdefault(source, len(order))))
         for source in order:
-            self._maker.settle(table.supplies[source], source, fate)
-        terms = tuple(replace(table.supplies[source].term(), num_rows=table.rows[source]) for source in order)
+            self._maker.settle(table.resolver[source], source, fate)
+        terms = tuple(replace(table.resolver[source].term(), num_rows=table.rows[source]) for source in order)
         is_whole = flat == [(0, 0, num_rows, 0)] and terms[0].num_rows == num_rows
         if is_whole and terms[0].product is None:
             return terms[0].read
@@ -324,15 +324,15 @@ class Embeddings:
         wanted = table.rows[leader]
         others = [member.source for member, _ in chosen.members() if table.rows[member.source] != wanted]
         for index in others:
-            source = self._supplies.sources[index]
+            source = self._resolver.sources[index]
             self._findings.tensor(
                 ("vocabulary", source.name),
                 where=source.name,
                 what=f"{{count}} of its tensors have {table.rows[index]} rows, one for each token, where "
-                f"{self._supplies.sources[leader].name} has {wanted}"
-                f"{compare_vocabularies(self._supplies, index, leader)}",
+                f"{self._resolver.sources[leader].name} has {wanted}"
+                f"{compare_vocabularies(self._resolver, index, leader)}",
                 remedy=_BY_TOKEN,
-                example=table.supplies[index].place.tensor.name,
+                example=table.resolver[index].place.tensor.name,
             )
         return bool(others)
 

@@ -127,15 +127,15 @@ class _Experts:
     and dtype is found out once for all of them.
     """
 
-    def __init__(self, supplies: InputResolver, fates: Fates, *, are_alike: bool) -> None:
+    def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool) -> None:
         """
         Args:
-            supplies: the stored tensors.
+            resolver: the stored tensors.
             fates: what becomes of them.
             are_alike: whether neither the recipe nor a stage, an adapter or a quantised format makes a
                 difference between experts.
         """
-        self._logical = supplies.logical
+        self._logical = resolver.logical
         self._fates = fates
         self._are_alike = are_alike
         self._first: dict[tuple[object, ...], _FirstExpert] = {}
@@ -201,36 +201,36 @@ class OutputBuilder:
     def __init__(
         self,
         recipe: Recipe,
-        treatments: MethodAssignment,
-        supplies: InputResolver,
+        assignments: MethodAssignment,
+        resolver: InputResolver,
         findings: Findings,
         *,
         vocabulary: VocabularyPlan | None = None,
     ) -> None:
         self.findings = findings
-        self.fates = Fates(holdings(supplies.sources))
+        self.fates = Fates(holdings(resolver.sources))
         self._recipe = recipe
-        self._treatments = treatments
-        self._supplies = supplies
-        self._sources = supplies.sources
-        self._logical = supplies.logical
-        self._names = [source.name for source in supplies.sources]
-        self._main = [main_dtype(source.checkpoint) for source in supplies.sources]
-        self._plain = PlainNumbers(supplies.sources, findings)
-        self._rows = RowMaker(supplies, self._plain, findings, self.fates)
-        self.scales = ActivationScales(supplies.sources, self.fates)
+        self._assignments = assignments
+        self._resolver = resolver
+        self._sources = resolver.sources
+        self._logical = resolver.logical
+        self._names = [source.name for source in resolver.sources]
+        self._main = [main_dtype(source.checkpoint) for source in resolver.sources]
+        self._plain = PlainNumbers(resolver.sources, findings)
+        self._rows = RowMaker(resolver, self._plain, findings, self.fates)
+        self.scales = ActivationScales(resolver.sources, self.fates)
         """The scales of inputs and of cached keys and values."""
-        self._formats = OutFormats(recipe, supplies.logical, self._main, findings)
+        self._formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self._selectors = Selectors(recipe)
         self._binders: dict[tuple[Path_, int], Binder] = {}
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
-        self.embeddings = Embeddings(recipe, supplies, self._rows, findings, vocabulary=vocabulary)
+        self.embeddings = Embeddings(recipe, resolver, self._rows, findings, vocabulary=vocabulary)
         """The rows of tensors with a row for each token."""
         are_alike = recipe.out_format is None and not self._selectors.are_by_name
-        are_alike = are_alike and self._plain.are_all and not (supplies.adapters or supplies.aligned)
-        self._experts = _Experts(supplies, self.fates, are_alike=are_alike)
+        are_alike = are_alike and self._plain.are_all and not (resolver.adapters or resolver.aligned)
+        self._experts = _Experts(resolver, self.fates, are_alike=are_alike)
 
     def output(self, aligned: Aligned) -> Output | None:
         """The output for one aligned tensor, or None with a finding that says why not."""
@@ -347,8 +347,8 @@ class OutputBuilder:
         """How a logical tensor of an output is made, with its settings to ``bind``; None with a finding."""
         key = self._selectors.matching(subject)
         if key not in outcomes:
-            treatment = self._treatments.of(aligned.span, subject)
-            chosen = None if treatment is None else choose(aligned, treatment)
+            assignment = self._assignments.of(aligned.span, subject)
+            chosen = None if assignment is None else choose(aligned, assignment)
             settings = None if chosen is None or not bind else self._settings(chosen, subject)
             outcomes[key] = None if chosen is None else _Group(chosen, subject, settings)
         return outcomes[key]
@@ -481,9 +481,9 @@ class OutputBuilder:
             self._formats.dtype_of_rows(aligned, lead, written)
             self._settle_rest(aligned)
             return renumbered
-        if self._supplies.is_changed(source, aligned.lead):
+        if self._resolver.is_changed(source, aligned.lead):
             return self._adapted(aligned, lead, written)
-        store, stored = self._supplies.stored(source, aligned.lead) or (source, lead)
+        store, stored = self._resolver.stored(source, aligned.lead) or (source, lead)
         finite = lead.dtype.is_mergeable and rule is not Rule.COPIED_FROM_LEAD
         made = self._copy(aligned, stored, store, check_finite=finite)
         differs = written.dtype is not stored.dtype or self._differs(written.packing, source, aligned.lead)
@@ -539,13 +539,12 @@ class OutputBuilder:
     def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
         """The stored tensors that hold an aligned tensor, or change it: source or adapter, and name."""
         for member, name in zip(aligned.span.members, aligned.names, strict=True):
-            is_bare = member.source not in self._supplies.adapters
+            is_bare = member.source not in self._resolver.adapters
             if is_bare and self._logical[member.source].stored(name) is not None:
                 yield member.source, name
                 continue
-            supplies = [supply for supply in self._elsewhere(aligned, member, name) if supply is not None]
-            for supply in supplies:
-                yield from self._supplies.holders(member.source, supply)
+            for resolved in filter(None, self._elsewhere(aligned, member, name)):
+                yield from self._resolver.holders(member.source, resolved)
 
     def _elsewhere(
         self, aligned: Aligned, member: Member, name: str, names: Sequence[str] = ()
@@ -554,7 +553,7 @@ class OutputBuilder:
         if not names:
             blocks = self._logical[aligned.span.lead.source].blocks(aligned.lead) or ()
             names = [logical for block in blocks for logical, _ in block.members]
-        return [self._supplies.find(member.source, name, moved(aligned, each, name)) for each in names]
+        return [self._resolver.find(member.source, name, moved(aligned, each, name)) for each in names]
 
     def _settings_of(self, group: _Group) -> Settings | None:
         return group.settings or self._settings(group.chosen, group.subject)
@@ -573,7 +572,7 @@ class OutputBuilder:
             return settings
         self.findings.tensor(
             ("settings", objection),
-            where=self._recipe.where(*chosen.treatment.path),
+            where=self._recipe.where(*chosen.assignment.path),
             what=f"{objection} ({{count}} tensors)",
             remedy="Change the parameters.",
             example=chosen.aligned.output,
@@ -581,17 +580,17 @@ class OutputBuilder:
         return None
 
     def _bound(self, chosen: Chosen, subject: Subject) -> Settings:
-        aligned, treatment = chosen.aligned, chosen.treatment
-        key = aligned.span.path, treatment.rule
+        aligned, assignment = chosen.aligned, chosen.assignment
+        key = aligned.span.path, assignment.rule
         if key not in self._binders:
-            self._binders[key] = Binder(self._recipe, treatment, self._names)
+            self._binders[key] = Binder(self._recipe, assignment, self._names)
         binder = self._binders[key]
         if binder.constant is not None:
             return binder.constant
         members = [
             member_subject(member, name, self._logical, (subject.name, *subject.aliases))
             for member, name in chosen.members()
-            if member is not treatment.base
+            if member is not assignment.base
         ]
         self._selectors.see(members)
         return binder.settings(subject, members, aligned.t, depth=aligned.depth)
@@ -616,17 +615,17 @@ class OutputBuilder:
         which = chosen.method.identity(settings)
         if which is None:
             return None
-        aligned, position = chosen.aligned, which + (1 if chosen.treatment.base is not None else 0)
-        member, name = chosen.treatment.everyone()[position], chosen.names[position]
-        found = self._supplies.stored(member.source, name)
-        if found is None or self._supplies.is_changed(member.source, name):
+        aligned, position = chosen.aligned, which + (1 if chosen.assignment.base is not None else 0)
+        member, name = chosen.assignment.everyone()[position], chosen.names[position]
+        found = self._resolver.stored(member.source, name)
+        if found is None or self._resolver.is_changed(member.source, name):
             return None
         store, stored = found
         differs = stored.dtype is not written.dtype or self._differs(written.packing, member.source, name)
         if stored.shape != lead.shape or differs:
             return None
         self.fates.settle(store, stored.name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
-        laid = self._supplies.aligned.get(member.source)
+        laid = self._resolver.aligned.get(member.source)
         if laid is not None and laid.store == store:
             self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
         for other, other_name in chosen.members():

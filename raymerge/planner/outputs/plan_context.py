@@ -44,11 +44,11 @@ class PlanContext:
     """Index of the source that gives config, tokenizer and companion files."""
     sections: tuple[Section, ...]
     """Which sources give what to which layers."""
-    treatments: MethodAssignment
+    assignments: MethodAssignment
     """By which method each tensor is made."""
     aligner: Aligner
     """Which tensors meet."""
-    supplies: InputResolver
+    resolver: InputResolver
     """Where their numbers come from."""
     tokenizer: TokenizerChanges
     """What becomes of the vocabulary."""
@@ -62,7 +62,7 @@ class PlanContext:
 
     def aligned(self) -> Iterator[Aligned]:
         """Every output tensor, heads that no lead stores included."""
-        sources = self.supplies.sources
+        sources = self.resolver.sources
         return with_heads(
             self.aligner.outputs(),
             self.sections,
@@ -73,19 +73,19 @@ class PlanContext:
 
     def notes(self, outputs: Sequence[Output]) -> tuple[str, ...]:
         """Things worth telling, once all outputs are made."""
-        chosen, sources = (self.method, *self.ruled), self.supplies.sources
+        chosen, sources = (self.method, *self.ruled), self.resolver.sources
         return (
-            *router_notes(self.recipe, outputs, self.supplies.logical[self.donor]),
+            *router_notes(self.recipe, outputs, self.resolver.logical[self.donor]),
             *recipe_notes(self.recipe, chosen, sources, self.sections, donor=self.donor),
             *self.builder.notes(),
-            *dict.fromkeys(base_notes(self.treatments, self.sections, sources)),
+            *dict.fromkeys(base_notes(self.assignments, self.sections, sources)),
             *self.tokenizer.notes,
             *self.builder.scales.notes(outputs),
-            *adapter_notes(self.supplies, self.builder.fates),
+            *adapter_notes(self.resolver, self.builder.fates),
         )
 
 
-def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
+def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     """Everything that a recipe's outputs are made with.
 
     Args:
@@ -99,14 +99,14 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
     recipe, method, ruled = checked.recipe, checked.own, checked.ruled
     donor = donor_of(recipe, sources)
     findings = Findings()
-    treatments = MethodAssignment(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
-    sections = _sections(checked, sources, treatments, findings)
+    assignments = MethodAssignment(recipe, method, ruled, sources, findings, router_rule=checked.router_rule)
+    sections = _sections(checked, sources, assignments, findings)
     logical = open_logical(sources, findings)
-    supplies = InputResolver(sources, logical)
-    for laid in supplies.adapters.values():
+    resolver = InputResolver(sources, logical)
+    for laid in resolver.adapters.values():
         for problem in laid.problems():
             findings.add(problem)
-    tokenizer, problems = plan_tokenizer(recipe, supplies, donor=donor)
+    tokenizer, problems = plan_tokenizer(recipe, resolver, donor=donor)
     for problem in problems:
         findings.add(problem)
     return PlanContext(
@@ -115,11 +115,11 @@ def open_workshop(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
         ruled=ruled,
         donor=donor,
         sections=sections,
-        treatments=treatments,
+        assignments=assignments,
         aligner=Aligner(sections, sources, logical, donor=donor),
-        supplies=supplies,
+        resolver=resolver,
         tokenizer=tokenizer,
-        builder=OutputBuilder(recipe, treatments, supplies, findings, vocabulary=tokenizer.vocabulary),
+        builder=OutputBuilder(recipe, assignments, resolver, findings, vocabulary=tokenizer.vocabulary),
     )
 
 
@@ -130,7 +130,7 @@ def donor_of(recipe: Recipe, sources: Sequence[Source]) -> int:
 
 
 def _sections(
-    checked: CheckedRecipe, sources: Sequence[Source], treatments: MethodAssignment, findings: Findings
+    checked: CheckedRecipe, sources: Sequence[Source], assignments: MethodAssignment, findings: Findings
 ) -> tuple[Section, ...]:
     """The sections; ``findings`` receives what is wrong with the recipe but leaves a plan to show.
 
@@ -144,7 +144,7 @@ def _sections(
     bare = [*other_families(recipe, sources, donor=donor), *spans.problems, *_module_names(recipe, sources)]
     if not recipe.methods:
         # With rules, what the recipe's own method cannot do matters only for tensors that no rule takes.
-        unfit = [treatments.by(span, OWN) for section in sections for span in section.spans]
+        unfit = [assignments.by(span, OWN) for section in sections for span in section.spans]
         bare += findings.problems() if None in unfit else ()
     problems = [
         *checked.problems,

@@ -26,11 +26,11 @@ class RowMaker:
     """Makes rows; what is missing or does not fit becomes a finding, what is used a fate."""
 
     def __init__(
-        self, supplies: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates
+        self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates
     ) -> None:
-        self._supplies = supplies
-        self._sources = supplies.sources
-        self._logical = supplies.logical
+        self._resolver = resolver
+        self._sources = resolver.sources
+        self._logical = resolver.logical
         self._plain = plain
         self._findings = findings
         self._fates = fates
@@ -80,7 +80,7 @@ class RowMaker:
         self, settings: Settings, chosen: Chosen, dtype: DType, encode: Encoding | None = None
     ) -> Expression:
         """The method applied with these settings; the same object for the same ones."""
-        has_base = chosen.treatment.base is not None
+        has_base = chosen.assignment.base is not None
         latest = self._latest
         if latest is not None and latest[0] is settings and latest[1:4] == (has_base, dtype, encode):
             return latest[4]
@@ -96,16 +96,16 @@ class RowMaker:
         None with a finding.
         """
         lead = aligned.span.lead
-        treatment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, treatment, (aligned.lead,))
+        assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
+        chosen = Chosen(aligned, assignment, (aligned.lead,))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
         return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
 
-    def settle(self, supply: ResolvedInput, source: int, fate: Fate) -> None:
-        """Record the use of everything that a supply is made of; what an adapter replaces is left out."""
-        for store, name in supply.holders():
+    def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
+        """Record the use of everything that an input is made of; what an adapter replaces is left out."""
+        for store, name in resolved.holders():
             self._fates.settle(store, name, fate)
-        replaced = self._supplies.replaced(source, supply)
+        replaced = self._resolver.replaced(source, resolved)
         if replaced is not None:
             self._fates.settle(source, replaced, Fate(Disposition.DROPPED, Rule.REPLACED, fate.output))
 
@@ -162,7 +162,7 @@ class RowMaker:
         """Whether a source's tensor of a name has its elements in an order, and can be read in one run."""
         own, packing = self._logical[source], self._logical[source].packing(name)
         return (
-            self._supplies.whole(source, name) is not None
+            self._resolver.whole(source, name) is not None
             and own.element_order(name, None if packing is None else packing.format) == order
             and _runs_on(packing)
         )
@@ -218,10 +218,10 @@ class RowMaker:
         lead = self._logical[chosen.aligned.span.lead.source]
         if logical == chosen.aligned.lead and not lead.is_alone(logical):
             # A stack that is made in one run, which holds many: nobody asks for them one by one.
-            found = self._supplies.whole(member.source, name)
+            found = self._resolver.whole(member.source, name)
             if found is not None:
                 return found
-        return self._supplies.find(member.source, name, moved(chosen.aligned, logical, name))
+        return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
 
     def missing(self, chosen: Chosen, member: Member, name: str) -> None:
         """Report a tensor that a member lacks."""
@@ -279,8 +279,8 @@ def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
     return Fate(Disposition.MERGED, Rule.METHOD, output)
 
 
-def _with_factor(fate: Fate, supply: ResolvedInput) -> Fate:
+def _with_factor(fate: Fate, resolved: ResolvedInput) -> Fate:
     """A fate, but for what would keep its values, had an adapter not added to them."""
-    if supply.factor is None or fate.disposition is Disposition.MERGED:
+    if resolved.factor is None or fate.disposition is Disposition.MERGED:
         return fate
     return Fate(Disposition.MERGED, Rule.ADAPTED, fate.output)

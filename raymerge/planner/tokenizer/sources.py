@@ -83,21 +83,21 @@ class TokenizerChanges:
 
 
 def plan_tokenizer(
-    recipe: Recipe, supplies: InputResolver, *, donor: int
+    recipe: Recipe, resolver: InputResolver, *, donor: int
 ) -> tuple[TokenizerChanges, list[Problem]]:
     """Decide what the recipe's ``tokenizer``, ``tokenizer_source`` and ``chat_template`` ask for.
 
     Args:
         recipe: what is asked.
-        supplies: its models with their adapters; tokenizer files are read if anything is asked.
+        resolver: its models with their adapters; tokenizer files are read if anything is asked.
         donor: index of the source that gives config and companions.
     """
     is_asked = wants_vocabulary(recipe)
-    if not is_asked and (problem := _unasked(supplies, donor)) is not None:
+    if not is_asked and (problem := _unasked(resolver, donor)) is not None:
         return TokenizerChanges(), [problem]
     if not is_asked and recipe.chat_template is None:
         return TokenizerChanges(), []
-    models, problems = _models(supplies, needs_rows=is_asked)
+    models, problems = _models(resolver, needs_rows=is_asked)
     if problems:
         return TokenizerChanges(), problems
     # The base's vocabulary comes first, whatever place the base has in the list.
@@ -111,11 +111,11 @@ def plan_tokenizer(
     return TokenizerChanges(files=changes.files, left_out=tuple(changes.removed)), problems
 
 
-def compare_vocabularies(supplies: InputResolver, source: int, lead: int) -> str:
+def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str:
     """How the token ids of two models compare, as the end of a sentence; "" where their files do not tell."""
     try:
-        ours = _brought(supplies, source) or _tokenizer(supplies.sources[source])
-        theirs = _brought(supplies, lead) or _tokenizer(supplies.sources[lead])
+        ours = _brought(resolver, source) or _tokenizer(resolver.sources[source])
+        theirs = _brought(resolver, lead) or _tokenizer(resolver.sources[lead])
     except CheckpointError:
         return ""
     if ours is None or theirs is None:
@@ -163,18 +163,18 @@ def _generation_ids(raw: bytes | None) -> dict[str, list[int]]:
     return token_ids(config) if isinstance(config, dict) else {}
 
 
-def _unasked(supplies: InputResolver, donor: int) -> Problem | None:
+def _unasked(resolver: InputResolver, donor: int) -> Problem | None:
     """Refuse to give an embedding that an adapter brings with its tokenizer the model's own tokenizer."""
-    source = supplies.sources[donor]
+    source = resolver.sources[donor]
     try:
-        brought = _brought(supplies, donor)
+        brought = _brought(resolver, donor)
         own = _tokenizer(source) if brought is not None else None
     except CheckpointError as error:
         return error.problems[0]
     if brought is None or (own is not None and brought.tokens == own.tokens):
         return None
     return Problem(
-        supplies.adapters[donor].adapter.name,
+        resolver.adapters[donor].adapter.name,
         f"it brings an embedding and a tokenizer of its own ({len(brought.tokens)} tokens), and the output's "
         f"files would be those of {source.checkpoint.name}.",
         "Say 'tokenizer_source: base' in the recipe (or union), which goes by the adapter's tokenizer.",
@@ -191,12 +191,12 @@ def _with_vocabulary(vocabulary: VocabularyPlan) -> TokenizerChanges:
     )
 
 
-def _models(supplies: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVocabulary], list[Problem]]:
+def _models(resolver: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVocabulary], list[Problem]]:
     models: list[ModelVocabulary] = []
     problems: list[Problem] = []
-    for source in supplies.sources:
+    for source in resolver.sources:
         try:
-            model = _model(supplies, source)
+            model = _model(resolver, source)
         except CheckpointError as error:
             problems += error.problems
             continue
@@ -204,26 +204,26 @@ def _models(supplies: InputResolver, *, needs_rows: bool) -> tuple[list[ModelVoc
         if model.num_rows == 0 and needs_rows:
             what = "it has no token embedding, whose rows a tokenizer could number."
             problems.append(Problem(source.name, what, "Leave the tokenizer's keys out of the recipe."))
-        elif needs_rows and (problem := _unnumbered(supplies, model)) is not None:
+        elif needs_rows and (problem := _unnumbered(resolver, model)) is not None:
             problems.append(problem)
     return models, problems
 
 
-def _model(supplies: InputResolver, source: Source) -> ModelVocabulary:
-    found = supplies.stored(source.index, source.pair.embedding) if source.pair is not None else None
+def _model(resolver: InputResolver, source: Source) -> ModelVocabulary:
+    found = resolver.stored(source.index, source.pair.embedding) if source.pair is not None else None
     return ModelVocabulary(
         source.index,
         source.reference,
         _tokenizer(source),
         found[1].shape[0] if found is not None else 0,
         source.checkpoint.config,
-        _brought(supplies, source.index),
+        _brought(resolver, source.index),
     )
 
 
-def _unnumbered(supplies: InputResolver, model: ModelVocabulary) -> Problem | None:
+def _unnumbered(resolver: InputResolver, model: ModelVocabulary) -> Problem | None:
     """Refuse rows that an adapter holds whole where nothing says which tokens they are of."""
-    source, laid = supplies.sources[model.index], supplies.adapters.get(model.index)
+    source, laid = resolver.sources[model.index], resolver.adapters.get(model.index)
     if laid is None or source.pair is None or model.brought is not None:
         return None
     own = source.checkpoint.tensors[source.pair.embedding].shape[0]
@@ -237,9 +237,9 @@ def _unnumbered(supplies: InputResolver, model: ModelVocabulary) -> Problem | No
     )
 
 
-def _brought(supplies: InputResolver, index: int) -> TokenizerFiles | None:
+def _brought(resolver: InputResolver, index: int) -> TokenizerFiles | None:
     """The tokenizer that an adapter brings with an embedding in place of the model's."""
-    laid, pair = supplies.adapters.get(index), supplies.sources[index].pair
+    laid, pair = resolver.adapters.get(index), resolver.sources[index].pair
     if laid is None or pair is None or laid.replacement(pair.embedding) is None:
         return None
     return read_tokenizer(laid.adapter.root, laid.adapter.companions, convert=convert_slow_tokenizer)

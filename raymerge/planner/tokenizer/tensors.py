@@ -18,8 +18,8 @@ _BY_POSITION = frozenset(
 class VocabularyTensors:
     """The vocabulary tensors of all sources."""
 
-    def __init__(self, supplies: InputResolver) -> None:
-        self._supplies = supplies
+    def __init__(self, resolver: InputResolver) -> None:
+        self._resolver = resolver
 
     def axis(self, source: int, name: str) -> int | None:
         """The axis on which a source's tensor counts tokens; None for a tensor that counts none.
@@ -27,7 +27,7 @@ class VocabularyTensors:
         Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
         first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
         """
-        tensors, pair = self._supplies.sources[source].checkpoint.tensors, self._supplies.sources[source].pair
+        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
         shape = tensors[name].shape
         if pair is None or not shape:
             return None
@@ -42,8 +42,8 @@ class VocabularyTensors:
 
     def rows(self, source: int) -> int:
         """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
-        pair = self._supplies.sources[source].pair
-        found = self._supplies.stored(source, pair.embedding) if pair is not None else None
+        pair = self._resolver.sources[source].pair
+        found = self._resolver.stored(source, pair.embedding) if pair is not None else None
         return found[1].shape[0] if found is not None else 0
 
     def is_doubtful(self, source: int, name: str) -> bool:
@@ -51,7 +51,7 @@ class VocabularyTensors:
 
         It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
         """
-        model = self._supplies.sources[source]
+        model = self._resolver.sources[source]
         shape = model.checkpoint.tensors[name].shape
         if model.pair is None or not self._is_named_so(source, name) or self.axis(source, name) is not None:
             return False
@@ -61,13 +61,13 @@ class VocabularyTensors:
 
     def _sizes(self, source: int) -> set[int]:
         """Rows of a source's own embedding and head."""
-        tensors, pair = self._supplies.sources[source].checkpoint.tensors, self._supplies.sources[source].pair
+        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
         names = (pair.embedding, pair.head) if pair is not None else ()
         return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
 
     def _is_named_so(self, source: int, name: str) -> bool:
-        info = self._supplies.logical[source].infos[name]
-        tensors = self._supplies.sources[source].checkpoint.tensors
+        info = self._resolver.logical[source].infos[name]
+        tensors = self._resolver.sources[source].checkpoint.tensors
         return counts_tokens(name, info) or _is_bare_bias(name, info, tensors)
 
 
