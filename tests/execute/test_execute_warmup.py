@@ -15,10 +15,10 @@ from raymerge import device_numerics
 from raymerge.checkpoints.quantisation.encoding import Encoding, Format, encoding_of, usual_packing
 from raymerge.device_numerics import DeviceError
 from raymerge.dtypes import DType
+from raymerge.execute import segment
 from raymerge.execute import segment as segment_module
-from raymerge.execute import warmup
+from raymerge.execute.segment import warm_up
 from raymerge.execute.transfers import transfers_for
-from raymerge.execute.warmup import warm_up
 from raymerge.merge_plan.expressions import Expression, copy_expression, make_expression
 from raymerge.methods import Access, BaseUse, Method, Settings, find_method, methods
 
@@ -44,13 +44,13 @@ def _expression(name: str, count: int = 2) -> Expression:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Notes with what was computed: methods, and how many sources they had."""
     found: list[tuple[str, int]] = []
-    whole = warmup._compute
+    whole = segment._compute
 
     def compute(method: Method, settings: Settings, device: torch.device, *, has_base: bool) -> None:
         found.append((method.name, len(settings.sources)))
         whole(method, settings, device, has_base=has_base)
 
-    monkeypatch.setattr(warmup, "_compute", compute)
+    monkeypatch.setattr(segment, "_compute", compute)
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no such axis")
 
-    monkeypatch.setattr(warmup, "_compute", broken)
+    monkeypatch.setattr(segment, "_compute", broken)
     with pytest.raises(ValueError, match="no such axis"):
         warm_up([_expression("linear")], CPU)
 
@@ -185,13 +185,13 @@ def test_every_format_warms_up(form: Format, monkeypatch: pytest.MonkeyPatch) ->
     """What a segment calls was called before: all loops of the codec, and the sum in one call."""
     called: list[str] = []
     for name in ("is_summed_at_once", "warm_up_sums", "codec_of"):
-        original = getattr(warmup, name)
+        original = getattr(segment, name)
 
         def noting(*args: Any, of: Any = original, name: str = name) -> Any:
             called.append(name)
             return of(*args)
 
-        monkeypatch.setattr(warmup, name, noting)
+        monkeypatch.setattr(segment, name, noting)
     encode = encoding_of(usual_packing(form, (256, 256)))
     warm_up([replace(_expression("linear"), encode=encode)], CPU)
     assert "codec_of" in called

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed import LayerStream
 
 Seen = dict[tuple[int, int], torch.Tensor]
 """States by layer and run."""

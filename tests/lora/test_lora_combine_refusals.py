@@ -13,7 +13,7 @@ from kits.adapter_merges import Q0, adapter, add, recipe, with_heads
 from raymerge.checkpoints.adapters import open_adapter
 from raymerge.errors import NonFiniteError, PlanError, TargetError
 from raymerge.lora import combine_recipe
-from raymerge.lora.compatible import check_adapters
+from raymerge.lora.combine import check_adapters
 from raymerge.methods import find_method
 from raymerge.recipes import Recipe, parse_recipe
 

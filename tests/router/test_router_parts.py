@@ -17,8 +17,7 @@ from torch import nn
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
 from raymerge.stages.router.hidden_states import keep_states, kept_nbytes
-from raymerge.stages.router.module_layout import ParameterFinder, state_of
-from raymerge.stages.router.streamed_model import StreamedModel, compute_buffers
+from raymerge.stages.router.streamed_model import ParameterFinder, StreamedModel, compute_buffers, state_of
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from raymerge.errors import PlanError
 from raymerge.planner.inputs.source import Source
-from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed import LayerStream
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from raymerge.planner.inputs.source import Source
 from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed import LayerStream
 from raymerge.stages.router.streamed_model import StreamedModel
 
 LENGTHS = (9, 5, 9, 13)
@@ -234,7 +234,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kits.layer_streams import open_base, token_runs
-from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed import LayerStream
 
 class Nothing:
     def layer(self, layer, run, hidden, router_input):

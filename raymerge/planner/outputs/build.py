@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raymerge.architectures import Role, Rules, joined_matrix, module_of
+from raymerge.checkpoints.numbers import as_numbers
 from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.errors import PlanError, UserError
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import Plan
@@ -21,7 +23,7 @@ from raymerge.planner.collector import collector_paused
 from raymerge.planner.config.config import plan_config
 from raymerge.planner.config.fields import vocabulary_size, with_fields
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.quantised_sources import with_numbers
+from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.align import Aligner
 from raymerge.planner.matching.input_resolver import InputResolver
@@ -31,6 +33,27 @@ from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.planner.outputs.ties import settle_tie
 from raymerge.recipes import Recipe
+
+
+def with_numbers(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """The sources with each packed tensor as one.
+
+    Raises:
+        PlanError: in some of them codes and scales, or they and the config, do not go together.
+    """
+    found: list[Source] = []
+    failures: list[UserError] = []
+    for source in sources:
+        try:
+            numbers = as_numbers(source.checkpoint, quantised_tensors(source.checkpoint))
+        except UserError as error:
+            failures.append(error)
+        else:
+            found.append(replace(source, checkpoint=numbers))
+    if failures:
+        raise PlanError(problem for error in failures for problem in error.problems) from failures[0]
+    return tuple(found)
+
 
 _SHARED = frozenset({Format.NVFP4})
 """Formats of whose tensors' scales servers take one for all that they join."""

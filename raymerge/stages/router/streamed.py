@@ -1,29 +1,404 @@
-"""Router rows that are made of what the base model's layers see of the prompts."""
+"""Router rows that are made of what the base model's layers see of the prompts.
+
+Every run of tokens goes through a layer before the next layer is read, so that a model too large for memory
+can be read. A run is a sequence by itself, never one of a batch: nothing is padded, nothing masked, and what
+comes of it does not depend on the others.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from raymerge.checkpoints.layout import TensorSpec, lay_out
+from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.source import GateSpec, Stage
+from raymerge.planner.inputs.source import GateSpec, Source, Stage
 from raymerge.planner.inputs.stages import RESULT_FILE
-from raymerge.stages.router.accumulate import work_nbytes
-from raymerge.stages.router.collect import Collector, RowSink, Sink, SumSink, owners, sums_file
-from raymerge.stages.router.hidden_states import kept_nbytes
+from raymerge.planner.inputs.weights import Weights
+from raymerge.stages.router.accumulate import Accumulator, accumulator, part_shapes, work_nbytes
+from raymerge.stages.router.calls import Call
+from raymerge.stages.router.gates import rows_of
+from raymerge.stages.router.hidden_states import HiddenStates, keep_states, kept_nbytes
 from raymerge.stages.router.prompts import TokenRun, tokenized
 from raymerge.stages.router.readings import Reading, Schedule, make_schedule, prompt_problems
-from raymerge.stages.router.report import GateReport, layer_report
+from raymerge.stages.router.report import GateReport, choices_of, layer_report
 from raymerge.stages.router.results import CHOICES_FILE, ChoicesFile, Result
-from raymerge.stages.router.stream_layers import LayerStream
+from raymerge.stages.router.streamed_model import StreamedModel
+from raymerge.stages.router.tensor_files import Piece
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.ranges import Range
+
+
+class LayerVisitor(Protocol):
+    """Is shown what goes into each layer."""
+
+    def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        """One run at one layer; runs in order, for layer after layer.
+
+        Args:
+            layer: number of the layer.
+            run: place of the run among those that are streamed.
+            hidden: what the layer is given, float32 ``[T, hidden]`` on the device.
+            router_input: what its feed-forward network, and so a router there, is given: as ``hidden``.
+        """
+
+
+class LayerStream:
+    """A base model that is read layer by layer.
+
+    Its hollow model is built when it is first needed, and kept. Pickles as the base alone.
+    """
+
+    def __init__(self, base: Source) -> None:
+        """
+        Args:
+            base: the model.
+        """
+        self._base = base
+        self._spare: StreamedModel | None = None
+
+    def __getstate__(self) -> Source:
+        return self._base
+
+    def __setstate__(self, base: Source) -> None:
+        self.__init__(base)  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Find out from headers, and a trial on a few random numbers, whether the model can be streamed.
+
+        Raises:
+            PlanError: it cannot, for all the reasons given.
+        """
+        with self._model():
+            pass
+
+    def least_budget(self, longest: int) -> int:
+        """Fewest bytes of memory in which runs of up to ``longest`` tokens can be read.
+
+        Raises:
+            PlanError: the model cannot be run layer by layer.
+        """
+        with self._model() as model:
+            return model.least_bytes(longest)
+
+    def read(
+        self,
+        runs: Sequence[TokenRun],
+        visitor: LayerVisitor,
+        *,
+        device: torch.device,
+        budget: int,
+        spill: Path,
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Show a visitor the states of every run at every layer, with one layer in memory at a time.
+
+        Args:
+            runs: what the model reads.
+            visitor: is shown the states.
+            device: where the arithmetic is done.
+            budget: bytes of memory to use; what does not fit between layers goes to a file.
+            spill: directory for that file, of this call alone.
+            tell: called after each layer with the bytes read so far; what it raises ends the reading.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            PlanError: the model cannot be run layer by layer.
+            CheckpointError: its weights cannot be read.
+            OptionError: there is no room for the file.
+        """
+        if not runs:
+            return 0
+        lengths = [len(run.tokens) for run in runs]
+        with self._model() as model, _deterministic(), torch.no_grad(), model.opened(device) as read:
+            spare = budget - model.least_bytes(max(lengths))
+            kept = kept_nbytes(lengths, model.width)
+            in_memory = kept <= spare
+            calls = _Calls(model, device, limit=spare - kept if in_memory else spare)
+            with keep_states(lengths, model.width, spill=None if in_memory else spill) as states:
+                read += _embedded(model, runs, states, device)
+                for layer in range(model.num_layers):
+                    read += _layer(model, layer, lengths, states, visitor, calls)
+                    tell(read)
+        return read
+
+    @contextmanager
+    def _model(self) -> Iterator[StreamedModel]:
+        """The hollow model, of this caller alone; what was left after a failure is not used again."""
+        model, self._spare = self._spare, None
+        if model is None:
+            with Weights(self._base) as weights:
+                model = StreamedModel(self._base, weights)
+        yield model
+        self._spare = model
+
+
+class _Calls:
+    """How layers are called, which depends on the number of tokens only; the latest are kept."""
+
+    def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
+        """
+        Args:
+            model: whose layers.
+            device: where their arguments are wanted.
+            limit: bytes that arguments may take; those that were asked for last are kept in any case.
+        """
+        self.device = device
+        self._model = model
+        self._limit = limit
+        self._found: OrderedDict[int, tuple[Call, ...]] = OrderedDict()
+
+    def of(self, length: int) -> tuple[Call, ...]:
+        """How the layers are called for a run of ``length`` tokens."""
+        if length not in self._found:
+            taken = sum(map(self._model.call_bytes, (*self._found, length)))
+            while self._found and taken > self._limit:
+                oldest, _ = self._found.popitem(last=False)
+                taken -= self._model.call_bytes(oldest)
+            self._found[length] = self._model.calls(length, self.device)
+        self._found.move_to_end(length)
+        return self._found[length]
+
+
+def _embedded(
+    model: StreamedModel, runs: Sequence[TokenRun], states: HiddenStates, device: torch.device
+) -> int:
+    """Put what goes into the first layer where it is kept; returns the bytes read."""
+    read = 0
+    for number, run in enumerate(runs):
+        hidden, nbytes = model.embed(run.tokens, device)
+        states.put(number, hidden)
+        read += nbytes
+    return read
+
+
+def _layer(
+    model: StreamedModel,
+    layer: int,
+    lengths: Sequence[int],
+    states: HiddenStates,
+    visitor: LayerVisitor,
+    calls: _Calls,
+) -> int:
+    """Take every run through one layer; returns the bytes read."""
+    with model.resident(layer, calls.device) as resident:
+        for run, length in enumerate(lengths):
+            hidden = states.get(run).to(calls.device)
+            found, router_input = resident.run(calls.of(length)[layer], hidden)
+            visitor.layer(layer, run, hidden, router_input)
+            states.put(run, found)
+        return resident.read_bytes
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The same algorithm of a GPU's library every time."""
+    cudnn = torch.backends.cudnn
+    before, cudnn.deterministic = cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        cudnn.deterministic = before
+
+
+OnLayer: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], torch.Tensor], None]
+"""Takes a layer's number, its sums, and the router inputs that are kept, in the order of ``owners``."""
+
+
+class Collector:
+    """Sees every reading of a unit at every layer, and hands a layer on once it has seen all of them."""
+
+    def __init__(
+        self,
+        spec: GateSpec,
+        schedule: Schedule,
+        readings: Sequence[Reading],
+        *,
+        device: torch.device,
+        on_layer: OnLayer,
+    ) -> None:
+        """
+        Args:
+            spec: what is asked.
+            schedule: what all units read.
+            readings: those of this unit.
+            device: where the sums are made.
+            on_layer: is handed finished layers, in order.
+        """
+        self._spec = spec
+        self._schedule = schedule
+        self._readings = readings
+        self._device = device
+        self._on_layer = on_layer
+        self._wanted = frozenset(spec.layers)
+        self._current: int | None = None
+        self._sums: Accumulator | None = None
+        self._kept = torch.empty(len(owners(readings)), spec.hidden_size)
+        self._num_kept = 0
+
+    def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
+        """One reading at one layer; as ``LayerVisitor.layer``."""
+        if layer not in self._wanted:
+            return
+        if layer != self._current or self._sums is None:
+            self.finish()
+            self._current, self._num_kept = layer, 0
+            self._sums = accumulator(self._spec.mode, self._schedule, self._spec.hidden_size, self._device)
+        reading = self._readings[run]
+        for use in reading.uses:
+            self._sums.add(use, hidden, router_input)
+        for _, positions in reading.kept:
+            place = self._kept[self._num_kept : self._num_kept + len(positions)]
+            place.copy_(router_input[list(positions)])
+            self._num_kept += len(positions)
+
+    def finish(self) -> None:
+        """Hand on the layer in hand: the last one is over when the base has read all."""
+        if self._sums is not None and self._current is not None:
+            self._on_layer(self._current, self._sums.parts(), self._kept)
+        self._sums = None
+
+
+def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
+    """The expert of each router input that is kept of some readings, in order."""
+    return tuple(_owners(readings))
+
+
+def _owners(readings: Sequence[Reading]) -> Iterator[int]:
+    for reading in readings:
+        for expert, positions in reading.kept:
+            yield from [expert] * len(positions)
+
+
+class Sink(Protocol):
+    """Takes layer after layer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what it writes."""
+
+    def create(self) -> None:
+        """Begin its files."""
+
+    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
+        """A finished layer: its sums, and the router inputs that were kept, float32 ``[n, H]``."""
+
+    def finish(self) -> None:
+        """Return once its files are safe."""
+
+
+class RowSink:
+    """Makes rows at once, and looks where they send what was kept."""
+
+    def __init__(
+        self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            store: the staging directory.
+            stage: whose result.
+            spec: what it asks for.
+            schedule: what was read.
+            owners: the expert of each router input that is kept.
+        """
+        self._spec = spec
+        self._schedule = schedule
+        self._owners = owners
+        self._result = Result(store, stage, spec)
+        self._choices = ChoicesFile(store, spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the result and of the choices."""
+        return self._result.nbytes + self._choices.nbytes
+
+    def create(self) -> None:
+        """Begin both files."""
+        self._result.create()
+        self._choices.create()
+
+    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
+        """Make the rows of a layer; raises what ``rows_of`` raises."""
+        rows = rows_of(self._spec, self._schedule, parts, layer=layer)
+        self._result.write(layer, rows)
+        self._choices.write(layer, choices_of(rows.routed, kept, self._owners), rows.separation)
+
+    def finish(self) -> None:
+        """Return once both files are safe."""
+        self._result.finish()
+        self._choices.finish()
+
+
+def sums_file(number: int) -> str:
+    """The file that a unit leaves its sums in."""
+    return f"unit-{number}.safetensors"
+
+
+class SumSink:
+    """Leaves one unit's sums, and what was kept, for later."""
+
+    def __init__(
+        self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
+    ) -> None:
+        """
+        Args:
+            store: the staging directory.
+            spec: what is asked.
+            number: of the unit.
+            schedule: what all units read.
+            num_kept: router inputs that this unit keeps of each layer.
+        """
+        self._shapes = part_shapes(spec.mode, schedule.num_experts, spec.hidden_size)
+        specs = [
+            TensorSpec(f"{part}.{layer}", DType.F64, shape)
+            for layer in spec.layers
+            for part, shape in self._shapes.items()
+        ]
+        specs += [
+            TensorSpec(f"kept.{layer}", DType.F32, (num_kept, spec.hidden_size)) for layer in spec.layers
+        ]
+        layout = lay_out(specs)
+        self._piece = Piece(store, sums_file(number), layout)
+        self.nbytes = layout.nbytes
+        """Size of the file."""
+
+    def create(self) -> None:
+        """Begin the file."""
+        self._piece.create()
+
+    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
+        """Write the sums of a layer."""
+        for part in self._shapes:
+            self._piece.write(f"{part}.{layer}", parts[part])
+        self._piece.write(f"kept.{layer}", kept)
+
+    def finish(self) -> None:
+        """Return once the file is safe."""
+        self._piece.sync()
+
+    def add_to(self, totals: Mapping[str, torch.Tensor], layer: int) -> None:
+        """Add the sums of a layer to those of the units before."""
+        for part, total in totals.items():
+            total += self._piece.read(f"{part}.{layer}")
+
+    def zeros(self) -> Mapping[str, torch.Tensor]:
+        """Sums of nothing."""
+        return {part: torch.zeros(shape, dtype=torch.float64) for part, shape in self._shapes.items()}
+
+    def kept(self, layer: int) -> torch.Tensor:
+        """The router inputs that were kept of a layer."""
+        return self._piece.read(f"kept.{layer}")
 
 
 class StreamedWork:
