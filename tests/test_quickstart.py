@@ -79,6 +79,7 @@ def test_the_loss_does_not_depend_on_how_windows_are_batched(
     assert alone == pytest.approx(together, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_base_has_the_loss_that_its_makers_measured(evaluate: ModuleType) -> None:
     row = evaluate.measure("base", BASE)
     assert row.losses == pytest.approx({"code": 3.20775, "English": 3.17429, "French": 2.81668}, abs=6e-4)

@@ -91,15 +91,18 @@ def test_a_recipe_of_trained_models_merges(name: str, outs: tuple[Path, dict[str
     assert outcome.code == 0, outcome.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_merge_behaves_as_a_right_merge(name: str, judged: dict[str, Behaviour]) -> None:
     assert judged[name].failed == (), judged[name]
 
 
+@pytest.mark.slow
 def test_the_same_layers_put_together_again_are_the_same_model(judged: dict[str, Behaviour]) -> None:
     assert judged["passthrough-identity"].loss == judged["passthrough-upscale-zero"].loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PADDED_MEANS))
 def test_means_without_padding_give_better_routers(
     name: str, judged: dict[str, Behaviour], shared_root: Path
@@ -107,6 +110,7 @@ def test_means_without_padding_give_better_routers(
     assert judged[name].loss["avg"] < reference_losses(shared_root / "behaviour")[name]["avg"] - 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", BETTER_GATES, ids=lambda gate: gate.name)
 def test_gates_from_what_the_router_sees_beat_the_best_of_the_pack(
     gate: Gate, gated: dict[str, Behaviour], judged: dict[str, Behaviour]

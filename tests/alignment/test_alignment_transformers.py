@@ -25,6 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 KINDS = [kind for kind in SPARSE if kind.name in CHANGES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_logits_are_those_of_the_model_in_its_own_order(tmp_path: Path, kind: ModelType) -> None:
     one, two = (kind.build(seed, **CHANGES[kind.name]) for seed in (1, 2))

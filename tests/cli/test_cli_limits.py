@@ -88,6 +88,7 @@ def test_a_merge_whose_standard_output_is_full_goes_on_by_the_same_command(model
     assert _run(models, *args)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(models: Path) -> None:
     args = ("submit", "recipe.yml", "-o", "limited")
     code, said = _run(models, *args, "--inline", limit=_file_limit(50_000))
@@ -101,6 +102,7 @@ def test_a_limit_on_the_size_of_files(models: Path) -> None:
     assert _run(models, *args, "--inline")[0] == 0
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_a_limit_on_processes(count: int, models: Path) -> None:
@@ -119,6 +121,7 @@ def test_a_limit_on_processes_that_ray_cannot_start_within(models: Path) -> None
     assert "give --inline" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "flags", "code", "expected"),
     [

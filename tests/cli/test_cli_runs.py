@@ -37,6 +37,7 @@ def _say(tmp_path: Path, *args: str) -> Outcome:
     return run_command(*args, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state")})
 
 
+@pytest.mark.slow
 def test_a_run_is_watched_and_stopped_by_its_place(recipe: Path, tmp_path: Path) -> None:
     merge(str(recipe), tmp_path / "expected")
     output = tmp_path / "out"

@@ -17,6 +17,7 @@ needs_atheris = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_atheris
 def test_inputs_that_reach_new_code_are_refused_or_taken(tmp_path: Path) -> None:
     done = subprocess.run(

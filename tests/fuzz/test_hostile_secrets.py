@@ -183,6 +183,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_nothing_that_a_run_leaves_or_says_holds_what_the_environment_holds(tmp_path: Path) -> None:
     """And who has not the token of the embedded Ray cannot join it, nor look into its directory."""

@@ -259,6 +259,7 @@ print(json.dumps({"least": least, "grown": status("VmHWM") - before}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
 def test_a_model_larger_than_the_limit(llama: Source, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**KINDS["llama"].config, **MODEL}

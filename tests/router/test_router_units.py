@@ -207,6 +207,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
 @pytest.mark.parametrize("unit_tokens", [SEVERAL, 1 << 16])
 def test_neither_units_nor_the_conclusion_take_more_than_is_said(tmp_path: Path, unit_tokens: int) -> None:

@@ -103,6 +103,7 @@ def here(small: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return {name: digests(root / name) for name in METHODS}
 
 
+@pytest.mark.slow
 def test_the_hash_seed_changes_no_byte(
     small: Family, here: Mapping[str, Mapping[str, str]], tmp_path: Path
 ) -> None:

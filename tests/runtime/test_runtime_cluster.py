@@ -33,6 +33,7 @@ print(json.dumps({"code": done.returncode, "said": done.stdout, "errors": done.s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_workers_of_a_running_cluster_change_no_byte(tmp_path: Path) -> None:
     recipe = recipes(make_family(tmp_path / "models", hidden=256))["ties"]
@@ -59,6 +60,7 @@ def test_workers_of_a_running_cluster_change_no_byte(tmp_path: Path) -> None:
     assert digests(tmp_path / "cluster") == digests(tmp_path / "inline")
 
 
+@pytest.mark.slow
 def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """While Ray starts its own handler is in force, which ends the process with the signal's number."""
 
@@ -75,6 +77,7 @@ def test_what_rays_handler_makes_of_a_signal_is_an_interruption(monkeypatch: pyt
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_what_ray_raises_when_it_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of that is of no class of its own."""
 
@@ -101,6 +104,7 @@ connection.close()
 """
 
 
+@pytest.mark.slow
 def test_an_embedded_ray_starts_no_process_without_use() -> None:
     """Neither its web server nor its autoscaler nor what forwards logs; and Ray is left as it was."""
     done = subprocess.run([sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True)

@@ -62,6 +62,7 @@ def _layers(*models: Path) -> dict[str, Any]:
 # What is found out before the first byte
 
 
+@pytest.mark.slow
 @AS_ROOT
 def test_a_source_that_no_node_sees_is_told_by_node(place: _Place, tmp_path: Path) -> None:
     recipe = recipes(_family(place.nowhere))["linear"]
@@ -76,6 +77,7 @@ def test_a_source_that_no_node_sees_is_told_by_node(place: _Place, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @AS_ROOT
 def test_an_output_place_that_a_node_lacks_is_told(place: _Place) -> None:
     place.cluster.begin(recipes(_family(place.shared))["linear"], place.first / "out")
@@ -86,6 +88,7 @@ def test_an_output_place_that_a_node_lacks_is_told(place: _Place) -> None:
     assert not list(place.first.glob("*out*"))
 
 
+@pytest.mark.slow
 @AS_ROOT
 def test_what_is_read_together_must_be_on_one_node(place: _Place, tmp_path: Path) -> None:
     models = [
@@ -99,6 +102,7 @@ def test_what_is_read_together_must_be_on_one_node(place: _Place, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @AS_ROOT
 def test_segments_go_where_their_sources_are(place: _Place, tmp_path: Path) -> None:
     """The first layer can only be made on the first node, the last on the second, that between on both."""
@@ -115,6 +119,7 @@ def test_segments_go_where_their_sources_are(place: _Place, tmp_path: Path) -> N
 # Nodes that go away; these tests leave a smaller cluster behind
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_costs_nothing_but_time(place: _Place, tmp_path: Path) -> None:
     recipe = recipes(_family(place.shared))["linear"]
     place.cluster.begin(recipe, tmp_path / "out", pause=1.2)
@@ -129,6 +134,7 @@ def test_a_node_that_dies_costs_nothing_but_time(place: _Place, tmp_path: Path) 
     assert digests(tmp_path / "out") == digests(tmp_path / "inline")
 
 
+@pytest.mark.slow
 def test_when_all_nodes_are_gone_the_same_command_goes_on_later(place: _Place, tmp_path: Path) -> None:
     recipe = recipes(_family(place.shared))["linear"]
     place.cluster.begin(recipe, tmp_path / "out", workers=1, pause=0.4, ready_seconds=4.0)

@@ -76,6 +76,7 @@ def test_where_rows_are_cut_changes_no_byte_of_the_weights(
     assert counts == {most_bytes == 1 << 12}
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ray_workers_change_no_byte(cases: tuple[Recipes, Path], tmp_path: Path, ray_cluster: Any) -> None:
     from raymerge.runtime.workers.ray_pool import RayPool

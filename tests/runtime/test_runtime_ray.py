@@ -108,6 +108,7 @@ def test_a_killed_worker_costs_nothing_but_time(
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_a_segment_that_kills_three_workers_is_named(
     medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_workers_finding_arrives_as_it_was_raised(tmp_path: Path, ray_cluster:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
@@ -175,6 +177,7 @@ def test_other_errors_of_workers_arrive_too(
         submit(recipes(small)["linear"], tmp_path / "out", TWO)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_is_told_as_itself(
     small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_worker_that_cannot_start_is_told_as_itself(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_unequal_workers_are_refused(
     medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +206,7 @@ def test_unequal_workers_are_refused(
         submit(recipes(medium)["linear"], tmp_path / "out", TWO)
 
 
+@pytest.mark.slow
 def test_workers_that_never_come_up_are_given_up(
     medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +223,7 @@ def test_workers_that_never_come_up_are_given_up(
     assert ["no other takes its place" in reason for reason in losses] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_workers_that_take_for_ever_are_given_up(
     small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +274,7 @@ def test_a_cluster_that_was_there_is_left_open(small: Family, tmp_path: Path, ra
 # The connection
 
 
+@pytest.mark.slow
 def test_an_embedded_ray_leaves_standard_output_and_the_machine_as_they_were(
     medium: Family, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def _of(kind: type[Any], events: list[Event]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(
     medium: Family,
     tmp_path: Path,
@@ -116,6 +117,7 @@ def _hungry(content: int) -> type[Any]:
     return Hungry
 
 
+@pytest.mark.slow
 def test_a_segment_that_runs_out_of_memory_is_made_with_less_and_has_the_same_bytes(
     medium: Family,
     tmp_path: Path,
@@ -134,6 +136,7 @@ def test_a_segment_that_runs_out_of_memory_is_made_with_less_and_has_the_same_by
     assert digests(tmp_path / "out") == undisturbed
 
 
+@pytest.mark.slow
 def test_calls_that_get_lost_cost_nothing_but_time(
     medium: Family, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -179,6 +182,7 @@ submit(job["recipe"], job["output"], options, on_event=lambda event: print(json.
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_kernel_ends_for_want_of_memory_is_told_from_one_that_crashes(
     medium: Family, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:

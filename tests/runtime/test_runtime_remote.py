@@ -433,6 +433,7 @@ def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
     assert _digests(s3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_killed_worker_is_replaced_and_shards_that_are_there_stay(
     s3: S3Server,

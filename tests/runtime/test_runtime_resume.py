@@ -50,6 +50,7 @@ def test_a_driver_killed_again_and_again_ends(
     assert digests(output) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_run_on_its_own_ray_is_resumed_when_the_driver_or_everything_was_killed(
     medium: Family, tmp_path: Path, expected: dict[str, str]

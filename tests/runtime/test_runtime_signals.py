@@ -88,6 +88,7 @@ def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
     _goes_on(recipe, output, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("process", ["gcs_server", "RuntimeEnvAgent"])
 def test_a_run_whose_own_ray_dies_says_so_and_goes_on_by_the_same_command(
@@ -108,6 +109,7 @@ def test_a_run_whose_own_ray_dies_says_so_and_goes_on_by_the_same_command(
     _goes_on(recipe, output, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_what_a_killed_run_left_of_its_own_ray_is_removed_by_the_next(recipe: str, tmp_path: Path) -> None:
     with driver(recipe, tmp_path / "out", workers=1, pause=LONG) as killed:
@@ -123,6 +125,7 @@ def test_what_a_killed_run_left_of_its_own_ray_is_removed_by_the_next(recipe: st
             assert Path(own).is_dir()
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_what_is_in_hand_and_the_second_does_not(
     recipe: str, expected: dict[str, str], tmp_path: Path
 ) -> None:

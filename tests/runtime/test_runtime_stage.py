@@ -726,6 +726,7 @@ def test_two_drivers_do_not_make_one_stage(recipe: dict[str, Any], output: Path)
 # On Ray
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_work_of_a_real_stage_travels(
     recipe: dict[str, Any], output: Path, tmp_path: Path, ray_cluster: Any
@@ -769,6 +770,7 @@ def test_one_or_two_workers_make_the_same_bytes(
     assert digests(output) == digests(tmp_path / "one") == digests(tmp_path / "inline")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_worker_that_dies_in_a_unit_costs_nothing_but_time(
     recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
@@ -782,6 +784,7 @@ def test_a_worker_that_dies_in_a_unit_costs_nothing_but_time(
     assert digests(output) == digests(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_unit_that_kills_three_workers_is_named(
     recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any
@@ -798,6 +801,7 @@ def test_a_unit_that_kills_three_workers_is_named(
     assert started.done_units == len(done)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("kind", [PlanError, NonFiniteError])
 def test_what_a_unit_raises_on_ray_arrives_as_it_was_raised(

@@ -293,6 +293,7 @@ def cluster(ray_cluster: Any) -> Iterator[Any]:
     ray_cluster.cloudpickle.unregister_pickle_by_value(stage_maker)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_unequal_processors_are_refused_for_stages_and_not_for_merges(
     recipe: dict[str, Any], output: Path, cluster: Any

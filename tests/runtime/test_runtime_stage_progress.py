@@ -187,6 +187,7 @@ def test_a_merge_passes_over_the_time_without_receipts(
     assert len(_of(events, SegmentDone)) == sum(map(len, ticks))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_workers_on_ray_tell_how_far_they_are(
     recipe: dict[str, Any], tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
