@@ -199,20 +199,6 @@ class RoomAwaited(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CarriersChosen(Event):
-    """Beside workers on GPUs some on processors were asked for, which take what is only copied."""
-
-    workers: int
-    """How many there are: no more than there are such parts."""
-    copies: int
-    """Parts that are to be done in which nothing is computed."""
-    parts: int
-    """All parts that are to be done."""
-    part: str
-    """What messages call one."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerLeft(Event):
     """A worker found nothing more to do and is ended, so that a cluster that shrinks can have its node."""
 

@@ -24,7 +24,7 @@ USUAL_PATIENCE = 600.0
 _MOST_THREADS = 256
 """Of a worker; machines with more cores have several workers."""
 _MOST_WORKERS = 10_000
-"""Of each kind. Each is an actor, and with more of them Ray itself is not tested; with some billions its
+"""Each is an actor, and with more of them Ray itself is not tested; with some billions its
 processes do not even start."""
 
 
@@ -64,9 +64,6 @@ class RunOptions:
     work."""
     run: str = ""
     """Name of the submission, where a target that begins it again by itself has given it one."""
-    cpu_workers: int = 0
-    """Workers on processors beside those on GPUs, for what is only copied; where all are on processors, so
-    many more than ``workers``."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -74,13 +71,9 @@ class RunOptions:
             problems.append(
                 Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
             )
-        if self.cpu_workers < 0:
-            what = f"{self.cpu_workers} workers on processors cannot be."
-            problems.append(Problem("--cpu-workers", what, "Give 0 or more."))
-        for flag, count in (("--workers", self.workers), ("--cpu-workers", self.cpu_workers)):
-            if count is not None and count > _MOST_WORKERS:
-                what = f"{count} workers are more than Ray is tested with."
-                problems.append(Problem(flag, what, f"Give at most {_MOST_WORKERS}."))
+        if self.workers is not None and self.workers > _MOST_WORKERS:
+            what = f"{self.workers} workers are more than Ray is tested with."
+            problems.append(Problem("--workers", what, f"Give at most {_MOST_WORKERS}."))
         if self.threads is not None and self.threads < 1:
             problems.append(
                 Problem("--threads", f"{self.threads} threads compute nothing.", "Give 1 or more.")
@@ -114,13 +107,5 @@ class RunOptions:
             problems.append(
                 Problem("--inline", "a run in this process is one worker.", "Drop --workers or --inline.")
             )
-        if self.inline and self.cpu_workers:
-            what = "a run in this process is one worker."
-            problems.append(Problem("--inline", what, "Drop --cpu-workers or --inline."))
         if problems:
             raise OptionError(problems)
-
-    @property
-    def workers_on_processors(self) -> int | None:
-        """Workers that are asked for where no GPU is used; None for as many as suit the machines."""
-        return (self.workers or 0) + self.cpu_workers if self.cpu_workers else self.workers

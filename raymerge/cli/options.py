@@ -62,14 +62,11 @@ class Flags:
     """``--steps``."""
     run: str | None = None
     """``--run``."""
-    cpu_workers: int | None = None
-    """``--cpu-workers``."""
 
     def settings(self) -> dict[str, Any]:
         """Those that a profile may have too, as far as they are given."""
         said = {
             "workers": self.workers,
-            "cpu_workers": self.cpu_workers,
             "threads": self.threads,
             "memory": self.memory,
             "device": self.device,
@@ -112,7 +109,6 @@ def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunO
         steps=said.get("steps"),
         growing=address is not None and profile.cluster.autoscaling,
         run=flags.run or "",
-        cpu_workers=said.get("cpu_workers", 0),
     )
 
 

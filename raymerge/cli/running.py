@@ -36,10 +36,6 @@ Workers: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
 ]
-CpuWorkers: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Workers on processors beside those on GPUs, for what is only copied."),
-]
 Threads: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),

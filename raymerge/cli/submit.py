@@ -27,7 +27,6 @@ from raymerge.cli.plan import default_output
 from raymerge.cli.render.screen import make_console, own_stdout, put_json
 from raymerge.cli.running import (
     AsJson,
-    CpuWorkers,
     DeviceFlag,
     DryRun,
     Inline,
@@ -163,7 +162,6 @@ def submit(
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
     workers: Workers = None,
-    cpu_workers: CpuWorkers = None,
     threads: Threads = None,
     memory: Memory = None,
     device: DeviceFlag = None,
@@ -200,7 +198,6 @@ def submit(
             scratch=scratch,
             steps=steps,
             run=run_name,
-            cpu_workers=cpu_workers,
         )
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
@@ -259,8 +256,6 @@ def _merge_adapters(request: Request, stdout: IO[str]) -> int:
 
 def _unusable(options: RunOptions) -> Iterator[Problem]:
     """Options that a merge of adapters cannot honour."""
-    if options.cpu_workers:
-        yield _dropped("--cpu-workers", "is done by one process")
     if options.workers not in (None, 1):
         yield _dropped("--workers", "is done by one process")
     if options.threads is not None:

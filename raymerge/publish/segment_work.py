@@ -14,7 +14,6 @@ from raymerge.allocator import return_free_memory
 from raymerge.execute.ops import Jobs
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
-from raymerge.merge_plan.elements import copied_segments
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.projection import SMALLEST_LANE, Projection
 from raymerge.merge_plan.tables import Plan
@@ -63,10 +62,6 @@ class SegmentWork:
         """Of every segment, the files that it reads."""
         numbers = {(file.source, file.key): number for number, file in enumerate(self.files)}
         return tuple(frozenset(numbers[file] for file in files) for files in files_read(self.plan))
-
-    def copies(self) -> frozenset[int]:
-        """Segments in which nothing is computed."""
-        return copied_segments(self.plan)
 
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of what a lane had, for the segment alone."""

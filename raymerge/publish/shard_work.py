@@ -26,7 +26,6 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.columns import Ints, ints
-from raymerge.merge_plan.elements import computed_rows
 from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import MARK, RECORD
@@ -322,8 +321,6 @@ def _check_there(writer: ObjectWriter, order: ShardOrder, stamp: str) -> None:
 
 
 _MARK = f"{RECORD}/{MARK}"
-_ANY = "any"
-"""The kind of device where it does not matter."""
 
 
 class MakeSink(Protocol):
@@ -372,12 +369,6 @@ class ShardWork:
         read = shard_reads(self.segments.plan, self.orders)
         return tuple(frozenset(numbers[file] for file in files) for files in read)
 
-    def copies(self) -> frozenset[int]:
-        """Shards in which nothing is computed, of whatever segments."""
-        is_computed = computed_rows(self.segments.plan)
-        rows = ([row for _, makings in order.steps for row, _ in makings] for order in self.orders)
-        return frozenset(number for number, made in enumerate(rows) if not is_computed[made].any())
-
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of what a lane had, or what the shard's segments need if that is more."""
         own = self.orders[number].segments
@@ -396,7 +387,7 @@ class ShardWork:
             self._check_scratch(Path(self.scratch))
             into = partial(ScratchSink, writer, scratch=self.scratch)
         segments = self.segments.open(device, name)
-        return ShardsRunner(segments, self.orders, into, guard, mark, patience, copies=self.copies())
+        return ShardsRunner(segments, self.orders, into, guard, mark, patience)
 
     def _check_scratch(self, scratch: Path) -> None:
         """See that this machine takes files there, and as many shards as it makes at the same time."""
@@ -421,8 +412,6 @@ class ShardsRunner:
         guard: Callable[[], None],
         mark: str,
         patience: RetryPolicy,
-        *,
-        copies: frozenset[int] = frozenset(),
     ) -> None:
         """
         Args:
@@ -432,7 +421,6 @@ class ShardsRunner:
             guard: raises where nothing more is to be written.
             mark: of the run's beginning.
             patience: with the output place.
-            copies: shards in which nothing is computed.
         """
         self._segments = segments
         self._orders = orders
@@ -440,7 +428,6 @@ class ShardsRunner:
         self._checks = Checks(guard, self._check_going)
         self._mark = mark
         self._patience = patience
-        self._copies = copies
         self._aborted = threading.Event()
 
     def run(self, number: int, budget: int | None = None) -> Receipt:
@@ -465,7 +452,7 @@ class ShardsRunner:
 
     def _made(self, runner: SegmentRunner, number: int, device: torch.device, note: str) -> Receipt:
         order = self._orders[number]
-        stamp = stamp_of(self._mark, _ANY if number in self._copies else device.type)
+        stamp = stamp_of(self._mark, device.type)
         made: dict[int, Receipt] = {}
         with self._sink(order, stamp=stamp, checks=self._checks) as sink:
             for segment, makings in order.steps:
@@ -488,7 +475,7 @@ def stamp_of(mark: str, device: str) -> str:
     Args:
         mark: of the run's beginning.
         device: kind of device that it was made on. Where a GPU fails that is the processor, which rounds
-            otherwise; "any" where nothing is computed.
+            otherwise.
     """
     return f"{mark}-{device}"
 

@@ -15,7 +15,7 @@ from raymerge.errors import OptionError, ProfileError
 from raymerge.options import USUAL_PATIENCE, RunOptions
 
 PROFILE = """\
-run: {workers: 3, cpu_workers: 6, threads: 2, memory: 2GiB, device: cpu, patience: 30}
+run: {workers: 3, threads: 2, memory: 2GiB, device: cpu, patience: 30}
 storage: {region: r}
 """
 
@@ -23,17 +23,16 @@ storage: {region: r}
 def test_the_profile_fills_what_no_flag_gives() -> None:
     options = options_from(parse_profile(PROFILE), Flags(replace=True), address="h:1")
     assert (options.workers, options.threads, options.memory) == (3, 2, 2 * 2**30)
-    assert options.cpu_workers == 6
     assert (options.device, options.patience, options.address) == ("cpu", 30.0, "h:1")
     assert options.storage.region == "r"
     assert options.replace
 
 
 def test_a_flag_wins_even_where_it_says_what_is_usual() -> None:
-    flags = Flags(workers=5, cpu_workers=0, device="auto", patience=USUAL_PATIENCE)
+    flags = Flags(workers=5, device="auto", patience=USUAL_PATIENCE)
     options = options_from(parse_profile(PROFILE), flags, address=None)
     assert (options.workers, options.device, options.patience) == (5, "auto", USUAL_PATIENCE)
-    assert (options.threads, options.cpu_workers) == (2, 0)
+    assert options.threads == 2
 
 
 def test_where_results_between_lie_is_said_by_either() -> None:
@@ -57,7 +56,6 @@ def test_flags_are_sent_away_within_the_profile_and_its_rules_hold_for_them() ->
     assert with_flags(profile, Flags()) is profile
     sent = with_flags(profile, Flags(workers=5, memory=2**30))
     assert (sent.run.workers, sent.run.memory, sent.run.threads) == (5, 2**30, 2)
-    assert (sent.run.cpu_workers, with_flags(profile, Flags(cpu_workers=7)).run.cpu_workers) == (6, 7)
     assert sent.storage == profile.storage
     with pytest.raises(ProfileError, match=r"^--workers: 0 is out of range"):
         with_flags(profile, Flags(workers=0))

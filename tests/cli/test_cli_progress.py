@@ -15,7 +15,6 @@ from rich.console import Console
 from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
 from raymerge.cli.render.tally import Tally
 from raymerge.events import (
-    CarriersChosen,
     DeviceFailed,
     Event,
     MemoryShort,
@@ -217,14 +216,6 @@ def test_a_cluster_that_has_to_grow_first_is_told() -> None:
 @pytest.mark.parametrize(
     ("event", "said"),
     [
-        (
-            CarriersChosen(2, 30, 400, "shard"),
-            "2 workers on processors beside the GPUs for what is only copied, 30 of 400 shards",
-        ),
-        (
-            CarriersChosen(0, 0, 400, "segment"),
-            "no worker on processors is started beside the GPUs: each segment that is left computes",
-        ),
         (WorkerLeft("worker-3"), "worker-3 has nothing more to do and leaves"),
         (
             NodeOfNoUse("10.0.0.2", "the output place is not to be found"),

@@ -39,9 +39,6 @@ class PlainWork:
     def reads(self) -> tuple[frozenset[int], ...]:
         return self.read
 
-    def copies(self) -> frozenset[int]:
-        return frozenset()
-
     def lessened(self, number: int, budget: int | None) -> int | None:
         had = 800 if budget is None else budget
         return had // 2 if had > 100 else None
@@ -83,7 +80,7 @@ class Scene:
         nodes: Sequence[str] = ("node-a",),
         able: Sequence[set[str]] = (),
         slots: int = 2,
-        carriers: int = 0,
+        with_gpu: bool = False,
         terms: DispatchPolicy = USUAL_TERMS,
         work: PlainWork | None = None,
     ) -> None:
@@ -95,9 +92,8 @@ class Scene:
         self.nodes = FakeNodes(self.ray)
         connection: Any = SimpleNamespace(ray=self.ray)
         self.team = Team(connection, object, RunOptions(), ready_seconds=120.0)
-        self.team.equip(Layout(workers, 1, carriers), with_gpu=carriers > 0)
+        self.team.equip(Layout(workers, 1), with_gpu=with_gpu)
         self.team.actors = [self.team.spawn() for _ in range(workers)]
-        self.team.actors += [self.team.spawn(is_carrier=True) for _ in range(carriers)]
         self.events: list[Event] = []
         self.done: list[int] = []
         self.stop = Stop()

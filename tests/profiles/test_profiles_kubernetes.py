@@ -94,32 +94,6 @@ def test_what_is_not_said_is_as_the_documentation_says() -> None:
         ({}, {}, {"run": {"workers": 5, "threads": 4}}, "5 workers of 4 threads are asked for, but the pods"),
         ({}, {"gpus": 2}, {"run": {"workers": 5, "device": "cuda"}}, "5 workers are asked for, but the pods"),
         (SCALED, {"max_replicas": 3}, {"run": {"workers": 25}}, "the pods hold at most 24"),
-        (
-            {},
-            {"gpus": 2},
-            {"run": {"device": "cuda", "cpu_workers": 13}},
-            "run.cpu_workers: 13 workers on processors are asked for beside 4 others, but the pods have "
-            "processors for 16 in all",
-        ),
-        (
-            {},
-            {"gpus": 2},
-            {"run": {"device": "cuda", "workers": 2, "cpu_workers": 7, "threads": 2}},
-            "7 workers of 2 threads on processors are asked for beside 2 others, but the pods",
-        ),
-        (
-            {},
-            {},
-            {"run": {"workers": 10, "cpu_workers": 7}},
-            "7 workers on processors are asked for beside 10",
-        ),
-        ({}, {}, {"run": {"cpu_workers": 17}}, "17 workers on processors are asked for beside 0 others"),
-        (
-            {},
-            {"gpus": 2},
-            {"run": {"cpu_workers": 13}},
-            "13 workers on processors are asked for beside 4 others",
-        ),
         ({}, {}, {"run": {"threads": 9}}, "no pod has processors for a worker of 9 threads"),
         ({}, {}, {"run": {"memory": "32GiB"}}, "but no pod has more than"),
         # Volumes.
@@ -269,20 +243,3 @@ def test_a_full_profile_is_written_and_read_back_the_same() -> None:
         storage={"region": "x"},
     )
     assert profile_from_mapping(profile.model_dump(mode="json", exclude_defaults=True)) == profile
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        {"device": "cuda", "cpu_workers": 12},
-        {"device": "cuda", "workers": 4, "cpu_workers": 12},
-        {"device": "auto", "workers": 3, "cpu_workers": 13},
-        {"cpu_workers": 12},
-        {"device": "cpu", "cpu_workers": 16},
-    ],
-)
-def test_both_kinds_of_workers_are_held_and_go_along(run: dict[str, Any]) -> None:
-    profile = kubernetes_profile({}, {"gpus": 2}, run=run)
-    inside = profile.for_inside("s3://bucket/x")
-    assert inside.run.cpu_workers == run["cpu_workers"]
-    assert f"cpu_workers: {run['cpu_workers']}" in inside.as_yaml()

@@ -88,7 +88,7 @@ def test_inside_the_cluster_it_is_the_same_run_on_the_cluster_that_is_there() ->
         ("target: kubernets", "p.yml:1:1: target: 'kubernets' is not known here. Did you mean 'kubernetes'?"),
         ("run: {workers: 0}", "p.yml:1:7: workers: 0 is out of range."),
         ("run: {workers: 10001}", "p.yml:1:7: workers: 10001 is out of range. Write a whole"),
-        ("run: {cpu_workers: 10001}", "p.yml:1:7: cpu_workers: 10001 is out of range."),
+        ("run: {workers: 10001}", "p.yml:1:7: workers: 10001 is out of range."),
         ("run: {memory: much}", "p.yml:1:7: memory: 'much' is not a size."),
         ("run: {device: gpu}", "p.yml:1:7: device: 'gpu' is not known here."),
         ("run: {patience: 0}", "p.yml:1:7: patience: 0 is not above 0."),

@@ -101,7 +101,6 @@ def test_workers_are_counted_as_they_will_be(options: RunOptions, count: int) ->
 def test_there_is_one_worker_a_gpu_and_memory_for_either_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert num_workers(RunOptions(device="cuda")) == 4
-    assert num_workers(RunOptions(device="cuda", cpu_workers=20)) == 24
     assert num_workers(RunOptions(device="cpu")) == MOST_CPU_WORKERS
     assert num_workers(RunOptions()) == MOST_CPU_WORKERS
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)

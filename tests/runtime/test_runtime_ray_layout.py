@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from raymerge.errors import OptionError, Problem
-from raymerge.events import CarriersChosen, Event
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.runtime.devices.choice import Choice, GpuError, Probe
 from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.workers import ray_pool
 from raymerge.runtime.workers.dispatcher import DispatchPolicy
-from raymerge.runtime.workers.placement import Placement, Seen, Sight
+from raymerge.runtime.workers.placement import Seen, Sight
 from raymerge.runtime.workers.pool import Measure, Measured, Stop
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.sizing import WorkerGroupSize, most_lanes
@@ -451,28 +450,8 @@ def test_an_embedded_cluster_has_room_for_what_is_asked(cluster: Callable[..., P
     assert PaperConnection.asked == [500, None]
 
 
-# Workers on processors beside those on GPUs
-
-
-@dataclass(frozen=True)
-class _Copies:
-    """Ten parts, of which some are copied."""
-
-    copied: frozenset[int]
-    part: str = "segment"
-
-    def copies(self) -> frozenset[int]:
-        return self.copied
-
-
-def _terms(
-    pool: RayPool,
-    copied: set[int],
-    monkeypatch: pytest.MonkeyPatch,
-    carriers: list[Any] | None = None,
-    part: str = "segment",
-) -> DispatchPolicy:
-    """What such work is done on; and what Ray was asked for carriers, into a list."""
+def _terms(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> DispatchPolicy:
+    """How ten parts are dispatched."""
     found: list[DispatchPolicy] = []
 
     class Made:
@@ -480,29 +459,15 @@ def _terms(
             found.append(terms)
 
         def begin(self) -> None:
-            assert len(pool.workers) == len(pool.team.actors) - len(pool.team.carriers)
-            for each in pool.team.carriers:
-                # They are up.
-                each.node = "1"
-                if carriers is not None:
-                    carriers.append(each.handle.options)
+            """Nothing to do."""
 
         def goes_on(self, _: Stop) -> bool:
             return False
 
     monkeypatch.setattr(ray_pool, "Dispatcher", Made)
-    work: Any = _Copies(frozenset(copied), part)
+    work: Any = None
     assert list(pool.run(work, range(10), Stop())) == []
     return found[0]
-
-
-def _carriers(pool: RayPool, copied: set[int], monkeypatch: pytest.MonkeyPatch) -> tuple[int, frozenset[int]]:
-    """How many there are for such work, and which parts they may do; they are ended with it."""
-    carriers: list[Any] = []
-    copies = _terms(pool, copied, monkeypatch, carriers).copies
-    assert {(each["num_cpus"], each["num_gpus"]) for each in carriers} <= {(1, 0)}
-    assert pool.team.carriers == []
-    return len(carriers), copies
 
 
 @pytest.mark.parametrize(("growing", "seconds"), [(False, 0.0), (True, 1800.0)])
@@ -511,108 +476,18 @@ def test_workers_leave_in_the_last_work_on_a_cluster_that_grows(
 ) -> None:
     cluster((4, 0))
     pool = _started(RunOptions(address="far:1", workers=2, growing=growing))
-    first = _terms(pool, set(), monkeypatch)
+    first = _terms(pool, monkeypatch)
     pool.conclude()
-    last = _terms(pool, set(), monkeypatch)
+    last = _terms(pool, monkeypatch)
     assert (first.leaves, last.leaves) == (False, growing)
     assert (first.growth_seconds, last.growth_seconds) == (seconds, seconds)
 
 
-def test_carriers_are_started_where_parts_are_copied_and_no_more_than_these(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray, events = cluster((16, 2), (16, 0)), list[Event]()
-    pool = RayPool(RunOptions(device="cuda", cpu_workers=8), events.append, parts=1000)
-    pool.start()
-    assert _asked(ray) == [(1, 1, "cuda")] * 2
-    assert _carriers(pool, {1, 2, 3}, monkeypatch) == (3, {1, 2, 3})
-    assert _asked(ray) == [(1, 1, "cuda")] * 2
-    assert _carriers(pool, {1, 2}, monkeypatch) == (2, {1, 2})
-    assert _carriers(pool, set(), monkeypatch) == (0, frozenset())
-    # What is done already counts for nothing.
-    assert _carriers(pool, {1, 12}, monkeypatch) == (1, {1})
-    _terms(pool, {1, 2}, monkeypatch, part="unit")
-    assert _asked(ray) == [(1, 1, "cuda")] * 2
-    assert _carriers(pool, set(range(10)), monkeypatch) == (8, set(range(10)))
-    assert events == [
-        CarriersChosen(n, m, 10, "segment") for n, m in ((3, 3), (2, 2), (0, 0), (1, 1), (8, 10))
-    ]
-    assert pool.device == "cuda"
-
-
-@pytest.mark.parametrize(
-    ("options", "asked"), [({}, 5), ({"workers": 2}, 7), ({"workers": 2, "threads": 2}, 7)]
-)
-def test_where_all_workers_are_on_processors_both_numbers_count(
-    options: Any, asked: int, cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = cluster((8, 0), (8, 0))
-    pool = _started(RunOptions(cpu_workers=5, **options))
-    assert [each[1:] for each in _asked(ray)] == [(0, "cpu")] * asked
-    assert _carriers(pool, {1, 2}, monkeypatch) == (0, frozenset())
-
-
-def test_a_choice_of_processors_leaves_no_kinds(cluster: Callable[..., PaperRay]) -> None:
-    ray = cluster((16, 2))
-    pool = _started(RunOptions(workers=2, cpu_workers=3))
-    assert _asked(ray) == [(1, 1, "auto")]
-    pool.settle(_chooses("cpu", []))
-    assert _asked(ray) == [(3, 0, "cpu")] * 5
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            RunOptions(device="cuda", cpu_workers=11),
-            r"--cpu-workers: 11 workers on processors were asked for beside 2 on GPUs, but the cluster has "
-            r"CPU slots for 12 workers in all\. Give at most 10, or add machines\.",
-        ),
-        (
-            RunOptions(device="cuda", cpu_workers=3, threads=3),
-            r"beside 2 on GPUs, but the cluster has CPU slots for 4 workers of 3 threads in all\. Give at "
-            "most 2",
-        ),
-        (RunOptions(cpu_workers=11), "--cpu-workers: 11 workers .* beside 2 on GPUs, .* Give at most 10"),
-        (RunOptions(workers=4, cpu_workers=9), "--workers: 13 workers were asked for, .* 12 CPU slots"),
-        (RunOptions(device="cuda", workers=3, cpu_workers=1), "3 workers were asked for, .* has 2 GPUs"),
-    ],
-)
-def test_more_carriers_than_there_is_room_for_are_refused(
-    options: RunOptions, said: str, cluster: Callable[..., PaperRay]
-) -> None:
-    ray = cluster((6, 2), (6, 0))
-    with pytest.raises(OptionError, match=said):
-        _started(options)
-    assert ray.actors == []
-
-
-def test_carriers_do_not_replace_a_gpu_that_is_not_there(cluster: Callable[..., PaperRay]) -> None:
-    cluster((8, 0))
-    with pytest.raises(OptionError, match="--device: cuda was asked for, but the cluster has no GPU"):
-        _started(RunOptions(device="cuda", cpu_workers=4))
-
-
-def test_carriers_are_where_sources_are(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster((8, 1), (2, 0), (2, 0))
-    pool = _started(RunOptions(device="cuda", cpu_workers=3))
-    # The copies are all on the second machine, but for one that is on the third.
-    able = [frozenset({"0"})] * 8 + [frozenset({"1"}), frozenset({"2"})]
-    monkeypatch.setattr(pool, "_placement", Placement(tuple(able)))
-    carriers: list[Any] = []
-    _terms(pool, {8, 9}, monkeypatch, carriers)
-    assert [each["label_selector"] for each in carriers] == [
-        {"ray.io/node-id": "in(1)"},
-        {"ray.io/node-id": "in(2)"},
-    ]
-
-
 @dataclass(frozen=True)
-class _Reading(_Copies):
+class _Reading:
     """Two parts: one reads a file that the first machine sees, one another that the second sees."""
 
+    part: str = "segment"
     files: tuple[SourceFile, ...] = tuple(SourceFile(0, "/models", name, 8, "") for name in ("a", "b"))
     place: Path = Path("/out/x")
 
@@ -621,26 +496,16 @@ class _Reading(_Copies):
 
 
 @pytest.mark.parametrize(
-    ("options", "copied", "said"),
+    ("options", "said"),
     [
-        (RunOptions(address="far:1"), set(), "1 segment reads has a GPU with 1 CPU slot beside it"),
-        (
-            RunOptions(address="far:1", cpu_workers=1),
-            {0},
-            "1 segment reads has a GPU with 1 CPU slot beside it",
-        ),
-        (RunOptions(address="far:1", cpu_workers=1), {1}, ""),
-        (RunOptions(address="far:1", device="cpu"), set(), "1 segment reads has 4 CPU slots for a worker"),
-        (RunOptions(address="far:1", threads=2, device="cpu"), set(), ""),
-        (RunOptions(address="far:1", growing=True), set(), ""),
+        (RunOptions(address="far:1"), "1 segment reads has a GPU with 1 CPU slot beside it"),
+        (RunOptions(address="far:1", device="cpu"), "1 segment reads has 4 CPU slots for a worker"),
+        (RunOptions(address="far:1", threads=2, device="cpu"), ""),
+        (RunOptions(address="far:1", growing=True), ""),
     ],
 )
 def test_parts_that_no_worker_could_do_are_refused_before_anything_is_written(
-    options: RunOptions,
-    copied: set[int],
-    said: str,
-    cluster: Callable[..., PaperRay],
-    monkeypatch: pytest.MonkeyPatch,
+    options: RunOptions, said: str, cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster((4, 1), (2, 0))
     pool = _started(replace(options, device="cuda") if options.device == "auto" else options)
@@ -649,7 +514,7 @@ def test_parts_that_no_worker_could_do_are_refused_before_anything_is_written(
         "1": Sight("second", (Seen.ABSENT, Seen.SAME)),
     }
     monkeypatch.setattr(pool._nodes, "sights", lambda *_: sights)
-    work: Any = _Reading(frozenset(copied))
+    work: Any = _Reading()
     if not said:
         pool.survey(work)
         return
@@ -661,86 +526,13 @@ A_ALONE = Sight("first", (Seen.SAME, Seen.ABSENT))
 B_ALONE = Sight("second", (Seen.ABSENT, Seen.SAME))
 
 
-def test_workers_on_gpus_are_where_computed_parts_are_after_work_that_had_carriers(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A carrier that was on a node before does not serve what is computed from its disk."""
-    ray = cluster((4, 1), (4, 1))
-    pool = _started(RunOptions(address="far:1", device="cuda", workers=1, cpu_workers=1))
-    carriers: list[Any] = []
-    _terms(pool, {1}, monkeypatch, carriers)
-    assert len(carriers) == 1
-    monkeypatch.setattr(pool._nodes, "sights", lambda *_: {"0": A_ALONE, "1": B_ALONE})
-    work: Any = _Reading(frozenset())
-    with pytest.raises(OptionError, match=r"2 workers at least are needed"):
-        pool.survey(work)
-    assert _asked(ray) == [(1, 1, "cuda")]
-
-
-def test_workers_on_gpus_stay_where_only_nodes_without_see_some_copies(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster((4, 1), (4, 0))
-    pool = _started(RunOptions(address="far:1", device="cuda", cpu_workers=1))
-    (before,) = pool.team.actors
-    monkeypatch.setattr(pool._nodes, "sights", lambda *_: {"0": A_ALONE, "1": B_ALONE})
-    work: Any = _Reading(frozenset({1}))
-    pool.survey(work)
-    assert pool.team.actors == [before]
-
-
-def test_carriers_are_where_workers_leave_room(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster((2, 1), (8, 0))
-    pool = _started(RunOptions(device="cuda", cpu_workers=3))
-    monkeypatch.setattr(pool, "_placement", Placement((frozenset({"0"}),) * 10))
-    assert _carriers(pool, {1, 2, 3}, monkeypatch) == (1, {1, 2, 3})
-
-
-def test_carriers_join_with_nodes_that_are_yet_to_come(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster((2, 1), (8, 0))
-    events: list[Event] = []
-    options = RunOptions(address="far:1", device="cuda", workers=1, cpu_workers=3, growing=True)
-    pool = RayPool(options, events.append, parts=1000)
-    pool.start()
-    monkeypatch.setattr(pool, "_placement", Placement((frozenset({"0"}),) * 10))
-    carriers: list[Any] = []
-    _terms(pool, {1, 2, 3}, monkeypatch, carriers)
-    in_first = {"ray.io/node-id": "in(0)"}
-    assert [each.get("label_selector") for each in carriers] == [in_first, None, None]
-    assert events == [CarriersChosen(3, 3, 10, "segment")]
-
-
-def test_carriers_are_not_taken_for_workers_that_are_missing(
-    cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster((8, 2))
-    options = RunOptions(address="far:1", device="cuda", workers=2, cpu_workers=3, growing=True)
-    pool = _started(options)
-    assert _carriers(pool, {1, 2, 3}, monkeypatch)[0] == 3
-    pool.team.give_up(pool.team.actors[0])
-    # One joins in its place; it is not up before this work ends.
-    found: list[int] = []
-    monkeypatch.setattr(pool, "_add_carriers", lambda *_: found.append(len(pool.workers)) or frozenset())
-    _terms(pool, {1, 2, 3}, monkeypatch)
-    assert found == [2]
-
-
-def test_there_are_no_more_carriers_than_parts(cluster: Callable[..., PaperRay]) -> None:
-    cluster((8, 1))
-    assert _started(RunOptions(device="cuda", cpu_workers=1000), parts=3).workers == ("worker-0",)
-
-
 def test_on_processors_too_few_workers_for_all_disks_are_refused(
     cluster: Callable[..., PaperRay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster((4, 0), (4, 0))
-    pool = _started(RunOptions(address="far:1", device="cpu", cpu_workers=1))
+    pool = _started(RunOptions(address="far:1", device="cpu", workers=1))
     monkeypatch.setattr(pool._nodes, "sights", lambda *_: {"0": A_ALONE, "1": B_ALONE})
-    work: Any = _Reading(frozenset())
+    work: Any = _Reading()
     with pytest.raises(OptionError, match=r"2 workers at least are needed .*; 1 were asked for"):
         pool.survey(work)
 
@@ -750,8 +542,8 @@ def test_nodes_that_were_asked_are_not_asked_when_they_join(
 ) -> None:
     cluster((4, 1), (4, 1))
     pool = _started(RunOptions(address="far:1", device="cuda"))
-    assert _terms(pool, set(), monkeypatch).surveyed is None
+    assert _terms(pool, monkeypatch).surveyed is None
     monkeypatch.setattr(pool._nodes, "sights", lambda *_: {"0": A_ALONE, "1": B_ALONE})
-    work: Any = _Reading(frozenset())
+    work: Any = _Reading()
     pool.survey(work)
-    assert _terms(pool, set(), monkeypatch).surveyed == {"0", "1"}
+    assert _terms(pool, monkeypatch).surveyed == {"0", "1"}

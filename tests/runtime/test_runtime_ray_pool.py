@@ -54,8 +54,8 @@ def test_no_more_slots_are_asked_for_than_there_are_parts(monkeypatch: pytest.Mo
         ray_pool, "RayConnection", lambda *_, num_cpus, **__: asked.append(num_cpus) or connection
     )
     monkeypatch.setattr(sizing, "cores_here", lambda: 2)
-    RayPool(RunOptions(workers=50, cpu_workers=5000, threads=1, device="cpu"), lambda _: None, parts=3)
-    assert asked == [6]
+    RayPool(RunOptions(workers=50, threads=1, device="cpu"), lambda _: None, parts=3)
+    assert asked == [3]
 
 
 def _lost_behind_its_last_receipt(pool: RayPool, ray: FakeRay) -> None:

@@ -14,7 +14,6 @@ from kits.shift_scene import PATIENCE, PlainWork, Scene, make_all
 from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
 from raymerge.events import MemoryShort, WorkerLost
-from raymerge.runtime.workers.dispatcher import DispatchPolicy
 from raymerge.runtime.workers.pool import TICK_SECONDS
 
 # Workers that do not get on
@@ -394,13 +393,6 @@ def _steps(monkeypatch: pytest.MonkeyPatch, count: int, **scene: Any) -> int:
     return steps.count
 
 
-@pytest.mark.parametrize("has_copies", [False, True])
-def test_an_answer_costs_the_same_however_much_is_left(
-    monkeypatch: pytest.MonkeyPatch, has_copies: bool
-) -> None:
-    def steps(count: int) -> int:
-        terms = DispatchPolicy(copies=frozenset(range(0, count, 3)) if has_copies else frozenset())
-        return _steps(monkeypatch, count, terms=terms, carriers=int(has_copies))
-
-    few, many = steps(200), steps(800)
+def test_an_answer_costs_the_same_however_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = _steps(monkeypatch, 200), _steps(monkeypatch, 800)
     assert many < 5 * few

@@ -50,8 +50,6 @@ def test_a_worker_has_up_to_four_cores_and_few_are_idle(cores: int, workers: int
     [
         (RunOptions(workers=2), Layout(2, 4)),
         (RunOptions(workers=5), Layout(5, 3)),
-        (RunOptions(cpu_workers=5), Layout(5, 3)),
-        (RunOptions(workers=2, cpu_workers=3), Layout(5, 3)),
         (RunOptions(workers=16), Layout(16, 1)),
         (RunOptions(workers=100), Layout(100, 1)),
         (RunOptions(threads=2), Layout(MOST_CPU_WORKERS, 2)),
@@ -72,8 +70,7 @@ def test_what_the_user_says_on_16_cores(options: RunOptions, layout: Layout) -> 
         (RunOptions(), Layout(8, 1)),
         (RunOptions(threads=2), Layout(8, 2)),
         (RunOptions(workers=3), Layout(3, 1)),
-        (RunOptions(cpu_workers=5), Layout(8, 1, 5)),
-        (RunOptions(workers=3, cpu_workers=5, threads=2), Layout(3, 2, 5)),
+        (RunOptions(workers=3, threads=2), Layout(3, 2)),
         (RunOptions(inline=True), Layout(1, 1)),
     ],
 )
@@ -144,7 +141,6 @@ def test_a_gpu_of_a_cluster_has_one_thread_and_lanes_for_that() -> None:
         (RunOptions(device="cpu"), 4),
         (RunOptions(threads=2), 16),
         (RunOptions(device="cuda", workers=3), 4),
-        (RunOptions(device="cuda", workers=3, cpu_workers=7), 10),
         (RunOptions(device="cpu", workers=100, threads=5), 500),
     ],
 )

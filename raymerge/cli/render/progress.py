@@ -20,7 +20,6 @@ from raymerge.cli.render.duplicates import duplicate_lines, encoding_lines, enco
 from raymerge.cli.render.screen import counted, heading, make_console, make_table, printable, put_json
 from raymerge.cli.render.tally import Tally
 from raymerge.events import (
-    CarriersChosen,
     DeviceFailed,
     DuplicatesFound,
     EncodingErrorsFound,
@@ -51,15 +50,13 @@ if TYPE_CHECKING:
     from raymerge.stages.router.report import GateReport
 
 
-OfWorkers = CarriersChosen | MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
+OfWorkers = MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
 """Events that this module has lines for."""
 
 
 def worker_lines(event: OfWorkers, part: str) -> Iterator[tuple[str, str]]:
     """The lines of an event, each with its style; ``part`` is what a part of the work is called."""
-    if isinstance(event, CarriersChosen):
-        yield _carriers(event), ""
-    elif isinstance(event, WorkerLeft):
+    if isinstance(event, WorkerLeft):
         yield f"{event.worker} has nothing more to do and leaves", ""
     elif isinstance(event, NodeOfNoUse):
         yield f"warning: workers on {event.node}, which joined, get no {part}s: {event.lack}", "yellow"
@@ -70,15 +67,6 @@ def worker_lines(event: OfWorkers, part: str) -> Iterator[tuple[str, str]]:
         yield _lost(event, part), "yellow"
     else:
         yield _short(event, part), "yellow"
-
-
-def _carriers(event: CarriersChosen) -> str:
-    if not event.copies:
-        return f"no worker on processors is started beside the GPUs: each {event.part} that is left computes"
-    copied = f"{event.copies} of {counted(event.parts, event.part)}"
-    return (
-        f"{counted(event.workers, 'worker')} on processors beside the GPUs for what is only copied, {copied}"
-    )
 
 
 def _lost(event: WorkerLost, part: str) -> str:

@@ -235,11 +235,8 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         yield Fault(("run", "device"), what, "Write gpus: 1 or more in a group, or device: auto.")
         return
     rooms = [_room(group, threads, run.device) for group in kubernetes.workers]
-    groups = [(group, most(group, is_scaled=is_scaled)) for group in kubernetes.workers]
-    held, slots, gpus = (
-        sum(_room(group, threads, kind) * count for group, count in groups)
-        for kind in (run.device, "cpu", "cuda")
-    )
+    counts = [most(group, is_scaled=is_scaled) for group in kubernetes.workers]
+    held = sum(room * count for room, count in zip(rooms, counts, strict=True))
     if rooms and not any(rooms):
         what = f"no pod has processors for a worker of {threads} thread{'' if threads == 1 else 's'}."
         yield Fault(("kubernetes", "workers"), what, "Give the groups more cpu, or write fewer threads.")
@@ -247,25 +244,10 @@ def _holdable(kubernetes: Kubernetes, run: RunSettings) -> Iterator[Fault]:
         of = f" of {threads} threads" if threads > 1 else ""
         what = f"{run.workers} workers{of} are asked for, but the pods hold at most {held}."
         yield Fault(("run", "workers"), what, "Ask for fewer, or give the groups more replicas, cpu or gpus.")
-    elif run.cpu_workers and (beside := _beside(run, gpus)) + run.cpu_workers > slots:
-        of = f" of {threads} threads" if threads > 1 else ""
-        what = (
-            f"{run.cpu_workers} workers{of} on processors are asked for beside {beside} others, but the pods "
-            f"have processors for {slots} in all."
-        )
-        remedy = "Ask for fewer, or give the groups more replicas or cpu."
-        yield Fault(("run", "cpu_workers"), what, remedy)
     sizes = [amount(group.memory) for group in kubernetes.workers]
     if run.memory is not None and sizes and run.memory >= max(sizes):
         what = f"a worker may use {run.memory} bytes, but no pod has more than {max(sizes)}."
         yield Fault(("run", "memory"), what, "Write less, or give the groups more memory.")
-
-
-def _beside(run: RunSettings, gpus: int) -> int:
-    """Workers that there are beside those on processors that are asked for by themselves."""
-    if run.workers is not None:
-        return run.workers
-    return 0 if run.device == "cpu" else gpus
 
 
 def _room(group: WorkerGroup, threads: int, device: str | None) -> int:

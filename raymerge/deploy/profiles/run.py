@@ -27,8 +27,6 @@ class RunSettings(MapEntry):
 
     workers: Annotated[int | None, by(between(1, _MOST_WORKERS))] = None
     """Workers; those that an autoscaling cluster does not have yet are asked for."""
-    cpu_workers: Annotated[int | None, by(between(0, _MOST_WORKERS))] = None
-    """Workers on processors beside those on GPUs."""
     threads: Annotated[int | None, by(between(1, _MOST_THREADS))] = None
     """Threads of a worker that compute at once."""
     memory: Bytes | None = None

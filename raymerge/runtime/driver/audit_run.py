@@ -218,10 +218,6 @@ class AuditWork:
             for files in files_read(self.commission.plan)
         )
 
-    def copies(self) -> frozenset[int]:
-        """None: an audit is computed on processors alone."""
-        return frozenset()
-
     def lessened(self, number: int, budget: int | None) -> int | None:  # noqa: ARG002 - all parts are alike
         """None: with less memory fewer tensors could be audited, and nobody would have asked for that."""
         return None

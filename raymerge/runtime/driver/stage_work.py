@@ -232,10 +232,6 @@ class UnitWork:
         """Which files a unit reads is not known beforehand, so it may be all of them."""
         return (frozenset(range(len(self.files))),) * self.work.num_units
 
-    def copies(self) -> frozenset[int]:
-        """None: units compute."""
-        return frozenset()
-
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Half of what the unit had; all units need the same."""
         del number

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from typing import Any, TypeAlias
 
@@ -26,33 +26,20 @@ _Entry: TypeAlias = tuple[int, int]
 """A place in the order, and the part."""
 
 
-@dataclass(slots=True)
-class _Group:
-    """Parts that the same workers can do: on the same nodes, and carriers or not."""
-
-    is_copy: bool
-    """Whether carriers may do them."""
-    entries: deque[_Entry] = field(default_factory=deque)
-    """In order: new ones come before or behind all that there are."""
-
-
 class PartQueue:
     """Finds the first part that a worker can do without a walk over those that it cannot.
 
-    Parts differ in the nodes that can do them and in whether carriers may, and there are few such groups,
-    however many parts there are.
+    Parts differ in the nodes that can do them, and there are few such groups, however many parts there are.
     """
 
-    def __init__(self, numbers: Iterable[int], *, copies: Collection[int], placement: Placement) -> None:
+    def __init__(self, numbers: Iterable[int], *, placement: Placement) -> None:
         """
         Args:
             numbers: the parts, in order.
-            copies: those that carriers may do.
             placement: which nodes can do which of them.
         """
-        self._copies = copies
         self._placement = placement
-        self._groups: dict[tuple[frozenset[str] | None, bool], _Group] = {}
+        self._groups: dict[frozenset[str] | None, deque[_Entry]] = {}
         self._first, self._stop, self._len = 0, 0, 0
         for number in numbers:
             self.append(number)
@@ -62,38 +49,33 @@ class PartQueue:
 
     def __iter__(self) -> Iterator[int]:
         """All parts in order."""
-        return (number for _, number in merge(*(group.entries for group in self._groups.values())))
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether there is something for carriers."""
-        return any(group.is_copy and group.entries for group in self._groups.values())
+        return (number for _, number in merge(*self._groups.values()))
 
     def append(self, number: int) -> None:
         """Put a part behind all others."""
-        self._group(number).entries.append((self._stop, number))
+        self._group(number).append((self._stop, number))
         self._stop += 1
         self._len += 1
 
     def appendleft(self, number: int) -> None:
         """Put a part before all others."""
         self._first -= 1
-        self._group(number).entries.appendleft((self._first, number))
+        self._group(number).appendleft((self._first, number))
         self._len += 1
 
-    def first(self, node: str | None, *, is_copy: bool | None = None) -> int | None:
+    def first(self, node: str | None) -> int | None:
         """The first part for a node; None where there is none.
 
         Args:
             node: where it would be done; None for wherever it can be.
-            is_copy: True for those alone that carriers may do, False for all others, None for any.
         """
-        group = self._first_group(node, is_copy)
-        return None if group is None else group.entries[0][1]
+        heads = (entries[0] for entries in self._groups.values() if entries)
+        able = (head for head in heads if node is None or self._placement.allows(node, head[1]))
+        return min(able, default=(0, None))[1]
 
     def take(self, number: int) -> None:
         """Take out a part that ``first`` has just named."""
-        entries = self._group(number).entries
+        entries = self._group(number)
         if not entries or entries[0][1] != number:
             raise ValueError(f"part {number} is not the first of its group")
         entries.popleft()
@@ -103,25 +85,15 @@ class PartQueue:
         """Take up that nodes can do other parts than before."""
         if placement is self._placement:
             return
-        entries = list(merge(*(group.entries for group in self._groups.values())))
+        entries = list(merge(*self._groups.values()))
         self._placement, self._groups = placement, {}
         for entry in entries:
-            self._group(entry[1]).entries.append(entry)
+            self._group(entry[1]).append(entry)
 
-    def _group(self, number: int) -> _Group:
+    def _group(self, number: int) -> deque[_Entry]:
+        """The parts that the same nodes can do, in order."""
         able = self._placement.able
-        is_copy = number in self._copies
-        return self._groups.setdefault((able[number] if able else None, is_copy), _Group(is_copy))
-
-    def _first_group(self, node: str | None, is_copy: bool | None) -> _Group | None:
-        able = (
-            group
-            for group in self._groups.values()
-            if group.entries
-            and (is_copy is None or group.is_copy is is_copy)
-            and (node is None or self._placement.allows(node, group.entries[0][1]))
-        )
-        return min(able, key=lambda group: group.entries[0], default=None)
+        return self._groups.setdefault(able[number] if able else None, deque())
 
 
 _ASK_SECONDS = 5.0
@@ -136,8 +108,6 @@ _IDLE_SECONDS = 15.0
 class DispatchPolicy:
     """What is otherwise for some pieces of work."""
 
-    copies: frozenset[int] = frozenset()
-    """Parts that carriers may do; empty where there are none."""
     surveyed: frozenset[str] | None = None
     """Nodes that were asked what they see; None where there is only one machine."""
     leaves: bool = False
@@ -174,14 +144,14 @@ class Dispatcher:
             placement: which nodes can do which of them.
             patience: seconds without any sign that a worker's parts get on, after which it is given up.
             on_event: told of what goes wrong.
-            terms: what is otherwise with carriers, on several machines, and where a cluster grows.
+            terms: what is otherwise on several machines, and where a cluster grows.
         """
         self._team = team
         self._nodes = nodes
         self._ray = team.ray
         self._given = work
         self._work = self._ray.put(work)
-        self._todo = PartQueue(placement.ordered(numbers), copies=terms.copies, placement=placement)
+        self._todo = PartQueue(placement.ordered(numbers), placement=placement)
         self._terms = terms
         self._grounds = Grounds(
             team.ray, nodes, work, placement=placement, surveyed=terms.surveyed, on_event=on_event
@@ -190,7 +160,7 @@ class Dispatcher:
         self._on_event = on_event
         self._losses = WorkerFailures(work.part, len(team.actors))
         self._transient: Counter[int] = Counter()
-        self._failed_starts: Counter[bool] = Counter()
+        self._failed_starts = 0
         self._looked_at = self._busy_at = time.monotonic()
 
     def begin(self) -> None:
@@ -236,12 +206,9 @@ class Dispatcher:
             yield tuple(found)
 
     def _feed(self, stop: Stop) -> None:
-        has_carriers = bool(self._team.carriers)
-        # Carriers may be many, and what is left without anything for them.
-        actors = self._team.actors if self._todo.has_copies else self._team.equals
         for _ in range(self._given.slots):
-            for actor in actors:
-                number = None if stop.requested else self._next(actor, has_carriers=has_carriers)
+            for actor in self._team.actors:
+                number = None if stop.requested else self._next(actor)
                 if number is not None:
                     self._todo.take(number)
                     if not actor.flight:
@@ -250,31 +217,17 @@ class Dispatcher:
                     wanted = (number,) if budget is None else (number, budget)
                     actor.flight[actor.handle.run.remote(*wanted)] = number
 
-    def _next(self, actor: Actor, *, has_carriers: bool) -> int | None:
+    def _next(self, actor: Actor) -> int | None:
         """The part that a worker may be given; None where it has no place, or there is none for it."""
         if actor.opening is not None or len(actor.flight) >= self._given.slots:
             return None
         if any(self._losses.is_alone(number) for number in actor.flight.values()):
             return None
-        number = self._first(actor, has_carriers=has_carriers)
+        number = None if self._grounds.is_asked(actor.node) else self._todo.first(actor.node)
         # Parts that are to be alone are the first to do: whoever is next to have nothing in hand takes them.
         if number is None or (actor.flight and self._losses.is_alone(number)):
             return None
         return number
-
-    def _first(self, actor: Actor, *, has_carriers: bool) -> int | None:
-        """The first part that a worker can do; one on a GPU leaves to carriers what they can do too, until
-        there is nothing else for it."""
-        if self._grounds.is_asked(actor.node):
-            return None
-        if not actor.is_carrier and has_carriers:
-            own = self._todo.first(actor.node, is_copy=False)
-            return own if own is not None else self._todo.first(actor.node)
-        return self._todo.first(actor.node, is_copy=True if actor.is_carrier else None)
-
-    def _suits(self, number: int, is_carrier: bool) -> bool:
-        """Whether a part is for a worker of this kind, wherever it is."""
-        return not is_carrier or number in self._terms.copies
 
     def _ask(self) -> None:
         """Have workers with parts in hand tell now and then whether they get on."""
@@ -311,7 +264,7 @@ class Dispatcher:
         if ref == actor.opening:
             self._team.hear(actor, answer, kernels=self._given.part == UNIT)
             actor.opening = None
-            self._failed_starts[actor.is_carrier] = 0
+            self._failed_starts = 0
             self._grounds.meet(actor.node)
             return None
         del actor.flight[ref]
@@ -382,8 +335,7 @@ class Dispatcher:
         for actor in tuple(self._team.actors):
             # Of a worker of which nobody knows yet where it will be, all parts may be.
             node = actor.node if self._is_placed(actor) else None
-            kind = True if actor.is_carrier else None
-            has_part = bool(actor.flight) or self._todo.first(node, is_copy=kind) is not None
+            has_part = bool(actor.flight) or self._todo.first(node) is not None
             actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
             if actor.idle_seconds >= _IDLE_SECONDS:
                 self._team.give_up(actor)
@@ -396,7 +348,7 @@ class Dispatcher:
     def _nobody(self) -> str:
         kept = "What is done is kept: the same command goes on once"
         waited = f"for {self._wait_seconds:.0f} s"
-        if any(actor.opening is None and not actor.is_carrier for actor in self._team.actors):
+        if any(actor.opening is None for actor in self._team.actors):
             what = f"no worker {waited} was on a node that sees the files of the {len(self._todo)} "
             return f"{what}{self._given.part}s that are left. {kept} such a node has room."
         return f"no worker has been up {waited}. {kept} the cluster has room."
@@ -405,41 +357,35 @@ class Dispatcher:
         """Take back what a lost worker had in hand, and start another in its place."""
         self._team.give_up(actor)
         loss = Loss(cause, reason, tuple(actor.flight.values()), actor.node)
-        self._failed_starts[actor.is_carrier] += actor.opening is not None
-        # Workers on GPUs may have left, and do what no carrier comes for.
-        kinds = (actor.is_carrier,) if self._team.equals else (actor.is_carrier, False)
-        kind = next((each for each in kinds if self._failed_starts[each] < ATTEMPTS), None)
-        alone = f"; {ATTEMPTS} in a row did not start, so no other takes its place" if kind is None else ""
+        self._failed_starts += actor.opening is not None
+        is_replaced = self._failed_starts < ATTEMPTS
+        alone = "" if is_replaced else f"; {ATTEMPTS} in a row did not start, so no other takes its place"
         self._on_event(WorkerLost(actor.name, reason + alone, loss.numbers))
         for number in loss.numbers:
             self._todo.appendleft(number)
         self._losses.add(loss)
         for number in loss.numbers if cause is Cause.MEMORY else ():
             self._lessen(number, actor, reason)
-        if kind is None and not self._team.equals:
+        if not is_replaced and not self._team.actors:
             raise IncompleteError(
                 f"{ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
                 "command goes on there."
             )
-        if kind is not None:
-            self._replace(is_carrier=kind)
+        if is_replaced:
+            self._replace()
 
-    def _replace(self, *, is_carrier: bool) -> None:
-        """Start a worker of this kind where one is wanted most, but not where workers die if there are other
-        places. Where the other kind is makes no difference."""
-        todo = [number for number in self._todo if self._suits(number, is_carrier)]
-        if is_carrier and not todo:
-            return
-        present = {actor.node for actor in self._team.actors if actor.is_carrier is is_carrier}
-        homes = self._team.homes(self._nodes.machines(), is_carrier=is_carrier)
+    def _replace(self) -> None:
+        """Start a worker where one is wanted most, but not where workers die if there are other places."""
+        present = {actor.node for actor in self._team.actors}
+        homes = self._team.homes(self._nodes.machines())
         placement, off = self._grounds.placement, self._losses.shunned
-        on = placement.short_of(todo, present, homes)
+        on = placement.short_of(self._todo, present, homes)
         if not on and not self._terms.growth_seconds:
             # Where a cluster grows a node may join that sees as much as one that is gone.
             on = placement.nodes & homes
         if not (on or homes) - off:
             off = frozenset()
-        fresh = self._team.spawn(on=on - off, off=off, is_carrier=is_carrier)
+        fresh = self._team.spawn(on=on - off, off=off)
         fresh.opening = fresh.handle.open.remote(self._work)
         self._team.actors.append(fresh)
 

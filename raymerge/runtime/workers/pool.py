@@ -69,10 +69,6 @@ class Work(Protocol):
     def reads(self) -> tuple[frozenset[int], ...]:
         """Of every part, which of ``files`` it reads, by their positions."""
 
-    def copies(self) -> frozenset[int]:
-        """Numbers of the parts in which nothing is computed: their bytes are the same whatever device they
-        are made on."""
-
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
 

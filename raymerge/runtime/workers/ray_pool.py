@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raymerge.errors import OptionError, Problem
-from raymerge.events import CarriersChosen, OnEvent, RayEnded, RoomAwaited
+from raymerge.events import OnEvent, RayEnded, RoomAwaited
 from raymerge.options import RunOptions
 from raymerge.runtime.devices.choice import Choice, GpuError
 from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.workers.dispatcher import Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
-from raymerge.runtime.workers.pool import UNIT, Measure, Measured, Receipts, Stop, Work
+from raymerge.runtime.workers.pool import Measure, Measured, Receipts, Stop, Work
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_nodes import Demand, Nodes
 from raymerge.runtime.workers.sizing import (
@@ -57,7 +56,7 @@ class RayPool:
         """
         if parts is not None:
             workers = None if options.workers is None else max(1, min(options.workers, parts))
-            options = replace(options, workers=workers, cpu_workers=min(options.cpu_workers, parts))
+            options = replace(options, workers=workers)
         self._options = options
         self._on_event = on_event
         self._parts = parts
@@ -75,8 +74,8 @@ class RayPool:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of the workers that there are in any work; carriers come and go."""
-        return tuple(actor.name for actor in self.team.equals)
+        """Names of the workers."""
+        return tuple(actor.name for actor in self.team.actors)
 
     @property
     def device(self) -> str:
@@ -147,7 +146,7 @@ class RayPool:
         if not self._options.growing:
             self._check_reach(work)
         present, homes = {actor.node for actor in self.team.actors}, self.team.homes(self._nodes.machines())
-        # What none of these homes sees is for carriers, or for nodes that are yet to join.
+        # What none of these homes sees is for nodes that are yet to join.
         if not self._placement.is_served(present, homes):
             self._station()
 
@@ -163,7 +162,6 @@ class RayPool:
             missing = self._layout.workers - len(self.team.actors)
             self.team.actors += [self.team.spawn() for _ in range(missing)]
         terms = DispatchPolicy(
-            copies=self._add_carriers(work, numbers),
             surveyed=self._surveyed,
             leaves=growing and self._is_last,
             growth_seconds=_GROWTH_SECONDS if growing else 0.0,
@@ -183,10 +181,9 @@ class RayPool:
             while shift.goes_on(stop):
                 yield from shift.advance(stop)
         finally:
-            # Carriers are of this work: they take no room from workers that the next one needs elsewhere, and
-            # nobody waits for those that are not up. Who waits for room would have the cluster grow, too.
-            for actor in tuple(self.team.actors):
-                if actor.is_carrier or (growing and not actor.node):
+            # Who still waits for room would have the cluster grow for nothing.
+            for actor in tuple(self.team.actors) if growing else ():
+                if not actor.node:
                     self.team.give_up(actor)
 
     def close(self) -> None:
@@ -201,36 +198,6 @@ class RayPool:
     def _is_open(self) -> bool:
         """Whether there are GPUs that need not be used."""
         return self._gpus > 0 and self._options.device == "auto" and self._choice is None
-
-    def _add_carriers(self, work: Work, numbers: Sequence[int]) -> frozenset[int]:
-        """Start carriers, no more than there are parts for them, and say which parts these are.
-
-        They join when they are up: whoever is on a GPU need not wait for that.
-        """
-        wanted = self._layout.carriers
-        if not wanted or not numbers:
-            return frozenset()
-        copies = work.copies().intersection(numbers)
-        places = self._carriers_places(copies, min(wanted, len(copies)))
-        if work.part != UNIT:
-            self._on_event(CarriersChosen(len(places), len(copies), len(numbers), work.part))
-        self.team.actors += [self.team.spawn(on=on, is_carrier=True) for on in places]
-        return copies
-
-    def _carriers_places(self, copies: frozenset[int], count: int) -> list[list[str]]:
-        """For each of some carriers the nodes that it may be on; empty for any."""
-        if not self._placement.able:
-            return [[]] * count
-        taken = Counter(actor.node for actor in self.team.actors)
-        threads = self._layout.threads
-        rooms = {
-            node: machine.room(threads, with_gpu=False) - taken[node]
-            for node, machine in self._nodes.machines().items()
-        }
-        own = Placement(tuple(self._placement.able[number] for number in sorted(copies)))
-        places = [[node] for node in stations(own, rooms, count)[:count]]
-        # Others join with nodes that are yet to come.
-        return places + [[]] * (count - len(places) if self._options.growing else 0)
 
     def _fill(self) -> None:
         """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
@@ -268,16 +235,10 @@ class RayPool:
             OptionError: some cannot: who sees their files has no GPU, or too few CPU slots.
         """
         threads, has_gpu = self._layout.threads, self._gpus > 0
-        machines = self._nodes.machines()
-        homes, slots = self.team.homes(machines), self.team.homes(machines, is_carrier=True)
-        copies = work.copies() if self._layout.carriers and self._placement.able else frozenset()
-        stranded = [
-            number
-            for number, able in enumerate(self._placement.able)
-            if not able.intersection(homes) and not (number in copies and able.intersection(slots))
-        ]
+        homes = self.team.homes(self._nodes.machines())
+        stranded = sum(not able.intersection(homes) for able in self._placement.able)
         if stranded:
-            raise OptionError(unreached(len(stranded), work.part, threads=threads, with_gpu=has_gpu))
+            raise OptionError(unreached(stranded, work.part, threads=threads, with_gpu=has_gpu))
 
     def _station(self) -> None:
         """Have a worker on every node without which a part could not be done, and the others where they are
@@ -286,7 +247,7 @@ class RayPool:
         machines = self._nodes.machines()
         rooms = {node: machine.room(threads, with_gpu=has_gpu) for node, machine in machines.items()}
         wanted = stations(self._placement, rooms, self._layout.workers)
-        asked = self._options.workers if has_gpu else self._options.workers_on_processors
+        asked = self._options.workers
         if len(wanted) > self._layout.workers and asked is not None:
             raise OptionError(
                 Problem(
@@ -314,8 +275,7 @@ class RayPool:
         layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
         if self._parts is None:
             return layout
-        workers, carriers = min(layout.workers, max(1, self._parts)), min(layout.carriers, self._parts)
-        return replace(layout, workers=workers, carriers=carriers)
+        return replace(layout, workers=min(layout.workers, max(1, self._parts)))
 
     def _lack(self, gpus: int) -> Problem | None:
         """What the cluster lacks for that layout; nothing, where it grows."""

@@ -57,18 +57,11 @@ class Layout:
     """Workers."""
     threads: int
     """Threads of each worker that compute at once."""
-    carriers: int = 0
-    """Workers on processors beside those, which are on GPUs then; they copy."""
-
-    @property
-    def all_workers(self) -> int:
-        """Workers of both kinds."""
-        return self.workers + self.carriers
 
     @property
     def cores(self) -> int:
         """Cores that are busy at most."""
-        return self.all_workers * self.threads
+        return self.workers * self.threads
 
 
 def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout:
@@ -87,10 +80,9 @@ def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout
     """
     if gpus:
         workers = 1 if options.inline else options.workers or gpus
-        return Layout(workers, options.threads or 1, options.cpu_workers)
-    asked = options.workers_on_processors
-    if options.inline or asked is not None:
-        workers = asked or 1
+        return Layout(workers, options.threads or 1)
+    if options.inline or options.workers is not None:
+        workers = options.workers or 1
         return Layout(workers, options.threads or _fitting_threads(machines, workers))
     threads = options.threads or _filling_threads(machines)
     return Layout(max(1, _num_workers(machines, threads)), threads)
@@ -126,7 +118,7 @@ def no_room(
     """What stands in the way of a layout on the machines of a cluster; None where they have room for it."""
     room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
     if layout.workers <= room:
-        return _no_room_beside(layout, machines)
+        return None
     wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
     gpus = sum(machine.gpus for machine in machines)
     if with_gpu and gpus > room:
@@ -139,22 +131,9 @@ def no_room(
     if layout.threads == 1:
         what = f"{wanted} were asked for, but the cluster has {room} CPU slots."
         return Problem("--workers", what, f"Give at most {room}, or add machines.")
-    where = "--threads" if options.workers_on_processors is None else "--workers"
+    where = "--threads" if options.workers is None else "--workers"
     what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
     return Problem(where, what, "Give fewer --threads, or add machines.")
-
-
-def _no_room_beside(layout: Layout, machines: Sequence[Machine]) -> Problem | None:
-    """The same for workers that copy beside those on GPUs, which have room: each takes a slot, wherever."""
-    slots = sum(machine.room(layout.threads, with_gpu=False) for machine in machines)
-    if layout.all_workers <= slots:
-        return None
-    each = f" of {layout.threads} threads" if layout.threads > 1 else ""
-    what = (
-        f"{layout.carriers} workers on processors were asked for beside {layout.workers} on GPUs, but the "
-        f"cluster has CPU slots for {slots} workers{each} in all."
-    )
-    return Problem("--cpu-workers", what, f"Give at most {slots - layout.workers}, or add machines.")
 
 
 def no_gpu(machines: Sequence[Machine]) -> Problem:
@@ -325,7 +304,7 @@ def usual_budget(options: RunOptions, free: int) -> int:
 
 def num_workers(options: RunOptions) -> int:
     """Workers that a run on this machine has at most."""
-    return max(layout.all_workers for layout in local_layouts(options))
+    return max(layout.workers for layout in local_layouts(options))
 
 
 def free_memory(root: Path = Path("/")) -> int:

@@ -120,8 +120,6 @@ class Actor:
     """What it answered last."""
     still_seconds: float = 0.0
     """For how long nothing was seen of its parts getting on."""
-    is_carrier: bool = False
-    """Whether it is on a processor beside workers on GPUs, and takes only what is copied."""
     idle_seconds: float = 0.0
     """For how long there was no part for it."""
 
@@ -131,7 +129,7 @@ class Actor:
 
 
 class Team:
-    """The workers that there are. They are equal, but for carriers, which are equal among themselves."""
+    """The workers that there are. They are equal."""
 
     def __init__(
         self, connection: RayConnection, worker: type[Any], options: RunOptions, *, ready_seconds: float
@@ -147,7 +145,6 @@ class Team:
         self.ready_seconds = ready_seconds
         self.numerics: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
-        self._carriers_numerics: dict[str, str] = {}
         self._connection = connection
         self._worker = worker
         self._options = options
@@ -160,24 +157,13 @@ class Team:
         """The ray module."""
         return self._connection.ray
 
-    @property
-    def carriers(self) -> list[Actor]:
-        """Those on processors beside workers on GPUs."""
-        return [actor for actor in self.actors if actor.is_carrier]
-
-    @property
-    def equals(self) -> list[Actor]:
-        """All others: who can do any part."""
-        return [actor for actor in self.actors if not actor.is_carrier]
-
-    def homes(self, machines: Mapping[str, Machine], *, is_carrier: bool = False) -> frozenset[str]:
+    def homes(self, machines: Mapping[str, Machine]) -> frozenset[str]:
         """Nodes that have room for a worker, if they are empty.
 
         Args:
             machines: what each node has.
-            is_carrier: whether it is a carrier.
         """
-        threads, has_gpu = self._layout.threads, self._has_gpu and not is_carrier
+        threads, has_gpu = self._layout.threads, self._has_gpu
         return frozenset(
             node for node, machine in machines.items() if machine.room(threads, with_gpu=has_gpu)
         )
@@ -194,7 +180,7 @@ class Team:
         seconds: float | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Start workers, no carriers, and see that they are equal to those that are there.
+        """Start workers, and see that they are equal to those that are there.
 
         Args:
             count: how many.
@@ -225,22 +211,18 @@ class Team:
                 return
         raise not_started(self.ready_seconds, "their answers got lost")
 
-    def spawn(
-        self, *, on: Collection[str] = (), off: Collection[str] = (), is_carrier: bool = False
-    ) -> Actor:
+    def spawn(self, *, on: Collection[str] = (), off: Collection[str] = ()) -> Actor:
         """A new worker that may not have begun yet, and is not one of ``actors`` so far.
 
         Args:
             on: ids of the nodes that it may be on; empty for any.
             off: ids of nodes that it may not be on.
-            is_carrier: whether it is a carrier.
         """
-        name = f"{'cpu-' if is_carrier else ''}worker-{self._spawned}"
+        name = f"worker-{self._spawned}"
         self._spawned += 1
-        has_gpu = self._has_gpu and not is_carrier
         options: dict[str, Any] = {
             "num_cpus": self._layout.threads,
-            "num_gpus": 1 if has_gpu else 0,
+            "num_gpus": 1 if self._has_gpu else 0,
             # Ray would fill one machine after the other, though each has storage and memory of its own.
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
@@ -252,9 +234,9 @@ class Team:
             options["label_selector"] = {_NODE_LABEL: f"in({','.join(sorted(on))})"}
         elif off:
             options["label_selector"] = {_NODE_LABEL: f"!in({','.join(sorted(off))})"}
-        device = self._options.device if has_gpu else "cpu"
+        device = self._options.device if self._has_gpu else "cpu"
         handle = self.ray.remote(self._worker).options(**options).remote(name, device)
-        return Actor(name, handle, is_carrier=is_carrier)
+        return Actor(name, handle)
 
     def hear(self, actor: Actor, answer: dict[str, Any], *, kernels: bool = False) -> None:
         """Note what a worker says of itself.
@@ -265,14 +247,11 @@ class Team:
             kernels: whether what stages depend on must be equal too.
 
         Raises:
-            OptionError: it is not equal to the others of its kind.
+            OptionError: it is not equal to the others.
         """
-        if actor.is_carrier and not self._carriers_numerics:
-            self._carriers_numerics = dict(answer["numerics"])
-        wanted = self._carriers_numerics if actor.is_carrier else self.numerics
-        if answer["numerics"] != wanted:
+        if answer["numerics"] != self.numerics:
             raise _unequal(
-                f"they differ in device or torch version: {wanted} and {answer['numerics']}.",
+                f"they differ in device or torch version: {self.numerics} and {answer['numerics']}.",
                 "Give --device cpu, or use equal machines",
             )
         if kernels and answer["kernels"] != self.kernels:
