@@ -39,7 +39,8 @@ class RunOptions:
     """Bytes that a worker may use beyond an idle one; None: a share of what is free here, at most 512 MiB or
     what the plan needs; 1 GiB where ``address`` is given."""
     device: Device = "auto"
-    """Where arithmetic runs; ``auto`` takes a GPU where there is one that makes the run faster."""
+    """Where arithmetic runs; ``auto`` takes a GPU that works, if matrices are decomposed or layers of a model
+    computed."""
     address: str | None = None
     """Address of a running Ray cluster; None starts an embedded one."""
     inline: bool = False

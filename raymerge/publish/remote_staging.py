@@ -193,7 +193,7 @@ LEASE = f"{RECORD}/lease.json"
 STEPS_LEASE = f"{RECORD}/steps-lease.json"
 """Key of the lease of whoever makes, elsewhere, what comes before."""
 _BEGUN = f"{RECORD}/{MARK}"
-_FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/device.json", f"{RECORD}/{JOURNAL}")
+_FETCHED = (MANIFEST, _BEGUN, f"{RECORD}/{JOURNAL}")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """Shards of any plan."""

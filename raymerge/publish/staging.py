@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 _PLAN = "plan"
 RECIPE = "recipe.yml"
 NUMERICS = "numerics.json"
-_DEVICE = "device.json"
 _ELSEWHERE = "Choose another -o."
 
 
@@ -171,12 +170,6 @@ class Staging:
                 return (self.root / name).stat().st_size
         return 0
 
-    def record_device(self, choice: Mapping[str, Any]) -> None:
-        """Keep why the device was chosen and what was measured for it, unless that was kept before."""
-        with LocalStore(self.root / RECORD) as store:
-            if store.info(_DEVICE) is None:
-                store.write_atomic(_DEVICE, (json.dumps(choice, indent=2, sort_keys=True) + "\n").encode())
-
     def check_conditions(self, conditions: Mapping[str, Any]) -> None:
         """Find out whether an unfinished run of this plan may go on, changing nothing.
 
@@ -188,7 +181,7 @@ class Staging:
 
     def sweep(self, files: Collection[str]) -> None:
         """Delete what an earlier attempt left: every file but the run record and ``files``."""
-        record = {NAME, RECIPE, NUMERICS, JOURNAL, _DEVICE, f"{_PLAN}/manifest.json"}
+        record = {NAME, RECIPE, NUMERICS, JOURNAL, f"{_PLAN}/manifest.json"}
         record |= {f"{_PLAN}/{table}.arrow" for table in self._plan.tables}
         wanted = {*files, *(f"{RECORD}/{name}" for name in record)}
         # A directory sorts before what is in it, so that backwards it may have become empty.

@@ -17,9 +17,7 @@ from raymerge.methods import find_method
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.run import RunResult
 
-NOT_REPRODUCED = frozenset(
-    {"raymerge/ledger.jsonl", "raymerge/device.json", "raymerge/run.json", "raymerge/events.jsonl"}
-)
+NOT_REPRODUCED = frozenset({"raymerge/ledger.jsonl", "raymerge/run.json", "raymerge/events.jsonl"})
 """The files of an output that name workers and tell times, file versions and what was measured."""
 
 INLINE = RunOptions(inline=True)

@@ -10,22 +10,45 @@ from kits.gpu_arithmetic import multiply_in_tf32
 
 from raymerge.device_numerics import full_float32
 from raymerge.errors import OptionError
-from raymerge.runtime.devices.devices import choose_device, first_line, kernels_of, numerics_of
 from raymerge.runtime.driver.run import InlinePool
+from raymerge.runtime.workers.devices import choose_device, first_line, kernels_of, numerics_of
 from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "has_gpu", "device"),
-    [("auto", False, CPU), ("cpu", True, CPU), ("auto", True, GPU), ("cuda", True, GPU)],
+    ("wanted", "has_gpu", "works", "device"),
+    [
+        ("auto", False, True, CPU),
+        ("cpu", True, True, CPU),
+        ("auto", True, True, GPU),
+        ("auto", True, False, CPU),
+        ("cuda", True, False, GPU),
+    ],
 )
-def test_the_device_is_what_is_wanted_and_there(
-    wanted: str, has_gpu: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_the_device_is_what_is_wanted_and_works(
+    wanted: str, has_gpu: bool, works: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def check(_: torch.device) -> None:
+        if not works:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", check)
     assert choose_device(wanted) == device  # type: ignore[arg-type]
+
+
+def test_a_worker_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", lambda _: None)
+    with full_float32():
+        worker = MergeWorker("worker-0", "auto")
+    torch.set_num_threads(before)
+    assert worker._device == GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert worker._device == GPU
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +88,7 @@ def test_numerics_of_a_gpu_that_fails_are_left_to_who_computes(monkeypatch: pyte
         if device.type == "cuda":
             raise RuntimeError("CUDA error: all devices are busy.")
 
-    monkeypatch.setattr("raymerge.runtime.devices.devices.check_full_float32", fail)
+    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", fail)
     assert numerics_of(GPU)["device"] == "cuda"
 
 

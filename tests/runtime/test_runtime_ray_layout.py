@@ -12,17 +12,15 @@ import pytest
 from raymerge.errors import OptionError, Problem
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.runtime.devices.choice import Choice, GpuError, Probe
-from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.workers import ray_pool
+from raymerge.runtime.workers.devices import DeviceChoice
 from raymerge.runtime.workers.dispatcher import DispatchPolicy
 from raymerge.runtime.workers.placement import Seen, Sight
-from raymerge.runtime.workers.pool import Measure, Measured, Stop
+from raymerge.runtime.workers.pool import Stop
 from raymerge.runtime.workers.ray_pool import RayPool
-from raymerge.runtime.workers.sizing import WorkerGroupSize, most_lanes
+from raymerge.runtime.workers.sizing import most_lanes
 
-PROBE = Probe(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, "Paper 1")
-SAMPLE = Sample("/models", "model.safetensors", 1, "/out")
+ON_GPU, ON_CPU = DeviceChoice("cuda", "why not"), DeviceChoice("cpu", "no need")
 
 
 @dataclass
@@ -35,17 +33,13 @@ class PaperActor:
     calls: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        return _Method(lambda *args: self._answer(name, *args))
+        return _Method(lambda *_: self._answer(name))
 
-    def _answer(self, name: str, *args: object) -> object:
+    def _answer(self, name: str) -> object:
         self.calls.append(name)
         failure = self.ray.failures.get(name) if self.options["num_gpus"] else None
         if failure is not None:
             return failure
-        if name == "probe":
-            assert args[0] == SAMPLE
-            self.ray.probed_threads.append(args[1])
-            return PROBE.to_json()
         kind = "cuda" if self.options["num_gpus"] and not self.ray.blind else "cpu"
         numerics, kernels = {"device": kind, "torch": "2"}, {"processor": kind}
         return {"pid": 1, "node": "0", "oom_kills": 0, "numerics": numerics, "kernels": kernels}
@@ -87,7 +81,6 @@ class PaperRay:
     def __init__(self, *machines: tuple[int, int]) -> None:
         self.machines = machines
         self.actors: list[PaperActor] = []
-        self.probed_threads: list[object] = []
         self.failures: dict[str, Exception] = {}
         """What calls of workers with a GPU end with."""
         self.blind = False
@@ -272,76 +265,57 @@ def test_more_workers_than_gpus_compute_on_processors_where_nobody_named_a_devic
 ) -> None:
     ray = cluster((8, 1))
     pool = _started(RunOptions(workers=3))
-    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    pool.settle(ON_GPU)
     assert _asked(ray) == [(2, 0, "cpu")] * 3
-    assert pool.choice is not None
-    assert pool.choice.reason == "3 workers were asked for, but the cluster has 1 GPU"
+    assert pool.device_reason == "3 workers were asked for, but the cluster has 1 GPU"
 
 
 def test_a_gpu_that_was_named_is_taken_by_all(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((8, 2), (8, 2))
     pool = _started(RunOptions(device="cuda"))
-    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    pool.settle(ON_CPU)
     assert _asked(ray) == [(1, 1, "cuda")] * 4
-    assert (pool.device, pool.choice) == ("cuda", None)
-
-
-def _chooses(device: Any, seen: list[Any]) -> Callable[[Measure], Choice]:
-    def choose(measure: Measure) -> Choice:
-        seen.append(measure(SAMPLE))
-        return Choice(device, "because", PROBE)
-
-    return choose
-
-
-def test_one_gpu_finds_out_and_the_others_follow(cluster: Callable[..., PaperRay]) -> None:
-    ray, seen = cluster((16, 2), (16, 2)), list[Any]()
-    pool = _started(RunOptions())
-    assert _asked(ray) == [(1, 1, "auto")]
-    pool.settle(_chooses("cuda", seen))
-    assert seen == [Measured(PROBE, cpu=WorkerGroupSize(8, 2), gpu=WorkerGroupSize(4, 2))]
-    assert ray.probed_threads == [4]
-    assert None not in ray.timeouts
-    assert _asked(ray) == [(1, 1, "auto")] * 4
-    assert (pool.device, pool.threads, pool.choice) == ("cuda", 1, Choice("cuda", "because", PROBE))
-    pool.settle(lambda _: pytest.fail("it is chosen"))
-
-
-def test_processors_take_the_place_of_the_gpu_that_found_out(cluster: Callable[..., PaperRay]) -> None:
-    ray, seen = cluster((16, 2)), list[Any]()
-    pool = _started(RunOptions())
-    pool.settle(_chooses("cpu", seen))
-    assert _asked(ray) == [(4, 0, "cpu")] * 4
-    assert (pool.device, pool.threads) == ("cpu", 4)
-    assert pool.numerics["device"] == "cpu"
-    assert pool.stage_numerics["processor"] == "cpu"
-
-
-def _chosen(ray: PaperRay) -> Choice:
-    """What a pool on four cores and two GPUs chooses, whose workers then are on processors."""
-    pool, seen = _started(RunOptions()), list[Any]()
-    pool.settle(_chooses("cuda", seen))
-    assert seen == []
-    assert _asked(ray) == [(4, 0, "cpu")]
-    assert (pool.device, pool.threads, pool.workers) == ("cpu", 4, ("worker-1",))
-    assert pool.choice is not None
-    return pool.choice
+    assert (pool.device, pool.device_reason) == ("cuda", "")
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (PaperRay.exceptions.RayTaskError(GpuError("CUDA error: busy")), "CUDA error: busy"),
-        (PaperRay.exceptions.GetTimeoutError(), "its worker does not answer within 60 s"),
-        (PaperRay.exceptions.RayActorError("It died.\nThe end"), "its worker was lost: It died"),
-    ],
+    ("choice", "asked", "threads"), [(ON_GPU, [(1, 1, "auto")] * 4, 1), (ON_CPU, [(4, 0, "cpu")] * 8, 4)]
 )
-def test_a_gpu_that_cannot_be_measured_leaves_processors(
-    failure: Exception, said: str, cluster: Callable[..., PaperRay]
+def test_workers_start_on_what_is_chosen(
+    choice: DeviceChoice,
+    asked: list[tuple[int, int, str]],
+    threads: int,
+    cluster: Callable[..., PaperRay],
 ) -> None:
-    ray = cluster((4, 2))
-    ray.failures["probe"] = failure
-    assert _chosen(ray) == Choice("cpu", f"the GPU cannot be measured: {said}")
+    ray = cluster((16, 2), (16, 2))
+    pool = _started(RunOptions())
+    assert _asked(ray) == []
+    pool.settle(choice)
+    assert _asked(ray) == asked
+    assert (pool.device, pool.threads, pool.device_reason) == (choice.device, threads, choice.reason)
+    assert pool.stage_numerics["processor"] == choice.device
+    assert {each.options["scheduling_strategy"] for each in ray.actors} == {"SPREAD"}
+    assert None not in ray.timeouts
+    pool.settle(ON_CPU)
+    assert _asked(ray) == asked
+
+
+def test_who_comes_later_is_on_a_gpu_as_the_others(cluster: Callable[..., PaperRay]) -> None:
+    """One that fails there for a moment must not be taken for a worker of another kind."""
+    ray = cluster((4, 1))
+    pool = _started(RunOptions())
+    pool.settle(ON_GPU)
+    pool.team.spawn()
+    assert _asked(ray) == [(1, 1, "auto"), (1, 1, "cuda")]
+
+
+def _reason(ray: PaperRay) -> str:
+    """Why a pool on four cores and two GPUs that work for nobody has its workers on processors."""
+    pool = _started(RunOptions())
+    pool.settle(ON_GPU)
+    assert _asked(ray) == [(4, 0, "cpu")]
+    assert (pool.device, pool.threads, pool.workers) == ("cpu", 4, ("worker-2",))
+    return pool.device_reason
 
 
 @pytest.mark.parametrize(
@@ -365,14 +339,13 @@ def test_a_gpu_on_which_no_worker_starts_leaves_processors(
 ) -> None:
     ray = cluster((4, 2))
     ray.failures["ready"] = failure
-    reason = f"the GPU cannot be measured: its worker does not start ({said})"
-    assert _chosen(ray) == Choice("cpu", reason)
+    assert _reason(ray) == said
 
 
-def test_a_gpu_that_torch_does_not_see_leaves_processors(cluster: Callable[..., PaperRay]) -> None:
+def test_gpus_that_do_not_work_leave_processors(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((4, 2))
     ray.blind = True
-    assert _chosen(ray) == Choice("cpu", "the GPU cannot be measured: its worker sees none")
+    assert _reason(ray) == "no GPU works where workers look for one"
 
 
 def test_a_gpu_that_was_named_and_is_broken_is_an_error(cluster: Callable[..., PaperRay]) -> None:
@@ -381,30 +354,6 @@ def test_a_gpu_that_was_named_and_is_broken_is_an_error(cluster: Callable[..., P
     ray.failures["ready"] = PaperRay.exceptions.RayTaskError(OptionError(problem))
     with pytest.raises(OptionError, match="cuda cannot be used here"):
         _started(RunOptions(device="cuda"))
-
-
-def test_a_run_that_was_begun_on_a_gpu_does_not_go_on_without(cluster: Callable[..., PaperRay]) -> None:
-    ray = cluster((4, 2))
-    ray.failures["ready"] = PaperRay.exceptions.RayActorError("It died")
-    pool = _started(RunOptions())
-    with pytest.raises(OptionError, match="did not start"):
-        pool.settle(lambda _: Choice("cuda", "what is there was begun on it"))
-
-
-def test_a_defect_of_the_probe_is_not_taken_for_the_gpu_s(cluster: Callable[..., PaperRay]) -> None:
-    ray = cluster((4, 2))
-    ray.failures["probe"] = PaperRay.exceptions.RayTaskError(TypeError("no such argument"))
-    with pytest.raises(PaperRay.exceptions.RayTaskError, match="no such argument"):
-        _started(RunOptions()).settle(_chooses("cuda", []))
-
-
-def test_workers_are_spread_over_the_machines(cluster: Callable[..., PaperRay]) -> None:
-    """Ray would fill one machine after the other, though each reads and writes by itself."""
-    ray, seen = cluster((16, 4), (16, 0), (16, 0)), list[Any]()
-    pool = _started(RunOptions(workers=2))
-    pool.settle(_chooses("cpu", seen))
-    assert {each.options["scheduling_strategy"] for each in ray.actors} == {"SPREAD"}
-    assert (seen[0].cpu, seen[0].gpu) == (WorkerGroupSize(2, 2), WorkerGroupSize(2, 1))
 
 
 def test_gpus_count_where_cores_are_beside_them(cluster: Callable[..., PaperRay]) -> None:
@@ -439,7 +388,7 @@ def test_gpus_without_cores_are_refused_early(
 def test_without_cores_beside_gpus_there_is_nothing_to_choose(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((0, 8), (16, 0))
     pool = _started(RunOptions())
-    pool.settle(lambda _: pytest.fail("there is nothing to choose"))
+    pool.settle(ON_GPU)
     assert _asked(ray) == [(4, 0, "cpu")] * 4
 
 

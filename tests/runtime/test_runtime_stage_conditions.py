@@ -23,10 +23,10 @@ from raymerge.options import RunOptions
 from raymerge.planner.inputs.stages import RESULT_FILE
 from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.staging import is_untouched
-from raymerge.runtime.devices.devices import kernels_of
 from raymerge.runtime.driver.chained_merges import steps_directory
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.driver.stage_run import is_whole, result_digest, stage_record
+from raymerge.runtime.workers.devices import kernels_of
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.worker import MergeWorker
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 from raymerge.errors import IncompleteError, PlanError, Problem, TargetError, UserError
 from raymerge.events import OnEvent, StepKept, StepStarted
+from raymerge.methods import find_method
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
+from raymerge.planner.inputs.source import Source, Stage
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.journal import Journal
 from raymerge.publish.ledger import NAME, Ledger
@@ -29,8 +29,6 @@ from raymerge.publish.output_place import staging_of, stop_request_of
 from raymerge.publish.staging import Staging
 from raymerge.publish.steps_place import steps_directory
 from raymerge.recipes import Recipe
-from raymerge.runtime.devices.choice import Choice, amounts_of, choose
-from raymerge.runtime.devices.probe import Sample
 from raymerge.runtime.driver.disk_space import check_disk, disk_nbytes
 from raymerge.runtime.driver.prepared import awaits_results, over_results, with_stage_results
 from raymerge.runtime.driver.result_cache import digest_at, is_kept, with_results
@@ -39,37 +37,30 @@ from raymerge.runtime.driver.stage_run import StageRun, stage_record
 from raymerge.runtime.driver.stage_work import StageWork, work_of
 from raymerge.runtime.driver.steps import check_steps, has_steps
 from raymerge.runtime.driver.versions import forget_commits, keep_commits
-from raymerge.runtime.workers.pool import Measure, Pool
-from raymerge.storage.addresses import is_remote
+from raymerge.runtime.workers.devices import DeviceChoice
+from raymerge.runtime.workers.pool import Pool
 
 
-def settle_device(
-    pool: Pool, merges: Sequence[PlannedMerge], output: Path | str, *, ledgers: Sequence[Path]
-) -> None:
-    """Have a started pool choose its device, where there is a choice.
+def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> DeviceChoice:
+    """The device that ``device: auto`` takes where there is a GPU; a rule, so that it can be foreseen.
 
-    Bytes are the same on one kind of device, so that what was begun goes on there, whatever is faster today.
-    Before a merge whole layers of a model are computed, for which a GPU that works is always the faster one.
+    A GPU where matrices are decomposed or layers of a model are computed; processors for all else, which are
+    faster than storage there (docs/design/0022). What was begun goes on where it was begun.
 
     Args:
-        pool: what chooses.
         merges: all merges of the submission.
-        output: directory of the new checkpoint, or a place in an object store.
         ledgers: where ledgers of unfinished runs and results between would be, the most telling first.
     """
-
-    def chosen(measure: Measure) -> Choice:
-        begun = next(filter(None, map(_device_of, ledgers)), None)
-        if begun is not None:
-            return Choice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
-        # Also where that would not change the choice: it is found out whether the GPU works.
-        measured = measure(_sample(merges[0], output))
-        if any(merge.stages for merge in merges):
-            return Choice("cuda", "what comes before the merge computes layers of a model", measured.probe)
-        amounts = amounts_of(merge.plan for merge in merges)
-        return choose(measured.probe, amounts, cpu=measured.cpu, gpu=measured.gpu)
-
-    pool.settle(chosen)
+    begun = next(filter(None, map(_device_of, ledgers)), None)
+    if begun is not None:
+        return DeviceChoice("cuda" if begun == "cuda" else "cpu", "what is there was begun on it")
+    if any(merge.stages for merge in merges):
+        return DeviceChoice("cuda", "what comes before the merge computes layers of a model")
+    names = {expression.method for merge in merges for expression in merge.plan.expressions}
+    decomposing = sorted(name for name in names if (method := find_method(name)) and method.decomposes)
+    if decomposing:
+        return DeviceChoice("cuda", f"{decomposing[0]} decomposes matrices")
+    return DeviceChoice("cpu", "storage limits this merge, and a GPU would not help")
 
 
 def _device_of(ledger: Path) -> str | None:
@@ -77,21 +68,6 @@ def _device_of(ledger: Path) -> str | None:
     numerics = (Ledger.conditions(ledger) or {}).get("numerics")
     device = numerics.get("device") if isinstance(numerics, dict) else None
     return device if isinstance(device, str) else None
-
-
-def _sample(merge: PlannedMerge, output: Path | str) -> Sample:
-    """The largest file of the sources, and the place nearest to the output that is there: of an object store
-    this machine's directory for what is temporary."""
-    files = [
-        (file.nbytes, each.root, file.key)
-        for each in holdings(merge.sources)
-        if not isinstance(each, Prepared)
-        for file in each.files
-    ]
-    nbytes, root, key = max(files)
-    near = Path(gettempdir()) / "out" if is_remote(str(output)) else Path(output).absolute()
-    target = next(place for place in near.parents if place.is_dir())
-    return Sample(str(root), key, nbytes, str(target))
 
 
 Works = Callable[[Stage], StageWork]
@@ -173,8 +149,8 @@ class Chain:
         What was begun under other conditions is refused before anything is made again on the way to it.
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
-        first, (*before, last) = self._place(self._merges[0]), self._merges
-        settle_device(pool, self._merges, first, ledgers=tuple(self._ledgers()))
+        *before, last = self._merges
+        pool.settle(device_for(self._merges, self._ledgers()))
         if not has_steps(self._merges):
             return _concluded(self._runs[-1], pool)
         self.check()

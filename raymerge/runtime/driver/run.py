@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -53,9 +53,6 @@ from raymerge.publish.segment_work import SegmentWork
 from raymerge.publish.shard_work import ShardWork
 from raymerge.publish.shards import Shards
 from raymerge.publish.stop_request import Asked, StopRequest
-from raymerge.runtime.devices.choice import Choice, GpuError
-from raymerge.runtime.devices.devices import choose_device, first_line, kernels_of, numerics_of
-from raymerge.runtime.devices.probe import Sample, measure
 from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
 from raymerge.runtime.driver.stage_run import check_results
 from raymerge.runtime.driver.versions import (
@@ -68,10 +65,18 @@ from raymerge.runtime.driver.versions import (
     file_versions,
     source_files,
 )
+from raymerge.runtime.workers.devices import (
+    NO_GPU_WORKS,
+    DeviceChoice,
+    choose_device,
+    first_line,
+    kernels_of,
+    numerics_of,
+)
 from raymerge.runtime.workers.failures import WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
-from raymerge.runtime.workers.pool import TICK_SECONDS, Measure, Measured, Pool, Receipts, Runner, Stop, Work
-from raymerge.runtime.workers.sizing import WorkerGroupSize, check_free, cores_here, fit_budget, layout_of
+from raymerge.runtime.workers.pool import TICK_SECONDS, Pool, Receipts, Runner, Stop, Work
+from raymerge.runtime.workers.sizing import check_free, cores_here, fit_budget, layout_of
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure
@@ -218,8 +223,6 @@ class Run:
         ledger = self._staging.prepare(self._conditions(pool), replace=self._options.replace)
         if self._journal is not None:
             self._journal.open(self._staging.root / RECORD, self._staging.keep_journal)
-        if pool.choice is not None:
-            self._staging.record_device(pool.choice.to_json())
         with LocalStore(self._staging.root) as store:
             receipts, shared_bytes = self._work(pool, ledger, store, lease)
             duplicates = self._duplicates(receipts, shared_bytes)
@@ -257,9 +260,9 @@ class Run:
         shards = self._staging.shards(store)
         receipts = shards.take_up(ledger)
         costs = self._plan["segments"].column("cost").to_pylist()
-        reason = "" if pool.choice is None else pool.choice.reason
         done = sum(costs[segment] for segment in receipts)
-        self._on_event(Started(pool.workers, pool.device, len(receipts), done, pool.threads, reason))
+        started = Started(pool.workers, pool.device, len(receipts), done, pool.threads, pool.device_reason)
+        self._on_event(started)
         try:
             with blaming(self._sources):
                 self._make(pool, shards, ledger, receipts, lease)
@@ -411,7 +414,7 @@ class InlinePool:
         self._on_event = on_event
         self._options = RunOptions(device=device, threads=threads, inline=True)
         self._device = torch.device("cpu")
-        self._choice: Choice | None = None
+        self._device_reason = ""
         self._settings = ExitStack()
 
     @property
@@ -427,12 +430,12 @@ class InlinePool:
     @property
     def threads(self) -> int:
         """Threads that compute at once."""
-        return self._threads(gpus=int(self._device.type == "cuda"))
+        return layout_of(self._options, (cores_here(),), int(self._device.type == "cuda")).threads
 
     @property
-    def choice(self) -> Choice | None:
-        """How the device was chosen."""
-        return self._choice
+    def device_reason(self) -> str:
+        """Why it computes on it, where there was a choice."""
+        return self._device_reason
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -445,18 +448,16 @@ class InlinePool:
         return {**self.numerics, **kernels_of(self._device)}
 
     def start(self) -> None:
-        """Find the device."""
+        """Find the device that was asked for."""
         self._settings.enter_context(full_float32())
-        self._device = choose_device(self._options.device)
+        if self._options.device != "auto":
+            self._device = choose_device(self._options.device)
 
-    def settle(self, choose: Callable[[Measure], Choice]) -> None:
-        """Choose between the GPU and the processors; see ``Pool.settle``."""
-        if self._options.device == "auto" and self._device.type == "cuda":
-            try:
-                self._choice = choose(self._measured)
-            except GpuError as error:
-                self._choice = error.choice()
-            self._device = torch.device(self._choice.device)
+    def settle(self, choice: DeviceChoice) -> None:
+        """Take the GPU or the processors; see ``Pool.settle``."""
+        if self._options.device == "auto" and torch.cuda.is_available():
+            self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
+            self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
 
     def survey(self, work: Work) -> None:
         """Nothing to find out: this process has planned with the files, and writes itself."""
@@ -476,13 +477,6 @@ class InlinePool:
     def close(self) -> None:
         """Give back the settings of torch."""
         self._settings.close()
-
-    def _measured(self, sample: Sample) -> Measured:
-        probe = measure(self._device, sample, threads=self._threads(gpus=0))
-        return Measured(probe, cpu=WorkerGroupSize(1, 1), gpu=WorkerGroupSize(1, 1))
-
-    def _threads(self, *, gpus: int) -> int:
-        return layout_of(self._options, (cores_here(),), gpus).threads
 
 
 class _Crew:

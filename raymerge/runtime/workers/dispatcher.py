@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.devices.devices import first_line
+from raymerge.runtime.workers.devices import first_line
 from raymerge.runtime.workers.failures import ATTEMPTS, Cause, Loss, WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.placement import Placement

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -13,9 +12,7 @@ import torch
 
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.runtime.devices.choice import Choice, Probe
-from raymerge.runtime.devices.probe import Sample
-from raymerge.runtime.workers.sizing import WorkerGroupSize
+from raymerge.runtime.workers.devices import DeviceChoice
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -112,26 +109,6 @@ class Stop:
         self._event.set()
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a pool may be chosen for."""
-
-    probe: Probe
-    """Measured in one of its workers."""
-    cpu: WorkerGroupSize
-    """Workers that it would have on processors."""
-    gpu: WorkerGroupSize
-    """Workers that it would have on GPUs, each on its own."""
-
-
-Measure: TypeAlias = Callable[[Sample], Measured]
-"""Measures a pool and the storage of a sample.
-
-Raises:
-    GpuError: the GPU cannot be measured.
-"""
-
-
 class Pool(Protocol):
     """Workers that do the parts of one piece of work after the other."""
 
@@ -148,8 +125,8 @@ class Pool(Protocol):
         """Threads of each worker that compute at once."""
 
     @property
-    def choice(self) -> Choice | None:
-        """How the device was chosen; None where there was nothing to choose between."""
+    def device_reason(self) -> str:
+        """Why they compute on it, where there was a choice; otherwise ""."""
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -160,20 +137,19 @@ class Pool(Protocol):
         """What the bytes of a stage's result may depend on: that, and what computes layers and products."""
 
     def start(self) -> None:
-        """Start the workers; returns when they are ready.
+        """Start the workers, or make ready for ``settle``; returns when they are ready.
 
         Raises:
             OptionError: the workers asked for cannot be had.
         """
 
-    def settle(self, choose: Callable[[Measure], Choice]) -> None:
-        """Have the device chosen where that is left open, so that all workers have the same.
+    def settle(self, choice: DeviceChoice) -> None:
+        """Start the workers where that was left open, because there are GPUs that need not be used.
 
-        A GPU that cannot be measured is not chosen.
+        All compute on the chosen kind of device; on processors where GPUs are chosen and do not work.
 
-        Args:
-            choose: called only if there are GPUs that need not be used. What it is given measures this pool,
-                in about a second.
+        Raises:
+            OptionError: the workers asked for cannot be had.
         """
 
     def survey(self, work: Work) -> None:

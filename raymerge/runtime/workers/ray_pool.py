@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raymerge.errors import OptionError, Problem
 from raymerge.events import OnEvent, RayEnded, RoomAwaited
 from raymerge.options import RunOptions
-from raymerge.runtime.devices.choice import Choice, GpuError
-from raymerge.runtime.devices.probe import Sample
+from raymerge.runtime.workers.devices import NO_GPU_WORKS, DeviceChoice
 from raymerge.runtime.workers.dispatcher import Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
-from raymerge.runtime.workers.pool import Measure, Measured, Receipts, Stop, Work
+from raymerge.runtime.workers.pool import Receipts, Stop, Work
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_nodes import Demand, Nodes
 from raymerge.runtime.workers.sizing import (
     Layout,
     Machine,
-    WorkerGroupSize,
     embedded_slots,
     layout_of,
     no_gpu,
     no_room,
 )
 from raymerge.runtime.workers.worker import MergeWorker
-from raymerge.runtime.workers.worker_group import Team, probed
+from raymerge.runtime.workers.worker_group import Team
 
 _READY_SECONDS = 120.0
 """How long a worker may take to start, or to take up work."""
@@ -62,8 +60,8 @@ class RayPool:
         self._parts = parts
         self._gpus = 0
         self._layout = Layout(1, 1)
-        self._choice: Choice | None = None
-        self._gpu_failure = ""
+        self._open_gpus = 0
+        self._device_reason = ""
         self._placement = Placement()
         self._surveyed: frozenset[str] | None = None
         self._is_last = False
@@ -88,9 +86,9 @@ class RayPool:
         return self._layout.threads
 
     @property
-    def choice(self) -> Choice | None:
-        """How the device was chosen."""
-        return self._choice
+    def device_reason(self) -> str:
+        """Why they compute on it, where there was a choice."""
+        return self._device_reason
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -103,32 +101,26 @@ class RayPool:
         return {**self.team.numerics, **self.team.kernels}
 
     def start(self) -> None:
-        """Connect and start the workers; see ``Pool.start``."""
+        """Connect, and start the workers unless ``settle`` does; see ``Pool.start``."""
         self._connection.open()
-        self._gpus = self._usable_gpus()
-        lack = self._lack(self._gpus)
-        if self._is_open and lack is not None and self._wanted(self._gpus).workers > self._gpus:
-            # More workers are wanted than there are GPUs for, and nobody has insisted on GPUs.
-            self._choice, self._gpus = Choice("cpu", lack.what.rstrip(".")), 0
-        self._equip(self._gpus)
-        if self._is_open:
-            self._try_gpu()
+        gpus = self._usable_gpus()
+        if gpus and self._options.device == "auto":
+            self._open_gpus = gpus
         else:
+            self._equip(gpus)
             self._fill()
 
-    def settle(self, choose: Callable[[Measure], Choice]) -> None:
-        """Choose between GPUs and processors; see ``Pool.settle``."""
-        if not self._is_open:
+    def settle(self, choice: DeviceChoice) -> None:
+        """Start the workers on GPUs or on processors; see ``Pool.settle``."""
+        gpus, self._open_gpus = self._open_gpus, 0
+        if not gpus:
             return
-        try:
-            self._choice = choose(self._measured)
-        except GpuError as error:
-            self._choice = error.choice()
-        if self._choice.device == "cpu":
-            self.team.dismiss()
-            self._gpus = 0
+        if choice.device == "cuda":
+            choice = self._tried(choice, gpus)
+        if choice.device == "cpu":
             self._equip(0)
-        self._fill()
+            self._fill()
+        self._device_reason = choice.reason
 
     def survey(self, work: Work) -> None:
         """Ask every node what it sees of the work; see ``Pool.survey``.
@@ -193,11 +185,6 @@ class RayPool:
 
     def _tell_end(self, process: str) -> None:
         self._on_event(RayEnded(process))
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether there are GPUs that need not be used."""
-        return self._gpus > 0 and self._options.device == "auto" and self._choice is None
 
     def _fill(self) -> None:
         """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
@@ -283,39 +270,24 @@ class RayPool:
             return None
         return no_room(self._options, self._wanted(gpus), self._machines(), with_gpu=gpus > 0)
 
-    def _fitting(self, gpus: int) -> Layout:
-        """That layout, if the cluster has room for it."""
+    def _equip(self, gpus: int) -> None:
+        """Settle the layout, if the cluster has room for it."""
         lack = self._lack(gpus)
         if lack is not None:
             raise OptionError(lack)
-        return self._wanted(gpus)
-
-    def _equip(self, gpus: int) -> None:
-        """Settle the layout."""
-        self._layout = self._fitting(gpus)
+        self._gpus, self._layout = gpus, self._wanted(gpus)
         self.team.equip(self._layout, with_gpu=gpus > 0)
 
-    def _try_gpu(self) -> None:
-        """Start a worker on a GPU: where processors may turn out to do as well, one is enough to find out."""
+    def _tried(self, choice: DeviceChoice, gpus: int) -> DeviceChoice:
+        """The choice of GPUs with workers on them, or why there are none: nobody has insisted on them."""
         try:
-            self.team.take_on(1)
+            self._equip(gpus)
+            self._fill()
         except OptionError as error:
-            # Others may have the GPUs, or they are broken. Nobody has insisted on them yet.
-            self._gpu_failure = f"its worker does not start ({error.problems[0].what.rstrip('.')})"
+            # There may be fewer GPUs than workers are wanted; others may have them, or they are broken.
+            choice = DeviceChoice("cpu", error.problems[0].what.rstrip("."))
+        else:
+            choice = choice if self.device == "cuda" else NO_GPU_WORKS
+        if choice.device == "cpu":
             self.team.dismiss()
-
-    def _measured(self, sample: Sample) -> Measured:
-        """What one worker measures, for the workers that there would be."""
-        if not self._gpu_failure and self.device != "cuda":
-            self._gpu_failure = "its worker sees none"
-        if self._gpu_failure:
-            raise GpuError(self._gpu_failure)
-        cpu = self._fitting(0)
-        answer = self.team.actors[0].handle.probe.remote(sample, cpu.threads)
-        probe = probed(self._connection.ray, answer)
-        return Measured(probe, self._crew(cpu, with_gpu=False), self._crew(self._layout, with_gpu=True))
-
-    def _crew(self, layout: Layout, *, with_gpu: bool) -> WorkerGroupSize:
-        """Workers are spread, so that they are on as many machines as they can be."""
-        rooms = [machine.room(layout.threads, with_gpu=with_gpu) for machine in self._machines()]
-        return WorkerGroupSize(layout.workers, min(layout.workers, sum(room > 0 for room in rooms)))
+        return choice

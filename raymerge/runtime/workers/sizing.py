@@ -40,16 +40,6 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGroupSize:
-    """Workers of one kind, where they would be."""
-
-    workers: int
-    """All of them."""
-    machines: int
-    """Machines that they are on."""
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """How the cores of machines are shared out."""
 

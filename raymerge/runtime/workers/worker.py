@@ -14,13 +14,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raymerge.options import Device
 from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
-    from raymerge.runtime.devices.probe import Sample
+    import torch
+
     from raymerge.runtime.workers.pool import Runner, Work
 
 
@@ -77,36 +79,33 @@ class MergeWorker:
         self._runner: Runner | None = None
         self._pulse = Heartbeat()
 
+    @cached_property
+    def _device(self) -> torch.device:
+        # Found out once: a GPU that has no memory for a moment later on is still the device.
+        from raymerge.runtime.workers.devices import choose_device
+
+        return choose_device(self._wanted)
+
     def ready(self) -> dict[str, Any]:
         """Its process, where that is, and what it computes on, once it can work."""
         import ray
 
-        from raymerge.runtime.devices.devices import choose_device, kernels_of, numerics_of
+        from raymerge.runtime.workers.devices import kernels_of, numerics_of
         from raymerge.runtime.workers.memory_errors import oom_kills
 
-        device = choose_device(self._wanted)
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
             "oom_kills": oom_kills(),
-            "numerics": numerics_of(device),
-            "kernels": kernels_of(device),
+            "numerics": numerics_of(self._device),
+            "kernels": kernels_of(self._device),
         }
-
-    def probe(self, sample: Sample, threads: int) -> dict[str, Any]:
-        """What speaks for the GPU of this worker, and what against it, as JSON values."""
-        from raymerge.runtime.devices.devices import choose_device
-        from raymerge.runtime.devices.probe import measure
-
-        return measure(choose_device("cuda"), sample, threads=threads).to_json()
 
     def open(self, work: Work) -> dict[str, Any]:
         """Take up the work, in place of an earlier one; the answer is that of ``ready``."""
-        from raymerge.runtime.devices.devices import choose_device
-
         if self._runner is not None:
             self._runner.close()
-        self._runner = work.open(choose_device(self._wanted), self._name)
+        self._runner = work.open(self._device, self._name)
         return self.ready()
 
     def run(self, number: int, budget: int | None = None) -> dict[str, Any]:

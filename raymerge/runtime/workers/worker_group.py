@@ -9,16 +9,13 @@ from typing import Any
 
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.options import RunOptions
-from raymerge.runtime.devices.choice import GpuError, Probe
-from raymerge.runtime.devices.devices import first_line
+from raymerge.runtime.workers.devices import first_line
 from raymerge.runtime.workers.failures import ATTEMPTS
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.sizing import Layout, Machine, most_lanes
 
 _LOOK_SECONDS = 5.0
 """How often somebody may look around while workers are waited for."""
-_PROBE_SECONDS = 60.0
-"""The most that measuring may take, which usually takes one."""
 
 
 def ready_answers(
@@ -66,22 +63,6 @@ def not_started(seconds: float, reason: str) -> OptionError:
     what = f"they did not start within {seconds:.0f} s ({reason})."
     remedy = "Look at 'ray status': the cluster may be full or short of memory; --inline needs none."
     return OptionError(Problem("workers", what, remedy))
-
-
-def probed(ray: Any, reference: Any) -> Probe:
-    """What a worker has measured.
-
-    Raises:
-        GpuError: it cannot measure its GPU, does not come back from it, or died of it.
-    """
-    try:
-        return Probe.from_json(ray.get(reference, timeout=_PROBE_SECONDS))
-    except ray.exceptions.RayTaskError as error:
-        raise cause_of(error) from error
-    except ray.exceptions.GetTimeoutError:
-        raise GpuError(f"its worker does not answer within {_PROBE_SECONDS:.0f} s") from None
-    except ray.exceptions.RayError as error:
-        raise GpuError(f"its worker was lost: {first_line(error)}") from None
 
 
 def cause_of(error: Any) -> Exception:
@@ -234,7 +215,8 @@ class Team:
             options["label_selector"] = {_NODE_LABEL: f"in({','.join(sorted(on))})"}
         elif off:
             options["label_selector"] = {_NODE_LABEL: f"!in({','.join(sorted(off))})"}
-        device = self._options.device if self._has_gpu else "cpu"
+        # Who comes later is on a GPU as the others are, and says so where it cannot be.
+        device = "cpu" if not self._has_gpu else "cuda" if self.numerics else self._options.device
         handle = self.ray.remote(self._worker).options(**options).remote(name, device)
         return Actor(name, handle)
 

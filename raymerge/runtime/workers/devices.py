@@ -1,9 +1,11 @@
-"""Which device a worker computes on."""
+"""Which device a worker computes on, and what the bytes that it makes depend on there."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Literal
 
 import torch
 
@@ -12,20 +14,44 @@ from raymerge.errors import OptionError, Problem
 from raymerge.options import Device
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """The kind of device for a run that leaves it open."""
+
+    device: Literal["cpu", "cuda"]
+    """Its kind."""
+    reason: str
+    """Why, as a phrase."""
+
+
+NO_GPU_WORKS = DeviceChoice("cpu", "no GPU works where workers look for one")
+
+
 def choose_device(wanted: Device) -> torch.device:
-    """The device that a worker in this process uses.
+    """The device that a worker in this process uses; ``auto`` takes a GPU that works.
 
     Raises:
-        OptionError: a GPU is asked for and this process sees none.
+        OptionError: a GPU is asked for and this process sees none; or it does not multiply float32 numbers
+            with all of their bits.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise OptionError(
             Problem(
                 "--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu."
             )
         )
-    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+    is_taken = has_gpu and (wanted == "cuda" or _works(torch.device("cuda")))
+    return torch.device("cuda" if is_taken else "cpu")
+
+
+def _works(gpu: torch.device) -> bool:
+    """Whether a GPU multiplies: it may be broken, or others have it or its memory."""
+    try:
+        check_full_float32(gpu)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
 
 
 def numerics_of(device: torch.device) -> dict[str, str]:

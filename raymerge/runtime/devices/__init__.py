@@ -1,1 +1,0 @@
-"""Devices that workers compute on."""
