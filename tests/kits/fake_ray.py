@@ -67,7 +67,7 @@ class Handle:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.ready, self.open, self.run, self.pulse = Method(), Method(), Method(), Method()
+        self.ready, self.open, self.run, self.heartbeat = Method(), Method(), Method(), Method()
         self.is_killed = False
 
     def is_up(self, node: str = "node-a", oom_kills: int = 0) -> None:

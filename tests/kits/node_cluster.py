@@ -62,7 +62,7 @@ class Pool(ray_pool.RayPool):
         super().__init__(*given, worker=Slow, **named)
 
     def run(self, *given):
-        self.team.ready_seconds = job["ready_seconds"]
+        self.group.ready_seconds = job["ready_seconds"]
         yield from super().run(*given)
 
 

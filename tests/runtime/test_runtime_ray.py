@@ -91,7 +91,7 @@ def test_a_killed_worker_costs_nothing_but_time(
         events.append(event)
         # The one that works: the other may have been slow to start.
         if isinstance(event, SegmentDone) and event.worker == "worker-0" and not lost_pid:
-            victim = next(each for each in pools[0].team.actors if each.name == "worker-0")
+            victim = next(each for each in pools[0].group.actors if each.name == "worker-0")
             lost_pid.append(ray_cluster.get(victim.handle.ready.remote())["pid"])
             os.kill(lost_pid[0], signal.SIGKILL)
 

@@ -305,7 +305,7 @@ def test_who_comes_later_is_on_a_gpu_as_the_others(cluster: Callable[..., PaperR
     ray = cluster((4, 1))
     pool = _started(RunOptions())
     pool.settle(ON_GPU)
-    pool.team.spawn()
+    pool.group.spawn()
     assert _asked(ray) == [(1, 1, "auto"), (1, 1, "cuda")]
 
 
@@ -399,13 +399,13 @@ def test_an_embedded_cluster_has_room_for_what_is_asked(cluster: Callable[..., P
     assert PaperConnection.asked == [500, None]
 
 
-def _terms(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> DispatchPolicy:
+def _policy(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> DispatchPolicy:
     """How ten parts are dispatched."""
     found: list[DispatchPolicy] = []
 
     class Made:
-        def __init__(self, *_: object, terms: DispatchPolicy, **__: object) -> None:
-            found.append(terms)
+        def __init__(self, *_: object, policy: DispatchPolicy, **__: object) -> None:
+            found.append(policy)
 
         def begin(self) -> None:
             """Nothing to do."""
@@ -425,9 +425,9 @@ def test_workers_leave_in_the_last_work_on_a_cluster_that_grows(
 ) -> None:
     cluster((4, 0))
     pool = _started(RunOptions(address="far:1", workers=2, growing=growing))
-    first = _terms(pool, monkeypatch)
+    first = _policy(pool, monkeypatch)
     pool.conclude()
-    last = _terms(pool, monkeypatch)
+    last = _policy(pool, monkeypatch)
     assert (first.leaves, last.leaves) == (False, growing)
     assert (first.growth_seconds, last.growth_seconds) == (seconds, seconds)
 
@@ -491,8 +491,8 @@ def test_nodes_that_were_asked_are_not_asked_when_they_join(
 ) -> None:
     cluster((4, 1), (4, 1))
     pool = _started(RunOptions(address="far:1", device="cuda"))
-    assert _terms(pool, monkeypatch).surveyed is None
+    assert _policy(pool, monkeypatch).surveyed is None
     monkeypatch.setattr(pool._nodes, "sights", lambda *_: {"0": A_ALONE, "1": B_ALONE})
     work: Any = _Reading()
     pool.survey(work)
-    assert _terms(pool, monkeypatch).surveyed == {"0", "1"}
+    assert _policy(pool, monkeypatch).surveyed == {"0", "1"}

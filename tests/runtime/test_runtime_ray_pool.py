@@ -67,7 +67,7 @@ def _lost_behind_its_last_receipt(pool: RayPool, ray: FakeRay) -> None:
     # It is given the part, and then asked how it gets on.
     assert [next(made), next(made)] == [(), ()]
     first.run.last.answer(receipt(0))
-    first.pulse.last.answer(ActorDiedError())
+    first.heartbeat.last.answer(ActorDiedError())
     assert [[each.segment for each in batch] for batch in made] == [[0]]
 
 
@@ -75,7 +75,7 @@ def test_who_takes_the_place_of_a_worker_that_died_last_is_there_for_the_next_wo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool, ray, _ = _pool(monkeypatch, RunOptions(workers=1, threads=1))
-    pool.team.actors = [pool.team.spawn()]
+    pool.group.actors = [pool.group.spawn()]
     _lost_behind_its_last_receipt(pool, ray)
     first, second = ray.handles
     assert (first.is_killed, second.is_killed) == (True, False)
@@ -93,7 +93,7 @@ def test_a_cluster_that_grows_is_not_kept_growing_once_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool, ray, _ = _pool(monkeypatch, RunOptions(workers=1, threads=1, growing=True))
-    pool.team.actors = [pool.team.spawn()]
+    pool.group.actors = [pool.group.spawn()]
     _lost_behind_its_last_receipt(pool, ray)
     assert [each.is_killed for each in ray.handles] == [True, True]
 
@@ -109,7 +109,7 @@ def test_it_is_told_that_a_cluster_has_to_grow_first(
     pool, _, events = _pool(monkeypatch, options)
     waits: list[float | None] = []
     monkeypatch.setattr(
-        pool.team, "take_on", lambda _, *, seconds=None, look=None: waits.append(look and seconds)
+        pool.group, "take_on", lambda _, *, seconds=None, look=None: waits.append(look and seconds)
     )
     pool.start()
     told = [each for each in events if isinstance(each, RoomAwaited)]

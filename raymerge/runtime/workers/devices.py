@@ -27,21 +27,21 @@ class DeviceChoice:
 NO_GPU_WORKS = DeviceChoice("cpu", "no GPU works where workers look for one")
 
 
-def choose_device(wanted: Device) -> torch.device:
+def choose_device(device: Device) -> torch.device:
     """The device that a worker in this process uses; ``auto`` takes a GPU that works.
 
     Raises:
         OptionError: a GPU is asked for and this process sees none; or it does not multiply float32 numbers
             with all of their bits.
     """
-    has_gpu = wanted != "cpu" and torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
         raise OptionError(
             Problem(
                 "--device", "cuda was asked for, but no GPU is visible here.", "Use --device auto or cpu."
             )
         )
-    is_taken = has_gpu and (wanted == "cuda" or _works(torch.device("cuda")))
+    is_taken = has_gpu and (device == "cuda" or _works(torch.device("cuda")))
     return torch.device("cuda" if is_taken else "cpu")
 
 

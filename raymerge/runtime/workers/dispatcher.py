@@ -14,12 +14,12 @@ from raymerge.errors import IncompleteError, TransientError
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
 from raymerge.runtime.workers.devices import first_line
-from raymerge.runtime.workers.failures import ATTEMPTS, Cause, Loss, WorkerFailures
+from raymerge.runtime.workers.failures import ATTEMPTS, Cause, WorkerFailure, WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.placement import Placement
 from raymerge.runtime.workers.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
-from raymerge.runtime.workers.ray_nodes import Grounds, Nodes
-from raymerge.runtime.workers.worker_group import Actor, Team, cause_of
+from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
+from raymerge.runtime.workers.worker_group import Actor, WorkerGroup, cause_of
 from raymerge.units import format_duration
 
 _Entry: TypeAlias = tuple[int, int]
@@ -39,7 +39,7 @@ class PartQueue:
             placement: which nodes can do which of them.
         """
         self._placement = placement
-        self._groups: dict[frozenset[str] | None, deque[_Entry]] = {}
+        self._queues: dict[frozenset[str] | None, deque[_Entry]] = {}
         self._first, self._stop, self._len = 0, 0, 0
         for number in numbers:
             self.append(number)
@@ -49,18 +49,18 @@ class PartQueue:
 
     def __iter__(self) -> Iterator[int]:
         """All parts in order."""
-        return (number for _, number in merge(*self._groups.values()))
+        return (number for _, number in merge(*self._queues.values()))
 
     def append(self, number: int) -> None:
         """Put a part behind all others."""
-        self._group(number).append((self._stop, number))
+        self._queue_of(number).append((self._stop, number))
         self._stop += 1
         self._len += 1
 
     def appendleft(self, number: int) -> None:
         """Put a part before all others."""
         self._first -= 1
-        self._group(number).appendleft((self._first, number))
+        self._queue_of(number).appendleft((self._first, number))
         self._len += 1
 
     def first(self, node: str | None) -> int | None:
@@ -69,13 +69,13 @@ class PartQueue:
         Args:
             node: where it would be done; None for wherever it can be.
         """
-        heads = (entries[0] for entries in self._groups.values() if entries)
+        heads = (entries[0] for entries in self._queues.values() if entries)
         able = (head for head in heads if node is None or self._placement.allows(node, head[1]))
         return min(able, default=(0, None))[1]
 
     def take(self, number: int) -> None:
         """Take out a part that ``first`` has just named."""
-        entries = self._group(number)
+        entries = self._queue_of(number)
         if not entries or entries[0][1] != number:
             raise ValueError(f"part {number} is not the first of its group")
         entries.popleft()
@@ -85,19 +85,19 @@ class PartQueue:
         """Take up that nodes can do other parts than before."""
         if placement is self._placement:
             return
-        entries = list(merge(*self._groups.values()))
-        self._placement, self._groups = placement, {}
+        entries = list(merge(*self._queues.values()))
+        self._placement, self._queues = placement, {}
         for entry in entries:
-            self._group(entry[1]).append(entry)
+            self._queue_of(entry[1]).append(entry)
 
-    def _group(self, number: int) -> deque[_Entry]:
+    def _queue_of(self, number: int) -> deque[_Entry]:
         """The parts that the same nodes can do, in order."""
         able = self._placement.able
-        return self._groups.setdefault(able[number] if able else None, deque())
+        return self._queues.setdefault(able[number] if able else None, deque())
 
 
 _ASK_SECONDS = 5.0
-"""How often a worker is asked for its pulse, unless patience is short."""
+"""How often a worker is asked for its heartbeat, unless patience is short."""
 _LOOK_SECONDS = 5.0
 """The most that counts between two looks at the workers: a driver that was paused itself blames nobody."""
 _IDLE_SECONDS = 15.0
@@ -116,7 +116,7 @@ class DispatchPolicy:
     """How long the cluster may take to add a node."""
 
 
-USUAL_TERMS = DispatchPolicy()
+DEFAULT_POLICY = DispatchPolicy()
 """Those of equal workers on one machine."""
 
 
@@ -125,7 +125,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        team: Team,
+        group: WorkerGroup,
         nodes: Nodes,
         work: Work,
         numbers: Sequence[int],
@@ -133,109 +133,109 @@ class Dispatcher:
         placement: Placement,
         patience: float,
         on_event: OnEvent,
-        terms: DispatchPolicy = USUAL_TERMS,
+        policy: DispatchPolicy = DEFAULT_POLICY,
     ) -> None:
         """
         Args:
-            team: the workers.
+            group: the workers.
             nodes: where they are.
             work: what they are to do.
             numbers: its parts, in about the order in which they are begun.
             placement: which nodes can do which of them.
             patience: seconds without any sign that a worker's parts get on, after which it is given up.
             on_event: told of what goes wrong.
-            terms: what is otherwise on several machines, and where a cluster grows.
+            policy: what is otherwise on several machines, and where a cluster grows.
         """
-        self._team = team
+        self._group = group
         self._nodes = nodes
-        self._ray = team.ray
-        self._given = work
-        self._work = self._ray.put(work)
+        self._ray = group.ray
+        self._work = work
+        self._work_ref = self._ray.put(work)
         self._todo = PartQueue(placement.ordered(numbers), placement=placement)
-        self._terms = terms
-        self._grounds = Grounds(
-            team.ray, nodes, work, placement=placement, surveyed=terms.surveyed, on_event=on_event
+        self._policy = policy
+        self._survey = NodeSurvey(
+            group.ray, nodes, work, placement=placement, surveyed=policy.surveyed, on_event=on_event
         )
         self._patience = patience
         self._on_event = on_event
-        self._losses = WorkerFailures(work.part, len(team.actors))
+        self._failures = WorkerFailures(work.part, len(group.actors))
         self._transient: Counter[int] = Counter()
         self._failed_starts = 0
         self._looked_at = self._busy_at = time.monotonic()
 
     def begin(self) -> None:
         """Give every worker the work; one that still takes up that of an earlier call ends that first."""
-        actors, limit = list(self._team.actors), self._team.ready_seconds
+        actors, limit = list(self._group.actors), self._group.ready_seconds
         earlier = [actor.opening for actor in actors if actor.opening is not None]
         # Actors are threaded: of two openings at once the older one might end last, and win.
         ready = self._ray.wait(earlier, num_returns=len(earlier), timeout=limit)[0] if earlier else []
         for actor in actors:
             if actor.opening is None or actor.opening in ready:
-                actor.opening = actor.handle.open.remote(self._work)
+                actor.opening = actor.handle.open.remote(self._work_ref)
                 actor.moved()
             else:
                 self._lose(actor, Cause.ENDED, f"it did not take up its work within {limit:.0f} s")
 
     def goes_on(self, stop: Stop) -> bool:
         """Whether parts are in hand, or wait and may be begun."""
-        return any(actor.flight for actor in self._team.actors) or bool(self._todo and not stop.requested)
+        return any(actor.flight for actor in self._group.actors) or bool(self._todo and not stop.requested)
 
     def advance(self, stop: Stop) -> Generator[Receipts, None, None]:
         """Wait a moment for receipts, hand out parts in their place, and only then yield them."""
         self._feed(stop)
-        self._ask()
-        waiting = {ref: actor for actor in self._team.actors for ref in _references(actor)}
+        self._ask_heartbeats()
+        waiting = {ref: actor for actor in self._group.actors for ref in _references(actor)}
         ready, others = self._ray.wait(list(waiting), num_returns=1, timeout=TICK_SECONDS)
         if not waiting:
             # Ray waits for nothing then; without this the driver would only ask itself whether somebody came.
             time.sleep(TICK_SECONDS)
         if ready and others:
             ready += self._ray.wait(others, num_returns=len(others), timeout=0)[0]
-        found: list[Receipt] = []
+        receipts: list[Receipt] = []
         try:
             for ref in ready:
                 # Not of a worker that was lost a moment ago: all that it had in hand was taken back.
-                answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._team.actors else None
-                found += [] if answer is None else [Receipt.from_json(answer)]
-            self._grounds.look()
-            self._todo.place(self._grounds.placement)
-            self._look()
+                answer = self._answer(ref, waiting[ref]) if waiting[ref] in self._group.actors else None
+                receipts += [] if answer is None else [Receipt.from_json(answer)]
+            self._survey.look()
+            self._todo.place(self._survey.placement)
+            self._check_progress()
             self._feed(stop)
         finally:
             # What was made is made, also where something else failed.
-            yield tuple(found)
+            yield tuple(receipts)
 
     def _feed(self, stop: Stop) -> None:
-        for _ in range(self._given.slots):
-            for actor in self._team.actors:
+        for _ in range(self._work.slots):
+            for actor in self._group.actors:
                 number = None if stop.requested else self._next(actor)
                 if number is not None:
                     self._todo.take(number)
                     if not actor.flight:
                         actor.moved()
-                    budget = self._losses.budget(number)
-                    wanted = (number,) if budget is None else (number, budget)
-                    actor.flight[actor.handle.run.remote(*wanted)] = number
+                    budget = self._failures.budget(number)
+                    arguments = (number,) if budget is None else (number, budget)
+                    actor.flight[actor.handle.run.remote(*arguments)] = number
 
     def _next(self, actor: Actor) -> int | None:
         """The part that a worker may be given; None where it has no place, or there is none for it."""
-        if actor.opening is not None or len(actor.flight) >= self._given.slots:
+        if actor.opening is not None or len(actor.flight) >= self._work.slots:
             return None
-        if any(self._losses.is_alone(number) for number in actor.flight.values()):
+        if any(self._failures.is_alone(number) for number in actor.flight.values()):
             return None
-        number = None if self._grounds.is_asked(actor.node) else self._todo.first(actor.node)
+        number = None if self._survey.is_asked(actor.node) else self._todo.first(actor.node)
         # Parts that are to be alone are the first to do: whoever is next to have nothing in hand takes them.
-        if number is None or (actor.flight and self._losses.is_alone(number)):
+        if number is None or (actor.flight and self._failures.is_alone(number)):
             return None
         return number
 
-    def _ask(self) -> None:
+    def _ask_heartbeats(self) -> None:
         """Have workers with parts in hand tell now and then whether they get on."""
         now = time.monotonic()
-        for actor in self._team.actors:
+        for actor in self._group.actors:
             is_due = now - actor.asked_at >= min(_ASK_SECONDS, self._patience / 4)
-            if actor.flight and actor.question is None and is_due:
-                actor.question, actor.asked_at = actor.handle.pulse.remote(), now
+            if actor.flight and actor.heartbeat_ref is None and is_due:
+                actor.heartbeat_ref, actor.asked_at = actor.handle.heartbeat.remote(), now
 
     def _answer(self, ref: Any, actor: Actor) -> dict[str, Any] | None:
         """A receipt; None for any other answer, and where the worker was lost or the part is tried again."""
@@ -254,21 +254,21 @@ class Dispatcher:
         except errors.RayError as error:
             self._lose(actor, *self._ended(actor, first_line(error)))
             return None
-        if ref == actor.question:
-            actor.question = None
-            if answer != actor.pulse:
-                actor.pulse = answer
+        if ref == actor.heartbeat_ref:
+            actor.heartbeat_ref = None
+            if answer != actor.heartbeat:
+                actor.heartbeat = answer
                 actor.moved()
             return None
         actor.moved()
         if ref == actor.opening:
-            self._team.hear(actor, answer, kernels=self._given.part == UNIT)
+            self._group.hear(actor, answer, kernels=self._work.part == UNIT)
             actor.opening = None
             self._failed_starts = 0
-            self._grounds.meet(actor.node)
+            self._survey.meet(actor.node)
             return None
         del actor.flight[ref]
-        self._losses.progress(actor.node)
+        self._failures.progress(actor.node)
         receipt: dict[str, Any] = answer
         return receipt
 
@@ -292,8 +292,8 @@ class Dispatcher:
 
     def _lessen(self, number: int, actor: Actor, reason: str) -> None:
         """Have a part done with less memory, and say so."""
-        budget = self._given.lessened(number, self._losses.budget(number))
-        self._losses.lessen(number, budget, reason)
+        budget = self._work.lessened(number, self._failures.budget(number))
+        self._failures.lessen(number, budget, reason)
         if budget is not None:
             self._on_event(MemoryShort(actor.name, number, budget, reason))
 
@@ -304,23 +304,23 @@ class Dispatcher:
         before, now = actor.oom_kills, self._nodes.oom_kills(actor.node) if actor.node else None
         if before is None or now is None or now <= before:
             return Cause.ENDED, reason
-        for each in self._team.actors:
+        for each in self._group.actors:
             if each.node == actor.node:
                 each.oom_kills = now
         return Cause.MEMORY, "the system ended it, because memory ran out"
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Give up workers whose parts do not get on, and the run when nobody is there to do anything."""
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, _LOOK_SECONDS), now
-        for actor in tuple(self._team.actors):
+        for actor in tuple(self._group.actors):
             actor.still_seconds += passed if actor.flight else 0.0
             if actor.still_seconds >= self._patience:
                 waited = format_duration(actor.still_seconds)
                 self._lose(actor, Cause.STILL, f"nothing that it had in hand got on for {waited}")
-        if self._terms.leaves:
-            self._let_go(passed)
-        if not self._todo or any(actor.flight for actor in self._team.actors):
+        if self._policy.leaves:
+            self._release_idle(passed)
+        if not self._todo or any(actor.flight for actor in self._group.actors):
             self._busy_at = now
         elif now - self._busy_at > self._wait_seconds:
             raise IncompleteError(self._nobody())
@@ -328,45 +328,45 @@ class Dispatcher:
     @property
     def _wait_seconds(self) -> float:
         """How long nobody may be there for the parts that are left."""
-        return max(self._team.ready_seconds, self._terms.growth_seconds)
+        return max(self._group.ready_seconds, self._policy.growth_seconds)
 
-    def _let_go(self, passed: float) -> None:
+    def _release_idle(self, passed: float) -> None:
         """Give up workers for which no part is left, or may become so: their nodes can go."""
-        for actor in tuple(self._team.actors):
+        for actor in tuple(self._group.actors):
             # Of a worker of which nobody knows yet where it will be, all parts may be.
             node = actor.node if self._is_placed(actor) else None
             has_part = bool(actor.flight) or self._todo.first(node) is not None
             actor.idle_seconds = 0.0 if has_part else actor.idle_seconds + passed
             if actor.idle_seconds >= _IDLE_SECONDS:
-                self._team.give_up(actor)
+                self._group.give_up(actor)
                 self._on_event(WorkerLeft(actor.name))
 
     def _is_placed(self, actor: Actor) -> bool:
         """Whether it is known where a worker is, and what is seen there."""
-        return actor.node != "" and not self._grounds.is_asked(actor.node)
+        return actor.node != "" and not self._survey.is_asked(actor.node)
 
     def _nobody(self) -> str:
-        kept = "What is done is kept: the same command goes on once"
+        remedy = "What is done is kept: the same command goes on once"
         waited = f"for {self._wait_seconds:.0f} s"
-        if any(actor.opening is None for actor in self._team.actors):
+        if any(actor.opening is None for actor in self._group.actors):
             what = f"no worker {waited} was on a node that sees the files of the {len(self._todo)} "
-            return f"{what}{self._given.part}s that are left. {kept} such a node has room."
-        return f"no worker has been up {waited}. {kept} the cluster has room."
+            return f"{what}{self._work.part}s that are left. {remedy} such a node has room."
+        return f"no worker has been up {waited}. {remedy} the cluster has room."
 
     def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
         """Take back what a lost worker had in hand, and start another in its place."""
-        self._team.give_up(actor)
-        loss = Loss(cause, reason, tuple(actor.flight.values()), actor.node)
+        self._group.give_up(actor)
+        failure = WorkerFailure(cause, reason, tuple(actor.flight.values()), actor.node)
         self._failed_starts += actor.opening is not None
         is_replaced = self._failed_starts < ATTEMPTS
         alone = "" if is_replaced else f"; {ATTEMPTS} in a row did not start, so no other takes its place"
-        self._on_event(WorkerLost(actor.name, reason + alone, loss.numbers))
-        for number in loss.numbers:
+        self._on_event(WorkerLost(actor.name, reason + alone, failure.numbers))
+        for number in failure.numbers:
             self._todo.appendleft(number)
-        self._losses.add(loss)
-        for number in loss.numbers if cause is Cause.MEMORY else ():
+        self._failures.add(failure)
+        for number in failure.numbers if cause is Cause.MEMORY else ():
             self._lessen(number, actor, reason)
-        if not is_replaced and not self._team.actors:
+        if not is_replaced and not self._group.actors:
             raise IncompleteError(
                 f"{ATTEMPTS} workers did not start, the last with: {reason}. What is done is kept: the same "
                 "command goes on there."
@@ -376,20 +376,20 @@ class Dispatcher:
 
     def _replace(self) -> None:
         """Start a worker where one is wanted most, but not where workers die if there are other places."""
-        present = {actor.node for actor in self._team.actors}
-        homes = self._team.homes(self._nodes.machines())
-        placement, off = self._grounds.placement, self._losses.shunned
+        present = {actor.node for actor in self._group.actors}
+        homes = self._group.homes(self._nodes.machines())
+        placement, off = self._survey.placement, self._failures.shunned
         on = placement.short_of(self._todo, present, homes)
-        if not on and not self._terms.growth_seconds:
+        if not on and not self._policy.growth_seconds:
             # Where a cluster grows a node may join that sees as much as one that is gone.
             on = placement.nodes & homes
         if not (on or homes) - off:
             off = frozenset()
-        fresh = self._team.spawn(on=on - off, off=off)
-        fresh.opening = fresh.handle.open.remote(self._work)
-        self._team.actors.append(fresh)
+        fresh = self._group.spawn(on=on - off, off=off)
+        fresh.opening = fresh.handle.open.remote(self._work_ref)
+        self._group.actors.append(fresh)
 
 
 def _references(actor: Actor) -> list[Any]:
     """All that a worker is still to answer."""
-    return [ref for ref in (*actor.flight, actor.opening, actor.question) if ref is not None]
+    return [ref for ref in (*actor.flight, actor.opening, actor.heartbeat_ref) if ref is not None]

@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class WorkerFailure:
     """The end of one worker."""
 
     cause: Cause
@@ -53,7 +53,7 @@ class Loss:
 
 
 class WorkerFailures:
-    """Counts losses of one call of ``Pool.run``."""
+    """Counts failures of workers in one call of ``Pool.run``."""
 
     def __init__(self, part: str, workers: int) -> None:
         """
@@ -87,27 +87,27 @@ class WorkerFailures:
         self._since_receipt = 0
         del self._on_nodes[node]
 
-    def add(self, loss: Loss) -> None:
-        """Count a loss.
+    def add(self, failure: WorkerFailure) -> None:
+        """Count a failure.
 
         Raises:
             IncompleteError: a part has taken down too many workers, or too many were lost without a receipt.
         """
         self._since_receipt += 1
-        if loss.node and loss.cause is not Cause.NODE:
-            self._on_nodes[loss.node] += 1
-        for number in loss.numbers if loss.is_blamed else ():
+        if failure.node and failure.cause is not Cause.NODE:
+            self._on_nodes[failure.node] += 1
+        for number in failure.numbers if failure.is_blamed else ():
             self._took_down[number] += 1
-        worn = next((number for number in loss.numbers if self._took_down[number] >= ATTEMPTS), None)
+        worn = next((number for number in failure.numbers if self._took_down[number] >= ATTEMPTS), None)
         if worn is not None:
             raise IncompleteError(
-                f"{self._part} {worn} took down {ATTEMPTS} workers, the last with: {loss.reason}. {_KEPT}, "
-                "perhaps with a smaller --memory or fewer --workers."
+                f"{self._part} {worn} took down {ATTEMPTS} workers, the last with: {failure.reason}. "
+                f"{_KEPT}, perhaps with a smaller --memory or fewer --workers."
             )
         if self._since_receipt >= self._most:
             raise IncompleteError(
                 f"{self._since_receipt} workers were lost, and nothing was made between, the last with: "
-                f"{loss.reason}. {_KEPT}."
+                f"{failure.reason}. {_KEPT}."
             )
 
     def lessen(self, number: int, budget: int | None, reason: str) -> None:

@@ -46,9 +46,9 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     Args:
         root: where the system's ``proc`` and ``sys`` are.
     """
-    found = groups_oom_kills(root)
-    if found is not None:
-        return found
+    kills = groups_oom_kills(root)
+    if kills is not None:
+        return kills
     try:
         lines = (root / "proc/vmstat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):

@@ -38,7 +38,7 @@ class Sight:
     @property
     def same(self) -> frozenset[int]:
         """Positions of the files that it finds as the driver does."""
-        return frozenset(n for n, found in enumerate(self.files) if found is Seen.SAME)
+        return frozenset(n for n, seen in enumerate(self.files) if seen is Seen.SAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def survey_problems(
         for sight in sights.values()
         if sight.lack
     ]
-    seen = {n for sight in sights.values() for n, found in enumerate(sight.files) if found is Seen.SAME}
+    seen = {n for sight in sights.values() for n, status in enumerate(sight.files) if status is Seen.SAME}
     nowhere = [n for n in range(len(files)) if n not in seen]
     for root in dict.fromkeys(files[n].root for n in nowhere):
         problems.append(_unseen(root, [n for n in nowhere if files[n].root == root], sights, files))
@@ -189,8 +189,8 @@ def _unseen(
     root: str, numbers: Sequence[int], sights: Mapping[str, Sight], files: Sequence[SourceFile]
 ) -> Problem:
     """Files of one source that no node sees as they are."""
-    found = "; ".join(
-        f"{sight.name}: {_told({files[n].key: sight.files[n] for n in numbers})}" for sight in sights.values()
+    seen = "; ".join(
+        f"{sight.name}: {_list({files[n].key: sight.files[n] for n in numbers})}" for sight in sights.values()
     )
     remedy = (
         "Put the source on a shared file system, or copy it to the nodes under the same path, with its times "
@@ -198,12 +198,12 @@ def _unseen(
     )
     if is_remote(root):
         remedy = "Give every node credentials that may read it, and a way to its server."
-    return Problem(shown(root), f"no node with CPUs sees the files that were planned with ({found}).", remedy)
+    return Problem(shown(root), f"no node with CPUs sees the files that were planned with ({seen}).", remedy)
 
 
-def _told(found: Mapping[str, Seen]) -> str:
-    named = [f"{key} is {seen}" for key, seen in list(found.items())[:_MOST_NAMED]]
-    more = len(found) - len(named)
+def _list(seen_files: Mapping[str, Seen]) -> str:
+    named = [f"{key} is {seen}" for key, seen in list(seen_files.items())[:_MOST_NAMED]]
+    more = len(seen_files) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
@@ -214,9 +214,9 @@ def _apart(
     files: Sequence[SourceFile],
 ) -> Problem:
     """Parts whose files are each on some node, but not together on one."""
-    wanted = sorted(reads[numbers[0]])
+    needed = sorted(reads[numbers[0]])
     lacks = "; ".join(
-        f"{sight.name} lacks {', '.join(files[n].path for n in wanted if sight.files[n] is not Seen.SAME)}"
+        f"{sight.name} lacks {', '.join(files[n].path for n in needed if sight.files[n] is not Seen.SAME)}"
         for sight in sights.values()
     )
     return Problem(

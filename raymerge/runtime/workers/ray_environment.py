@@ -74,13 +74,13 @@ class RayWatch:
 def needed_processes(ray: Any) -> dict[int, str]:
     """The processes that an embedded Ray cannot do without, by their numbers: raylet, GCS and agents."""
     node = ray._private.worker._global_node
-    found = {
+    processes = {
         each.process.pid: kind
         for kind, processes in (node.all_processes if node is not None else {}).items()
         for each in processes
     }
-    agents = (agent for number in found for agent in _agents(number))
-    return {**found, **dict(agents)}
+    agents = (agent for number in processes for agent in _agents(number))
+    return {**processes, **dict(agents)}
 
 
 def _agents(number: int) -> Iterator[tuple[int, str]]:
@@ -246,8 +246,8 @@ def _own_process_room(root: Path) -> Iterator[int]:
     is_exempt = user == "0" or bool(int(own.get("CapEff", "0"), 16) & _EXEMPT)
     if most == resource.RLIM_INFINITY or is_exempt:
         return
-    found = (_status(each) for each in (root / "proc").iterdir() if each.name.isdecimal())
-    yield most - sum(int(each["Threads"]) for each in found if each.get("Uid", "").split()[:1] == [user])
+    statuses = (_status(each) for each in (root / "proc").iterdir() if each.name.isdecimal())
+    yield most - sum(int(each["Threads"]) for each in statuses if each.get("Uid", "").split()[:1] == [user])
 
 
 def _status(process: Path) -> dict[str, str]:
@@ -265,9 +265,9 @@ def _check_answers(address: str) -> None:
     Raises:
         OSError: nothing listens there.
     """
-    found = _HOST_AND_PORT.fullmatch(address)
-    if found is not None:
-        socket.create_connection((found.group(1), int(found.group(2))), timeout=_ANSWER_SECONDS).close()
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is not None:
+        socket.create_connection((match.group(1), int(match.group(2))), timeout=_ANSWER_SECONDS).close()
 
 
 def _no_ray(address: str | None, error: Exception) -> OptionError:

@@ -56,19 +56,19 @@ class Nodes:
         if self._is_here:
             return oom_kills()
         answers = self._ask(oom_kills, [node], seconds=_COUNT_SECONDS)
-        found: int | None = answers.get(node)
-        return found
+        count: int | None = answers.get(node)
+        return count
 
     def sights(self, files: Sequence[SourceFile], place: Path | None) -> dict[str, Sight]:
         """What each node with CPUs sees of some files, and of the directory of ``place``, if there is one."""
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         nodes = [node for node, machine in self.machines().items() if machine.cores]
-        names = _told_apart({node: f"{names[node]}" for node in nodes})
+        names = _distinct({node: f"{names[node]}" for node in nodes})
         with _token(place) as token:
-            wanted = None if token is None else str(token)
-            found = self._ask(_look, nodes, tuple(files), wanted, seconds=_ANSWER_SECONDS)
+            path = None if token is None else str(token)
+            answers = self._ask(_look, nodes, tuple(files), path, seconds=_ANSWER_SECONDS)
         silent = _silent(files)
-        return {node: Sight(names[node], *found.get(node, silent)) for node in nodes}
+        return {node: Sight(names[node], *answers.get(node, silent)) for node in nodes}
 
     def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Any:
         """Ask one node the same while parts are done, when the place itself is there.
@@ -82,10 +82,10 @@ class Nodes:
     def sight(self, node: str, answer: Any, files: Sequence[SourceFile]) -> Sight:
         """What that node sees, once the answer is there."""
         names = {each["NodeID"]: each["NodeManagerHostname"] for each in self._alive()}
-        found = _silent(files)
+        seen = _silent(files)
         with suppress(self._ray.exceptions.RayError):
-            found = self._ray.get(answer)
-        return Sight(names.get(node, node), *found)
+            seen = self._ray.get(answer)
+        return Sight(names.get(node, node), *seen)
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -117,7 +117,7 @@ def _silent(files: Sequence[SourceFile]) -> tuple[tuple[Seen, ...], str]:
     return absent, f"cannot be asked for: the node did not answer within {_ANSWER_SECONDS:.0f} s"
 
 
-def _told_apart(names: dict[str, str]) -> dict[str, str]:
+def _distinct(names: dict[str, str]) -> dict[str, str]:
     """Names of nodes; several on one machine are told apart by the first characters of their ids."""
     shared = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {node: f"{name} ({node[:8]})" if name in shared else name for node, name in names.items()}
@@ -146,11 +146,11 @@ def _look(files: Sequence[SourceFile], token: str | None) -> tuple[tuple[Seen, .
     elif token is not None and not os.access(os.path.dirname(token), os.W_OK | os.X_OK):
         lack = "may not be written to"
     roots = dict.fromkeys(file.root for file in files)
-    found = {root: _found(root, [file.key for file in files if file.root == root]) for root in roots}
-    return tuple(_seen(file, found[file.root]) for file in files), lack
+    infos = {root: _infos(root, [file.key for file in files if file.root == root]) for root in roots}
+    return tuple(_seen(file, infos[file.root]) for file in files), lack
 
 
-def _found(root: str, keys: Sequence[str]) -> Mapping[str, FileInfo | None] | None:
+def _infos(root: str, keys: Sequence[str]) -> Mapping[str, FileInfo | None] | None:
     """Files of a source as they are seen from here; None where they may not be looked at."""
     try:
         with open_store(root) as store:
@@ -159,17 +159,17 @@ def _found(root: str, keys: Sequence[str]) -> Mapping[str, FileInfo | None] | No
         return None
 
 
-def _seen(file: SourceFile, found: Mapping[str, FileInfo | None] | None) -> Seen:
-    if found is None:
+def _seen(file: SourceFile, infos: Mapping[str, FileInfo | None] | None) -> Seen:
+    if infos is None:
         return Seen.REFUSED
-    info = found[file.key]
+    info = infos[file.key]
     if info is None:
         return Seen.ABSENT
     is_same = info.nbytes == file.nbytes and file.version in ("", info.version)
     return Seen.SAME if is_same else Seen.ANOTHER
 
 
-class Grounds:
+class NodeSurvey:
     """Where the parts of a piece of work may be done: as it was found out before, and on nodes that join."""
 
     def __init__(
@@ -253,7 +253,7 @@ class Demand:
             lack: what it needs and what the cluster has, for the message.
         """
         self._ray = ray
-        self._wanted = {name: float(count) for name, count in zip(_NAMES, (cpus, gpus), strict=True) if count}
+        self._needs = {name: float(count) for name, count in zip(_NAMES, (cpus, gpus), strict=True) if count}
         self._lack = lack
         self._seen = 0
 
@@ -278,11 +278,11 @@ class Demand:
         reply = self._reply()
         if reply is None:
             return False
-        told, cluster = reply.autoscaling_state, reply.cluster_resource_state
-        infeasible = [_needed(each.resources_bundle) for each in told.infeasible_resource_requests]
-        are_coming = bool(told.pending_instances or told.pending_instance_requests)
+        scaling, cluster = reply.autoscaling_state, reply.cluster_resource_state
+        infeasible = [_needed(each.resources_bundle) for each in scaling.infeasible_resource_requests]
+        are_coming = bool(scaling.pending_instances or scaling.pending_instance_requests)
         return (
-            self._wanted in infeasible
+            self._needs in infeasible
             and not are_coming
             and not any(self._may_help(node) for node in cluster.node_states)
         )
@@ -298,18 +298,18 @@ class Demand:
             node.status in (states["IDLE"].number, states["DRAINING"].number)
             and _HEAD not in node.total_resources
         )
-        return is_leaving or all(has.get(name, 0.0) >= count for name, count in self._wanted.items())
+        return is_leaving or all(has.get(name, 0.0) >= count for name, count in self._needs.items())
 
     def _reply(self) -> Any:
         """What the cluster tells of itself and of its autoscaler; None where nobody does."""
         try:
             client = self._ray._raylet.GcsClient(self._ray.get_runtime_context().gcs_address)
-            told = client.get_cluster_status(timeout_s=_REPLY_SECONDS)
+            status = client.get_cluster_status(timeout_s=_REPLY_SECONDS)
             reply = import_module("ray.core.generated.autoscaler_pb2").GetClusterStatusReply()
         except (self._ray.exceptions.RayError, RuntimeError, ImportError, AttributeError):
             # Ray's own summary leaves this out, and what it is made of may be otherwise in another version.
             return None
-        reply.ParseFromString(told)
+        reply.ParseFromString(status)
         return reply
 
 

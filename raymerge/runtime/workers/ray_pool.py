@@ -24,7 +24,7 @@ from raymerge.runtime.workers.sizing import (
     no_room,
 )
 from raymerge.runtime.workers.worker import MergeWorker
-from raymerge.runtime.workers.worker_group import Team
+from raymerge.runtime.workers.worker_group import WorkerGroup
 
 _READY_SECONDS = 120.0
 """How long a worker may take to start, or to take up work."""
@@ -68,17 +68,17 @@ class RayPool:
         slots = embedded_slots(options) if options.address is None else None
         self._connection = RayConnection(options.address, num_cpus=slots, on_end=self._tell_end)
         self._nodes = Nodes(self._connection.ray, is_here=options.address is None)
-        self.team = Team(self._connection, worker, options, ready_seconds=ready_seconds)
+        self.group = WorkerGroup(self._connection, worker, options, ready_seconds=ready_seconds)
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Names of the workers."""
-        return tuple(actor.name for actor in self.team.actors)
+        return tuple(actor.name for actor in self.group.actors)
 
     @property
     def device(self) -> str:
         """Kind of device."""
-        return self.team.numerics.get("device", "cpu")
+        return self.group.numerics.get("device", "cpu")
 
     @property
     def threads(self) -> int:
@@ -93,12 +93,12 @@ class RayPool:
     @property
     def numerics(self) -> dict[str, str]:
         """What bytes may depend on."""
-        return self.team.numerics
+        return self.group.numerics
 
     @property
     def stage_numerics(self) -> dict[str, str]:
         """What the bytes of a stage's result may depend on."""
-        return {**self.team.numerics, **self.team.kernels}
+        return {**self.group.numerics, **self.group.kernels}
 
     def start(self) -> None:
         """Connect, and start the workers unless ``settle`` does; see ``Pool.start``."""
@@ -137,7 +137,7 @@ class RayPool:
         self._placement, self._surveyed = placement_of(sights, reads), frozenset(sights)
         if not self._options.growing:
             self._check_reach(work)
-        present, homes = {actor.node for actor in self.team.actors}, self.team.homes(self._nodes.machines())
+        present, homes = {actor.node for actor in self.group.actors}, self.group.homes(self._nodes.machines())
         # What none of these homes sees is for nodes that are yet to join.
         if not self._placement.is_served(present, homes):
             self._station()
@@ -151,36 +151,36 @@ class RayPool:
         growing = self._options.growing
         if growing:
             # They join once there is room for them; that they wait is what has the cluster grow.
-            missing = self._layout.workers - len(self.team.actors)
-            self.team.actors += [self.team.spawn() for _ in range(missing)]
-        terms = DispatchPolicy(
+            missing = self._layout.workers - len(self.group.actors)
+            self.group.actors += [self.group.spawn() for _ in range(missing)]
+        policy = DispatchPolicy(
             surveyed=self._surveyed,
             leaves=growing and self._is_last,
             growth_seconds=_GROWTH_SECONDS if growing else 0.0,
         )
-        shift = Dispatcher(
-            self.team,
+        dispatcher = Dispatcher(
+            self.group,
             self._nodes,
             work,
             numbers,
             placement=self._placement,
             patience=self._options.patience,
             on_event=self._on_event,
-            terms=terms,
+            policy=policy,
         )
-        shift.begin()
+        dispatcher.begin()
         try:
-            while shift.goes_on(stop):
-                yield from shift.advance(stop)
+            while dispatcher.goes_on(stop):
+                yield from dispatcher.advance(stop)
         finally:
             # Who still waits for room would have the cluster grow for nothing.
-            for actor in tuple(self.team.actors) if growing else ():
+            for actor in tuple(self.group.actors) if growing else ():
                 if not actor.node:
-                    self.team.give_up(actor)
+                    self.group.give_up(actor)
 
     def close(self) -> None:
         """End the workers, and the cluster if it is ours."""
-        self.team.dismiss()
+        self.group.dismiss()
         self._connection.close()
 
     def _tell_end(self, process: str) -> None:
@@ -188,22 +188,22 @@ class RayPool:
 
     def _fill(self) -> None:
         """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
-        missing = self._layout.workers - len(self.team.actors)
+        missing = self._layout.workers - len(self.group.actors)
         if self._options.growing:
             threads, has_gpu = self._layout.threads, self._gpus > 0
             room = sum(machine.room(threads, with_gpu=has_gpu) for machine in self._machines())
-            missing = min(missing, max(room, 1) - len(self.team.actors))
+            missing = min(missing, max(room, 1) - len(self.group.actors))
             if missing > 0 and not room:
                 self._grow(missing)
                 return
-        self.team.take_on(missing)
+        self.group.take_on(missing)
 
     def _grow(self, missing: int) -> None:
         """Start workers on a cluster that has no room for one yet, and see that it can have."""
         lack = self._no_room_yet()
         self._on_event(RoomAwaited(lack, _GROWTH_SECONDS))
         demand = Demand(self._connection.ray, cpus=self._layout.threads, gpus=min(self._gpus, 1), lack=lack)
-        self.team.take_on(missing, seconds=_GROWTH_SECONDS, look=demand.check)
+        self.group.take_on(missing, seconds=_GROWTH_SECONDS, look=demand.check)
 
     def _no_room_yet(self) -> str:
         """What a worker needs, and what the cluster has, in words."""
@@ -222,7 +222,7 @@ class RayPool:
             OptionError: some cannot: who sees their files has no GPU, or too few CPU slots.
         """
         threads, has_gpu = self._layout.threads, self._gpus > 0
-        homes = self.team.homes(self._nodes.machines())
+        homes = self.group.homes(self._nodes.machines())
         stranded = sum(not able.intersection(homes) for able in self._placement.able)
         if stranded:
             raise OptionError(unreached(stranded, work.part, threads=threads, with_gpu=has_gpu))
@@ -233,19 +233,19 @@ class RayPool:
         threads, has_gpu = self._layout.threads, self._gpus > 0
         machines = self._nodes.machines()
         rooms = {node: machine.room(threads, with_gpu=has_gpu) for node, machine in machines.items()}
-        wanted = stations(self._placement, rooms, self._layout.workers)
+        nodes = stations(self._placement, rooms, self._layout.workers)
         asked = self._options.workers
-        if len(wanted) > self._layout.workers and asked is not None:
+        if len(nodes) > self._layout.workers and asked is not None:
             raise OptionError(
                 Problem(
                     "--workers",
-                    f"the sources are on disks of different nodes, and {len(wanted)} workers at least are "
+                    f"the sources are on disks of different nodes, and {len(nodes)} workers at least are "
                     f"needed to be where they are; {asked} were asked for.",
-                    f"Give at least {len(wanted)}.",
+                    f"Give at least {len(nodes)}.",
                 )
             )
-        self.team.dismiss()
-        self.team.take_on(len(wanted), on=wanted)
+        self.group.dismiss()
+        self.group.take_on(len(nodes), on=nodes)
 
     def _usable_gpus(self) -> int:
         """GPUs that workers can have, with CPU slots for their threads beside them."""
@@ -257,7 +257,7 @@ class RayPool:
             raise OptionError(no_gpu(machines))
         return 0 if self._options.device == "cpu" else gpus
 
-    def _wanted(self, gpus: int) -> Layout:
+    def _layout_for(self, gpus: int) -> Layout:
         """The layout for the machines of the cluster, of as many workers as have something to do."""
         layout = layout_of(self._options, [machine.cores for machine in self._machines()], gpus)
         if self._parts is None:
@@ -268,15 +268,15 @@ class RayPool:
         """What the cluster lacks for that layout; nothing, where it grows."""
         if self._options.growing:
             return None
-        return no_room(self._options, self._wanted(gpus), self._machines(), with_gpu=gpus > 0)
+        return no_room(self._options, self._layout_for(gpus), self._machines(), with_gpu=gpus > 0)
 
     def _equip(self, gpus: int) -> None:
         """Settle the layout, if the cluster has room for it."""
         lack = self._lack(gpus)
         if lack is not None:
             raise OptionError(lack)
-        self._gpus, self._layout = gpus, self._wanted(gpus)
-        self.team.equip(self._layout, with_gpu=gpus > 0)
+        self._gpus, self._layout = gpus, self._layout_for(gpus)
+        self.group.equip(self._layout, with_gpu=gpus > 0)
 
     def _tried(self, choice: DeviceChoice, gpus: int) -> DeviceChoice:
         """The choice of GPUs with workers on them, or why there are none: nobody has insisted on them."""
@@ -289,5 +289,5 @@ class RayPool:
         else:
             choice = choice if self.device == "cuda" else NO_GPU_WORKS
         if choice.device == "cpu":
-            self.team.dismiss()
+            self.group.dismiss()
         return choice

@@ -109,20 +109,20 @@ def no_room(
     room = sum(machine.room(layout.threads, with_gpu=with_gpu) for machine in machines)
     if layout.workers <= room:
         return None
-    wanted = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
+    workers = f"{layout.workers} worker{'' if layout.workers == 1 else 's'}"
     gpus = sum(machine.gpus for machine in machines)
     if with_gpu and gpus > room:
         has = f"the CPU slots of the cluster suffice for {room} of its {gpus} GPUs"
-        what = f"{wanted} were asked for, but {has}, at {layout.threads} for each on its own machine."
+        what = f"{workers} were asked for, but {has}, at {layout.threads} for each on its own machine."
         return Problem("--workers", what, f"Give at most {room}, or add CPU slots.")
     if with_gpu:
-        what = f"{wanted} were asked for, but the cluster has {gpus} GPU{'' if gpus == 1 else 's'}."
+        what = f"{workers} were asked for, but the cluster has {gpus} GPU{'' if gpus == 1 else 's'}."
         return Problem("--workers", what, f"Give at most {room}, or --device cpu.")
     if layout.threads == 1:
-        what = f"{wanted} were asked for, but the cluster has {room} CPU slots."
+        what = f"{workers} were asked for, but the cluster has {room} CPU slots."
         return Problem("--workers", what, f"Give at most {room}, or add machines.")
     where = "--threads" if options.workers is None else "--workers"
-    what = f"{wanted} of {layout.threads} threads were asked for, but the cluster has room for {room}."
+    what = f"{workers} of {layout.threads} threads were asked for, but the cluster has room for {room}."
     return Problem(where, what, "Give fewer --threads, or add machines.")
 
 
@@ -215,16 +215,15 @@ def _projected(plan: Plan, budget: int, *, lanes: int, beside: int, apart: int) 
     """The projection with as many lanes as the budget holds, each with what it takes for servers."""
     if not beside:
         return project(plan, budget, lanes=lanes)
-    wanted = lanes
     while True:
-        found = project(plan, max(1, budget - apart - wanted * beside), lanes=wanted)
-        found = replace(found, beside=beside, apart=apart)
-        if wanted > 1 and found.shortage() is not None:
-            wanted -= 1
-        elif found.lanes < wanted:
-            wanted = found.lanes
+        projection = project(plan, max(1, budget - apart - lanes * beside), lanes=lanes)
+        projection = replace(projection, beside=beside, apart=apart)
+        if lanes > 1 and projection.shortage() is not None:
+            lanes -= 1
+        elif projection.lanes < lanes:
+            lanes = projection.lanes
         else:
-            return found
+            return projection
 
 
 def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) -> int:

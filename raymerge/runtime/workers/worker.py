@@ -75,16 +75,16 @@ class MergeWorker:
         torch.set_num_threads(1)
         set_full_float32()
         self._name = name
-        self._wanted = device
+        self._asked_device = device
         self._runner: Runner | None = None
-        self._pulse = Heartbeat()
+        self._heartbeat = Heartbeat()
 
     @cached_property
     def _device(self) -> torch.device:
         # Found out once: a GPU that has no memory for a moment later on is still the device.
         from raymerge.runtime.workers.devices import choose_device
 
-        return choose_device(self._wanted)
+        return choose_device(self._asked_device)
 
     def ready(self) -> dict[str, Any]:
         """Its process, where that is, and what it computes on, once it can work."""
@@ -113,9 +113,9 @@ class MergeWorker:
         values."""
         if self._runner is None:
             raise RuntimeError("the worker was given no work")
-        with self._pulse.beating():
+        with self._heartbeat.beating():
             return self._runner.run(number, budget).to_json()
 
-    def pulse(self) -> float:
+    def heartbeat(self) -> float:
         """A number that grows for as long as any part in hand gets on."""
-        return self._pulse.seconds
+        return self._heartbeat.seconds

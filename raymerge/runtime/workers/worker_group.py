@@ -93,11 +93,11 @@ class Actor:
     """Reference to its taking up the work; None once that is done."""
     flight: dict[Any, int] = field(default_factory=dict)
     """Parts in hand by the reference to their receipt."""
-    question: Any = None
-    """Reference to its pulse; None where it was not asked, or has answered."""
+    heartbeat_ref: Any = None
+    """Reference to the answer; None where it was not asked for its heartbeat, or has answered."""
     asked_at: float = 0.0
     """When it was asked last."""
-    pulse: float | None = None
+    heartbeat: float | None = None
     """What it answered last."""
     still_seconds: float = 0.0
     """For how long nothing was seen of its parts getting on."""
@@ -109,7 +109,7 @@ class Actor:
         self.still_seconds = 0.0
 
 
-class Team:
+class WorkerGroup:
     """The workers that there are. They are equal."""
 
     def __init__(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kits.dispatcher_scene import PlainWork, Scene, make_all
 from kits.fake_ray import ActorDiedError, ActorUnavailableError, Handle, receipt
-from kits.shift_scene import PlainWork, Scene, make_all
 
 from raymerge.events import NodeOfNoUse, WorkerLeft, WorkerLost
 from raymerge.merge_plan.files_read import SourceFile
@@ -53,14 +53,14 @@ def test_a_worker_for_which_nothing_is_left_leaves_and_a_loss_brings_one_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(
-        monkeypatch, range(2), workers=2, slots=1, terms=DispatchPolicy(leaves=True, growth_seconds=600.0)
+        monkeypatch, range(2), workers=2, slots=1, policy=DispatchPolicy(leaves=True, growth_seconds=600.0)
     )
     busy, idle = scene.handles
     _done(idle)
     scene.step()
     for look in range(3):
         assert not idle.is_killed
-        busy.pulse.last.answer(float(look))
+        busy.heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step()
     assert idle.is_killed
@@ -78,19 +78,19 @@ def test_a_worker_for_which_nothing_is_left_leaves_and_a_loss_brings_one_back(
 def test_workers_that_wait_for_room_are_not_waited_for_when_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene(monkeypatch, range(1), slots=1, terms=DispatchPolicy(leaves=True))
-    scene.team.actors.append(scene.team.spawn())
-    scene.handles[0].pulse.last.answer(1.0)
+    scene = Scene(monkeypatch, range(1), slots=1, policy=DispatchPolicy(leaves=True))
+    scene.group.actors.append(scene.group.spawn())
+    scene.handles[0].heartbeat.last.answer(1.0)
     scene.wait(15.0)
     assert [each.is_killed for each in scene.handles] == [False, True]
 
 
 def test_workers_that_wait_for_room_are_kept_while_a_part_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     able: list[set[str]] = [{"node-a"}, {"node-a"}, {"node-a"}]
-    scene = Scene(monkeypatch, range(3), slots=1, able=able, terms=DispatchPolicy(leaves=True))
-    scene.team.actors.append(scene.team.spawn())
+    scene = Scene(monkeypatch, range(3), slots=1, able=able, policy=DispatchPolicy(leaves=True))
+    scene.group.actors.append(scene.group.spawn())
     for look in range(5):
-        scene.handles[0].pulse.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed
@@ -100,7 +100,7 @@ def test_nobody_leaves_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, range(2), workers=2, slots=1)
     _done(scene.handles[1])
     for look in range(20):
-        scene.handles[0].pulse.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed
@@ -114,9 +114,9 @@ def test_in_place_of_a_node_that_is_gone_another_may_join(
     growth_seconds: float, on: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it saw nobody else sees; a cluster cannot add the same node again."""
-    terms = DispatchPolicy(growth_seconds=growth_seconds)
+    policy = DispatchPolicy(growth_seconds=growth_seconds)
     able: list[set[str]] = [{"b"}, {"a"}]
-    scene = Scene(monkeypatch, range(2), workers=2, nodes=("a", "b"), able=able, slots=1, terms=terms)
+    scene = Scene(monkeypatch, range(2), workers=2, nodes=("a", "b"), able=able, slots=1, policy=policy)
     scene.ray.alive["b"] = False
     scene.handles[1].run.last.answer(ActorDiedError("the node died"))
     scene.step()
@@ -125,10 +125,10 @@ def test_in_place_of_a_node_that_is_gone_another_may_join(
 
 
 def test_a_worker_stays_whose_node_is_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = DispatchPolicy(surveyed=frozenset({"node-a"}), leaves=True)
-    scene = _joined(monkeypatch, able=EVERYWHERE, terms=terms)
+    policy = DispatchPolicy(surveyed=frozenset({"node-a"}), leaves=True)
+    scene = _joined(monkeypatch, able=EVERYWHERE, policy=policy)
     for look in range(5):
-        scene.handles[0].pulse.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step()
     assert not scene.handles[1].is_killed
@@ -143,13 +143,13 @@ SURVEYED = DispatchPolicy(surveyed=frozenset({"node-a"}))
 
 
 def _joined(
-    monkeypatch: pytest.MonkeyPatch, *, able: list[set[str]], terms: DispatchPolicy = SURVEYED
+    monkeypatch: pytest.MonkeyPatch, *, able: list[set[str]], policy: DispatchPolicy = SURVEYED
 ) -> Scene:
     """A worker on a node that was surveyed, busy with part 0 or 1, and one that comes up on another node."""
     work = PlainWork(slots=1, files=FILES, read=READ)
-    scene = Scene(monkeypatch, range(3), able=able, work=work, terms=terms)
-    scene.team.actors.append(scene.team.spawn())
-    late = scene.team.actors[-1]
+    scene = Scene(monkeypatch, range(3), able=able, work=work, policy=policy)
+    scene.group.actors.append(scene.group.spawn())
+    late = scene.group.actors[-1]
     late.opening = late.handle.open.remote(work)
     late.handle.is_up("node-b")
     scene.step()
@@ -208,9 +208,9 @@ def test_a_node_that_joins_and_sees_all_is_asked_once(monkeypatch: pytest.Monkey
     scene.nodes.asked.pop("node-b").answer(Sight("10.0.0.2", (Seen.SAME, Seen.SAME)))
     scene.step()
     assert scene.handles[1].numbers == [1]
-    another = scene.team.spawn()
+    another = scene.group.spawn()
     another.opening = another.handle.open.remote(None)
-    scene.team.actors.append(another)
+    scene.group.actors.append(another)
     another.handle.is_up("node-b")
     scene.step()
     assert another.handle.numbers == [2]

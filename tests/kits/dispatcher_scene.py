@@ -15,13 +15,13 @@ from kits.fake_ray import FakeRay, Handle, Ref, receipt
 from raymerge.events import Event
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
-from raymerge.runtime.workers import dispatcher as shift_module
-from raymerge.runtime.workers.dispatcher import USUAL_TERMS, Dispatcher, DispatchPolicy
+from raymerge.runtime.workers import dispatcher as dispatcher_module
+from raymerge.runtime.workers.dispatcher import DEFAULT_POLICY, Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, Sight
 from raymerge.runtime.workers.pool import Runner, Stop
 from raymerge.runtime.workers.ray_nodes import Nodes
 from raymerge.runtime.workers.sizing import Layout
-from raymerge.runtime.workers.worker_group import Team
+from raymerge.runtime.workers.worker_group import WorkerGroup
 
 PATIENCE = 60.0
 
@@ -81,33 +81,33 @@ class Scene:
         able: Sequence[set[str]] = (),
         slots: int = 2,
         with_gpu: bool = False,
-        terms: DispatchPolicy = USUAL_TERMS,
+        policy: DispatchPolicy = DEFAULT_POLICY,
         work: PlainWork | None = None,
     ) -> None:
         self.now = 1000.0
         self.slept: list[float] = []
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append)
-        monkeypatch.setattr(shift_module, "time", clock)
+        monkeypatch.setattr(dispatcher_module, "time", clock)
         self.ray = FakeRay(nodes)
         self.nodes = FakeNodes(self.ray)
         connection: Any = SimpleNamespace(ray=self.ray)
-        self.team = Team(connection, object, RunOptions(), ready_seconds=120.0)
-        self.team.equip(Layout(workers, 1), with_gpu=with_gpu)
-        self.team.actors = [self.team.spawn() for _ in range(workers)]
+        self.group = WorkerGroup(connection, object, RunOptions(), ready_seconds=120.0)
+        self.group.equip(Layout(workers, 1), with_gpu=with_gpu)
+        self.group.actors = [self.group.spawn() for _ in range(workers)]
         self.events: list[Event] = []
         self.done: list[int] = []
         self.stop = Stop()
-        self.shift = Dispatcher(
-            self.team,
+        self.dispatcher = Dispatcher(
+            self.group,
             self.nodes,
             work or PlainWork(slots=slots),
             numbers,
             placement=Placement(tuple(frozenset(each) for each in able)),
             patience=PATIENCE,
             on_event=self.events.append,
-            terms=terms,
+            policy=policy,
         )
-        self.shift.begin()
+        self.dispatcher.begin()
         for number, handle in enumerate(self.ray.handles):
             handle.is_up(nodes[number % len(nodes)])
         # They take up the work and are given parts; then they are asked how these get on.
@@ -122,7 +122,7 @@ class Scene:
     def step(self, seconds: float = 0.0) -> None:
         """Let time go by, and the driver look around once."""
         self.now += seconds
-        for batch in self.shift.advance(self.stop):
+        for batch in self.dispatcher.advance(self.stop):
             self.done += [each.segment for each in batch]
 
     def fail(self, error: Exception, times: int) -> None:
@@ -151,7 +151,7 @@ def make_all(scene: Scene, handle: Handle) -> None:
         for ref in handle.run.calls:
             if not ref.answers:
                 ref.answer(receipt(ref.arguments[0]))
-        if not scene.shift.goes_on(scene.stop):
+        if not scene.dispatcher.goes_on(scene.stop):
             return
         scene.step()
     raise AssertionError("it does not end")

@@ -11,12 +11,12 @@ import pytest
 from raymerge.runtime.workers.worker import Heartbeat
 
 
-def _during(pulse: Heartbeat, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
-    """A thread that works while its pulse is felt."""
+def _during(heartbeat: Heartbeat, work: Callable[[], object]) -> tuple[threading.Thread, threading.Event]:
+    """A thread that works while its heartbeat is felt."""
     begun = threading.Event()
 
     def run() -> None:
-        with pulse.beating():
+        with heartbeat.beating():
             begun.set()
             work()
 
@@ -27,44 +27,44 @@ def _during(pulse: Heartbeat, work: Callable[[], object]) -> tuple[threading.Thr
 
 
 def test_a_thread_that_waits_for_ever_has_no_pulse() -> None:
-    pulse, never = Heartbeat(), threading.Event()
-    thread, _ = _during(pulse, never.wait)
+    heartbeat, never = Heartbeat(), threading.Event()
+    thread, _ = _during(heartbeat, never.wait)
     deadline = time.monotonic() + 30
-    while (before := pulse.seconds) != (time.sleep(0.05), pulse.seconds)[1]:
+    while (before := heartbeat.seconds) != (time.sleep(0.05), heartbeat.seconds)[1]:
         assert time.monotonic() < deadline
-    assert pulse.seconds == before
+    assert heartbeat.seconds == before
     never.set()
     thread.join()
     # What it took stays when it ends.
-    assert pulse.seconds > before
+    assert heartbeat.seconds > before
 
 
 def test_a_thread_that_waits_again_and_again_has_a_pulse() -> None:
     """As one does that reads from slow storage: each time that it comes back takes some processor time."""
-    pulse, end = Heartbeat(), threading.Event()
+    heartbeat, end = Heartbeat(), threading.Event()
 
     def read_slowly() -> None:
         while not end.is_set():
             time.sleep(0.01)
 
-    thread, _ = _during(pulse, read_slowly)
-    seen = pulse.seconds
+    thread, _ = _during(heartbeat, read_slowly)
+    seen = heartbeat.seconds
     for _ in range(3):
         deadline = time.monotonic() + 30
-        while pulse.seconds == seen:
+        while heartbeat.seconds == seen:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        seen = pulse.seconds
+        seen = heartbeat.seconds
     end.set()
     thread.join()
 
 
 def test_where_the_system_has_no_such_clock_whoever_answers_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(time, "pthread_getcpuclockid")
-    pulse, never = Heartbeat(), threading.Event()
-    thread, _ = _during(pulse, never.wait)
-    before = pulse.seconds
+    heartbeat, never = Heartbeat(), threading.Event()
+    thread, _ = _during(heartbeat, never.wait)
+    before = heartbeat.seconds
     time.sleep(0.01)
-    assert pulse.seconds > before
+    assert heartbeat.seconds > before
     never.set()
     thread.join()

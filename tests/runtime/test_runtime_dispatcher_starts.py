@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kits.dispatcher_scene import Scene, make_all
 from kits.fake_ray import ActorDiedError, receipt
-from kits.shift_scene import Scene, make_all
 
 from raymerge.errors import IncompleteError
 from raymerge.events import WorkerLost

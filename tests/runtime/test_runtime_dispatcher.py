@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from kits import fake_ray
+from kits.dispatcher_scene import PATIENCE, PlainWork, Scene, make_all
 from kits.fake_ray import ActorDiedError, ActorUnavailableError, RayTaskError, receipt
-from kits.shift_scene import PATIENCE, PlainWork, Scene, make_all
 
 from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
@@ -22,7 +22,7 @@ from raymerge.runtime.workers.pool import TICK_SECONDS
 def test_a_worker_whose_parts_do_not_get_on_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, [0, 1])
     (hung,) = scene.handles
-    hung.pulse.last.answer(0.25)
+    hung.heartbeat.last.answer(0.25)
     scene.wait(PATIENCE)
     (lost,) = scene.of(WorkerLost)
     assert lost.segments == (0, 1)
@@ -38,11 +38,11 @@ def test_a_worker_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     scene = Scene(monkeypatch, [0])
     (slow,) = scene.handles
     for look in range(100):
-        slow.pulse.last.answer(float(look))
+        slow.heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step(5.0)
     assert not scene.of(WorkerLost)
-    assert len(slow.pulse.calls) > 50
+    assert len(slow.heartbeat.calls) > 50
 
 
 def test_a_driver_that_was_paused_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_driver_that_was_paused_blames_nobody(monkeypatch: pytest.MonkeyPatch)
 def test_a_worker_with_nothing_in_hand_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, [0], workers=2)
     for look in range(40):
-        scene.handles[0].pulse.last.answer(float(look))
+        scene.handles[0].heartbeat.last.answer(float(look))
         scene.step(5.0)
         scene.step(5.0)
     assert not scene.of(WorkerLost)
@@ -325,7 +325,7 @@ def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.Monke
     scene.step()
     # There is room for another worker only where the files are not.
     scene.handles[2].is_up("node-a")
-    scene.handles[0].pulse.last.answer(0.25)
+    scene.handles[0].heartbeat.last.answer(0.25)
     with pytest.raises(
         IncompleteError, match=r"no worker for 120 s was on a node that sees the files .* 1 s"
     ):
@@ -385,7 +385,7 @@ def _steps(monkeypatch: pytest.MonkeyPatch, count: int, **scene: Any) -> int:
         able=able,
         **scene,
     )
-    while made.shift.goes_on(made.stop):
+    while made.dispatcher.goes_on(made.stop):
         for ref in (ref for handle in made.handles for ref in handle.run.calls if not ref.answers):
             ref.answer(receipt(int(ref.arguments[0])))
         made.step()
