@@ -155,3 +155,8 @@ class TransientError(IncompleteError):
 
 class RoomError(IncompleteError):
     """A file system is full or a quota used up; what is done is kept until there is room."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short: libraries add advice, and where in their code it was raised."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

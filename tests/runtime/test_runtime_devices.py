@@ -9,9 +9,9 @@ import torch
 from kits.gpu_arithmetic import multiply_in_tf32
 
 from raymerge.device_numerics import full_float32
-from raymerge.errors import OptionError
+from raymerge.errors import OptionError, first_line
 from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.workers.devices import choose_device, first_line, kernels_of, numerics_of
+from raymerge.runtime.workers.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -20,7 +20,7 @@ import torch
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.device_numerics import full_float32
-from raymerge.errors import IncompleteError, NonFiniteError
+from raymerge.errors import IncompleteError, NonFiniteError, first_line
 from raymerge.events import (
     DeviceFailed,
     DuplicatesFound,
@@ -69,7 +69,6 @@ from raymerge.runtime.workers.devices import (
     NO_GPU_WORKS,
     DeviceChoice,
     choose_device,
-    first_line,
     kernels_of,
     numerics_of,
 )

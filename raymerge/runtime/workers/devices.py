@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from raymerge.device_numerics import check_full_float32
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, first_line
 from raymerge.options import Device
 
 
@@ -90,8 +90,3 @@ def _gpu_name(device: torch.device) -> str:
     except RuntimeError as error:
         what = f"cuda cannot be used here: {first_line(error)}."
         raise OptionError(Problem("--device", what, "Look at nvidia-smi, or give --device cpu.")) from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short: libraries add advice, and where in their code it was raised."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

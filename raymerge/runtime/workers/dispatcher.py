@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import Any, TypeAlias
 
-from raymerge.errors import IncompleteError, TransientError
+from raymerge.errors import IncompleteError, TransientError, first_line
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.workers.devices import first_line
 from raymerge.runtime.workers.failures import ATTEMPTS, Cause, WorkerFailure, WorkerFailures
 from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.placement import Placement

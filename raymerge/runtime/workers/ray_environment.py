@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from raymerge.errors import OptionError, Problem
+from raymerge.errors import OptionError, Problem, first_line
 from raymerge.runtime.workers.control_groups import process_rooms
 from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.refusals import size_limit
@@ -271,7 +271,7 @@ def _check_answers(address: str) -> None:
 
 
 def _no_ray(address: str | None, error: Exception) -> OptionError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    reason = first_line(error)
     if address is None:
         return OptionError(
             Problem("ray", f"an embedded Ray does not start ({reason}).", "Give --inline to run without it.")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raymerge.errors import OptionError, Problem, RaymergeError
+from raymerge.errors import OptionError, Problem, RaymergeError, first_line
 from raymerge.options import RunOptions
-from raymerge.runtime.workers.devices import first_line
 from raymerge.runtime.workers.failures import ATTEMPTS
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.sizing import Layout, Machine, most_lanes
