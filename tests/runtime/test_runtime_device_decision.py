@@ -11,7 +11,7 @@ import torch
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import plan_for
-from raymerge.errors import IncompleteError
+from raymerge.errors import IncompleteError, TargetError
 from raymerge.events import Started
 from raymerge.options import RunOptions
 from raymerge.publish.ledger import Ledger
@@ -87,6 +87,13 @@ def test_a_run_goes_on_where_it_was_begun(
     assert (Ledger.conditions(ledger) or {})["numerics"]["device"] == chosen
 
 
+def test_a_place_that_cannot_be_looked_at_is_refused_as_such(
+    small: Family, tmp_path: Path, gpu: None
+) -> None:
+    with pytest.raises(TargetError):
+        merge(recipes(small)["linear"], tmp_path / ("x" * 250), AUTO)
+
+
 @pytest.mark.parametrize(
     ("works", "device", "reason"),
     [(True, "cuda", "because"), (False, "cpu", "no GPU works where workers look for one")],
@@ -101,7 +108,7 @@ def test_a_gpu_that_does_not_work_is_not_taken(
         monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", fail)
     pool = InlinePool("auto", 3)
     pool.start()
-    pool.settle(DeviceChoice("cuda", "because"))
+    pool.settle(lambda: DeviceChoice("cuda", "because"))
     assert (pool.device, pool.device_reason, pool.threads) == (device, reason, 3)
     pool.close()
 
@@ -110,7 +117,7 @@ def test_a_gpu_that_does_not_work_is_not_taken(
 def test_a_device_that_was_named_is_not_chosen(device: Any, gpu: None) -> None:
     pool = InlinePool(device)
     pool.start()
-    pool.settle(DeviceChoice("cpu" if device == "cuda" else "cuda", "because"))
+    pool.settle(lambda: pytest.fail("there is nothing to choose"))
     assert (pool.device, pool.device_reason) == (device, "")
     assert pool.threads == 1 or device == "cpu"
     pool.close()

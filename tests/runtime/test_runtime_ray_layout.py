@@ -265,7 +265,7 @@ def test_more_workers_than_gpus_compute_on_processors_where_nobody_named_a_devic
 ) -> None:
     ray = cluster((8, 1))
     pool = _started(RunOptions(workers=3))
-    pool.settle(ON_GPU)
+    pool.settle(lambda: ON_GPU)
     assert _asked(ray) == [(2, 0, "cpu")] * 3
     assert pool.device_reason == "3 workers were asked for, but the cluster has 1 GPU"
 
@@ -273,7 +273,7 @@ def test_more_workers_than_gpus_compute_on_processors_where_nobody_named_a_devic
 def test_a_gpu_that_was_named_is_taken_by_all(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((8, 2), (8, 2))
     pool = _started(RunOptions(device="cuda"))
-    pool.settle(ON_CPU)
+    pool.settle(lambda: pytest.fail("there is nothing to choose"))
     assert _asked(ray) == [(1, 1, "cuda")] * 4
     assert (pool.device, pool.device_reason) == ("cuda", "")
 
@@ -290,13 +290,13 @@ def test_workers_start_on_what_is_chosen(
     ray = cluster((16, 2), (16, 2))
     pool = _started(RunOptions())
     assert _asked(ray) == []
-    pool.settle(choice)
+    pool.settle(lambda: choice)
     assert _asked(ray) == asked
     assert (pool.device, pool.threads, pool.device_reason) == (choice.device, threads, choice.reason)
     assert pool.stage_numerics["processor"] == choice.device
     assert {each.options["scheduling_strategy"] for each in ray.actors} == {"SPREAD"}
     assert None not in ray.timeouts
-    pool.settle(ON_CPU)
+    pool.settle(lambda: pytest.fail("there is nothing to choose"))
     assert _asked(ray) == asked
 
 
@@ -304,7 +304,7 @@ def test_who_comes_later_is_on_a_gpu_as_the_others(cluster: Callable[..., PaperR
     """One that fails there for a moment must not be taken for a worker of another kind."""
     ray = cluster((4, 1))
     pool = _started(RunOptions())
-    pool.settle(ON_GPU)
+    pool.settle(lambda: ON_GPU)
     pool.group.spawn()
     assert _asked(ray) == [(1, 1, "auto"), (1, 1, "cuda")]
 
@@ -312,7 +312,7 @@ def test_who_comes_later_is_on_a_gpu_as_the_others(cluster: Callable[..., PaperR
 def _reason(ray: PaperRay) -> str:
     """Why a pool on four cores and two GPUs that work for nobody has its workers on processors."""
     pool = _started(RunOptions())
-    pool.settle(ON_GPU)
+    pool.settle(lambda: ON_GPU)
     assert _asked(ray) == [(4, 0, "cpu")]
     assert (pool.device, pool.threads, pool.workers) == ("cpu", 4, ("worker-2",))
     return pool.device_reason
@@ -388,7 +388,7 @@ def test_gpus_without_cores_are_refused_early(
 def test_without_cores_beside_gpus_there_is_nothing_to_choose(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((0, 8), (16, 0))
     pool = _started(RunOptions())
-    pool.settle(ON_GPU)
+    pool.settle(lambda: pytest.fail("there is nothing to choose"))
     assert _asked(ray) == [(4, 0, "cpu")] * 4
 
 

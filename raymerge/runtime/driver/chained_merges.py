@@ -64,8 +64,11 @@ def device_for(merges: Sequence[PlannedMerge], ledgers: Iterable[Path]) -> Devic
 
 
 def _device_of(ledger: Path) -> str | None:
-    """The kind of device that a ledger was begun on."""
-    numerics = (Ledger.conditions(ledger) or {}).get("numerics")
+    """The kind of device that a ledger was begun on; None also where the place cannot be looked at."""
+    try:
+        numerics = (Ledger.conditions(ledger) or {}).get("numerics")
+    except OSError:
+        return None
     device = numerics.get("device") if isinstance(numerics, dict) else None
     return device if isinstance(device, str) else None
 
@@ -150,7 +153,7 @@ class Chain:
         Whatever is raised, the results between stay, and the same command goes on from there.
         """
         *before, last = self._merges
-        pool.settle(device_for(self._merges, self._ledgers()))
+        pool.settle(lambda: device_for(self._merges, self._ledgers()))
         if not has_steps(self._merges):
             return _concluded(self._runs[-1], pool)
         self.check()

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -452,9 +452,10 @@ class InlinePool:
         if self._options.device != "auto":
             self._device = choose_device(self._options.device)
 
-    def settle(self, choice: DeviceChoice) -> None:
+    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
         """Take the GPU or the processors; see ``Pool.settle``."""
         if self._options.device == "auto" and torch.cuda.is_available():
+            choice = choose()
             self._device = choose_device("auto" if choice.device == "cuda" else "cpu")
             self._device_reason = (choice if self._device.type == choice.device else NO_GPU_WORKS).reason
 

@@ -143,10 +143,13 @@ class Pool(Protocol):
             OptionError: the workers asked for cannot be had.
         """
 
-    def settle(self, choice: DeviceChoice) -> None:
+    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
         """Start the workers where that was left open, because there are GPUs that need not be used.
 
         All compute on the chosen kind of device; on processors where GPUs are chosen and do not work.
+
+        Args:
+            choose: called only if there is a choice, since it may look at what an earlier run left.
 
         Raises:
             OptionError: the workers asked for cannot be had.

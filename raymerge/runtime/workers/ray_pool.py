@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,11 +110,12 @@ class RayPool:
             self._equip(gpus)
             self._fill()
 
-    def settle(self, choice: DeviceChoice) -> None:
+    def settle(self, choose: Callable[[], DeviceChoice]) -> None:
         """Start the workers on GPUs or on processors; see ``Pool.settle``."""
         gpus, self._open_gpus = self._open_gpus, 0
         if not gpus:
             return
+        choice = choose()
         if choice.device == "cuda":
             choice = self._tried(choice, gpus)
         if choice.device == "cpu":
