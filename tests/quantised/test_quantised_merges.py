@@ -165,4 +165,7 @@ def test_groups_of_any_size_are_merged(columns: int, group: int, tmp_path: Path)
     merge({"merge_method": "linear", "models": models}, tmp_path / "out")
     check_stored_alike(tmp_path / "out", parents[0].root)
     check_merged(tmp_path / "out", merged_values(parents, linear(1, 3)), parents)
-    assert not raymerge.audit(tmp_path / "out", raymerge.AuditOptions(sample=1.0)).num_problems
+    found = raymerge.audit(
+        tmp_path / "out", raymerge.AuditOptions(sample=1.0), raymerge.RunOptions(inline=True)
+    )
+    assert not found.num_problems
