@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.checkpoints.quantisation.detect import Packed, PackedTensors
-from raymerge.checkpoints.quantisation.encoding import Format, Packing
+from raymerge.checkpoints.quantisation.detect import PackedTensors
+from raymerge.checkpoints.quantisation.encoding import Format, Packing, Packs
 from raymerge.checkpoints.source import Checkpoint, natural_key
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
 
 _WEIGHT = ".weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Packs:
-    """What of a checkpoint is codes with scales."""
-
-    stored: Mapping[str, StoredTensor]
-    """Every tensor as it lies in its file, by name."""
-    packed: Mapping[str, Packed]
-    """What is codes with scales, by the name that it has as numbers."""
-    members: Mapping[str, str]
-    """That name by the name of each stored tensor that belongs to it."""
-    unknown: Mapping[str, str]
-    """Stored tensors that are quantised in some other way: what to call the format, by name."""
 
 
 def code_dtype(packing: Packing) -> DType:

@@ -24,7 +24,7 @@ from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 
 if TYPE_CHECKING:
-    from raymerge.checkpoints.numbers import Packs
+    from raymerge.checkpoints.quantisation.encoding import Packs
 
 CONFIG_FILE = "config.json"
 """The file that describes the model's architecture."""

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES
 from raymerge.checkpoints.quantisation.config import Declared, read_declared
-from raymerge.checkpoints.quantisation.encoding import Format, Packing
+from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing
 from raymerge.checkpoints.quantisation.stored_shapes import SHAPE_ENDING
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint
 from raymerge.dtypes import DType
@@ -154,43 +154,6 @@ _GET_WHOLE = "Download or copy the checkpoint again, or use one that is converte
 _NOT_READ = ("which is not read", "may mean something else")
 _CONVERT_ELSEWHERE = "Use a checkpoint converted to bfloat16 by the tool that made this one."
 _ONE_IS_WRONG = f"Mend {CONFIG_FILE}, or take it and the weights from the same place."
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """One logical tensor that is stored as codes with scales."""
-
-    name: str
-    """What the tensor is called where it is not quantised.
-
-    Its shape need not be the one that it has there: gpt-oss stores experts as [E, rows, columns], and the
-    same experts in bfloat16 as [E, columns, rows].
-    """
-    packing: Packing
-    """How its numbers are stored."""
-    codes: str
-    """The stored tensor of codes."""
-    scales: str
-    """The stored tensor of scales; of NVFP4, those of the blocks."""
-    others: tuple[str, ...]
-    """Further stored tensors that belong to it."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """Every stored tensor of it."""
-        return (self.codes, self.scales, *self.others)
-
-    @property
-    def tensor_scale(self) -> str | None:
-        """The stored scale of the whole tensor; None where only blocks have scales."""
-        if self.packing.format is Format.FP8_TENSOR:
-            return self.scales
-        return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
-
-    @property
-    def shape_tensor(self) -> str | None:
-        """The stored tensor that repeats the shape, or None."""
-        return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
 @dataclass(frozen=True, slots=True)

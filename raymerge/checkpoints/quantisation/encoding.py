@@ -19,7 +19,59 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
+from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Packs:
+    """What of a checkpoint is codes with scales."""
+
+    stored: Mapping[str, StoredTensor]
+    """Every tensor as it lies in its file, by name."""
+    packed: Mapping[str, Packed]
+    """What is codes with scales, by the name that it has as numbers."""
+    members: Mapping[str, str]
+    """That name by the name of each stored tensor that belongs to it."""
+    unknown: Mapping[str, str]
+    """Stored tensors that are quantised in some other way: what to call the format, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One logical tensor that is stored as codes with scales."""
+
+    name: str
+    """What the tensor is called where it is not quantised.
+
+    Its shape need not be the one that it has there: gpt-oss stores experts as [E, rows, columns], and the
+    same experts in bfloat16 as [E, columns, rows].
+    """
+    packing: Packing
+    """How its numbers are stored."""
+    codes: str
+    """The stored tensor of codes."""
+    scales: str
+    """The stored tensor of scales; of NVFP4, those of the blocks."""
+    others: tuple[str, ...]
+    """Further stored tensors that belong to it."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Every stored tensor of it."""
+        return (self.codes, self.scales, *self.others)
+
+    @property
+    def tensor_scale(self) -> str | None:
+        """The stored scale of the whole tensor; None where only blocks have scales."""
+        if self.packing.format is Format.FP8_TENSOR:
+            return self.scales
+        return next((name for name in self.others if name.endswith(".weight_global_scale")), None)
+
+    @property
+    def shape_tensor(self) -> str | None:
+        """The stored tensor that repeats the shape, or None."""
+        return next((name for name in self.others if name.endswith(".weight_shape")), None)
 
 
 class Format(StrEnum):

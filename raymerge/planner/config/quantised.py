@@ -18,8 +18,7 @@ from typing import Any
 from raymerge.architectures.sections import text_path
 from raymerge.checkpoints.quantisation.activation_scales import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.config import Declared, read_declared
-from raymerge.checkpoints.quantisation.detect import Packed
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Output, PackedAs
 from raymerge.planner.inputs.source import Source

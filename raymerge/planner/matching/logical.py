@@ -27,8 +27,7 @@ from raymerge.architectures import (
 )
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.config import USUAL_FP8_BLOCK
-from raymerge.checkpoints.quantisation.detect import Packed
-from raymerge.checkpoints.quantisation.encoding import Format, Packing, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
 from raymerge.checkpoints.views import Block as Run
 from raymerge.checkpoints.views import View, blocks, fused_views
 from raymerge.merge_plan.expressions import Scales

@@ -11,8 +11,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.numbers import PartNames, fresh_names, part_name
 from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES
-from raymerge.checkpoints.quantisation.detect import Packed
-from raymerge.checkpoints.quantisation.encoding import Packing, encoding_of
+from raymerge.checkpoints.quantisation.encoding import Packed, Packing, encoding_of
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
