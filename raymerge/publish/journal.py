@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +16,18 @@ from typing import Any
 
 from raymerge.errors import RaymergeError
 from raymerge.events import Event, OnEvent, SegmentDone, UnitDone, UnitProgress
+
+
+def entries_of(text: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are JSON objects."""
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            yield entry
+
 
 JOURNAL = "events.jsonl"
 """Its key within the record."""

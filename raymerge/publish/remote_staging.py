@@ -29,7 +29,7 @@ from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import MARK, RECORD, mark_of
 from raymerge.publish.conditions import difference
-from raymerge.publish.journal import JOURNAL
+from raymerge.publish.journal import JOURNAL, entries_of
 from raymerge.publish.ledger import NAME, Ledger
 from raymerge.publish.output_contents import (
     MANIFEST,
@@ -44,7 +44,6 @@ from raymerge.publish.output_contents import (
 from raymerge.publish.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
 from raymerge.publish.remote_shards import RemoteShards
 from raymerge.publish.remote_stop import STOP, withdraw
-from raymerge.publish.run_records import entries_of
 from raymerge.publish.segment_work import SegmentWork
 from raymerge.publish.shard_work import ShardOrder, ShardWork, check_mark, shard_orders
 from raymerge.publish.staging import RECIPE, Staging

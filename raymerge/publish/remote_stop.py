@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 
+from raymerge.publish.attempt import RECORD
 from raymerge.publish.lease import Holder, holder_from, is_same_process, myself
-from raymerge.publish.run_records import RECORD
 from raymerge.storage.objects.writer import ObjectWriter
 
 STOP = f"{RECORD}/stop.json"

@@ -26,9 +26,8 @@ from raymerge.options import RunOptions
 from raymerge.publish import remote_lease, remote_staging, remote_stop, shard_work
 from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import RemoteLease, leased, look
-from raymerge.publish.remote_records import RemoteRecords
 from raymerge.publish.remote_stop import RemoteStopRequest, ask_to_stop
-from raymerge.publish.run_records import journal_lines
+from raymerge.publish.run_records import RemoteRecords, journal_lines
 from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.options import StoreOptions
 from raymerge.storage.own_directory import OwnDirectory

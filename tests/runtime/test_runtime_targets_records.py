@@ -28,8 +28,7 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.publish import journal
 from raymerge.publish.journal import JOURNAL, Journal
 from raymerge.publish.lease import Holder, hold_of, leased, myself
-from raymerge.publish.remote_records import RemoteRecords
-from raymerge.publish.run_records import LocalRecords, records_of, seconds_taken
+from raymerge.publish.run_records import LocalRecords, RemoteRecords, records_of, seconds_taken
 from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.retry import KEPT
 

@@ -15,7 +15,7 @@ from typing import Any
 from raymerge.deploy.targets.sending import recipe_digest, sending_problems
 from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError, Problem
-from raymerge.publish.run_records import entries_of
+from raymerge.publish.journal import entries_of
 from raymerge.storage.own_directory import OwnDirectory
 from raymerge.units import format_size
 

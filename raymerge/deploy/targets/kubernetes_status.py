@@ -17,7 +17,7 @@ from typing import Any
 from raymerge.deploy.manifests import OUTPUT_ANNOTATION
 from raymerge.deploy.targets.kubernetes_api import SECRETS, AnswerError, AwayError, Server
 from raymerge.deploy.targets.target import RunReport, RunState
-from raymerge.publish.run_records import entries_of
+from raymerge.publish.journal import entries_of
 
 Json = dict[str, Any]
 

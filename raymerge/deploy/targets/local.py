@@ -10,14 +10,13 @@ from typing import Any
 
 from raymerge.deploy.targets.target import RunReport, RunState
 from raymerge.errors import OptionError, Problem, RaymergeError, TransientError
-from raymerge.publish.journal import ENDED
+from raymerge.publish.journal import ENDED, entries_of
 from raymerge.publish.lease import DEAD_SECONDS, LeaseView
 from raymerge.publish.ledger import NAME
 from raymerge.publish.run_records import (
     STORY,
     Record,
     RunRecords,
-    entries_of,
     events_of,
     is_made,
     is_older,

@@ -19,8 +19,9 @@ from raymerge.errors import CheckpointError, IncompleteError, Problem, Unreadabl
 from raymerge.merge_plan.dispositions import Holding
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.planner.inputs.source import Prepared, Source, holdings
+from raymerge.publish.journal import entries_of
 from raymerge.publish.ledger import NAME
-from raymerge.publish.run_records import entries_of, records_of
+from raymerge.publish.run_records import records_of
 from raymerge.publish.staging import is_untouched
 from raymerge.recipes import AnyRecipe, references
 from raymerge.storage.hub.addresses import hub_place, is_hub_place
