@@ -5,13 +5,28 @@ how much their row's softmax changed; keep the base elsewhere."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
-from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
+    Method,
+    Reference,
+    Settings,
+    Takes,
+    Tile,
+)
 from raymerge.methods.reduce import PIECE, chunk_length, folded
+from raymerge.methods.reference import doubt_of, magnitudes_of_ranks
 from raymerge.methods.rows import row_batches
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection
 from raymerge.methods.task_arithmetic import on_base
@@ -126,6 +141,57 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
     return folded(values[:, :half] + values[:, half:], dim=1)
 
 
+_NEAR_IMPORTANCE = 2.0**-16
+# The same of importances: a divergence of nearly equal rows is a small difference.
+
+
+class _Reference:
+    """The elements of one source of importance ``median + 1.5 (Q3 - Q1)`` and more."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        total = tensor.num_elements
+        ranks = [total - math.floor(share * (total - 1)) for share in (0.25, 0.5, 0.75)]
+        (cuts,) = magnitudes_of_ranks(
+            lambda: (_reference_importances(block, tensor.row_length)[None] for block in tensor.blocks()),
+            [ranks],
+        )
+        first, median, third = (cut.threshold for cut in cuts)
+        self._threshold = median + 1.5 * (third - first)
+        self._row_length = tensor.row_length
+
+    def __call__(self, block: Block) -> Expected:
+        assert block.base is not None
+        importances = _reference_importances(block, self._row_length)
+        taken = importances >= self._threshold
+        other = np.where(taken, block.base, block.sources[0])
+        doubts = 0.0
+        if block.doubts is not None:
+            size = np.maximum(np.abs(block.sources[0] - block.base), 1e-30)
+            doubts = importances * np.minimum(1.0, 8 * np.asarray(block.input_doubt) / size)
+        is_open = np.abs(importances - self._threshold) <= _NEAR_IMPORTANCE * self._threshold + doubts
+        places = np.flatnonzero(is_open)
+        values = np.where(taken, block.sources[0], block.base)
+        return Expected(values, doubt_of(block, 1.0), [(places, other[places])])
+
+
+def _reference_importances(block: Block, length: int) -> Floats:
+    """Size of the change of each element times the divergence of its row, as float32 numbers."""
+    assert block.base is not None
+    base, source = block.base.reshape(-1, length), block.sources[0].reshape(-1, length)
+    q, p = _softmax(base), _softmax(source)
+    change = (p - q) / q
+    # The terms of p log(p/q) without what cancels out over the row, as both sum to the same.
+    divergence = np.maximum((q * ((1 + change) * np.log1p(change) - change)).sum(1), 0.0)
+    sizes = np.abs(source - base).astype(np.float32) * divergence.astype(np.float32)[:, None]
+    return np.asarray(sizes, dtype=np.float64).reshape(-1)
+
+
+def _softmax(rows: Floats) -> Floats:
+    """The softmax of each row, plus 1e-8."""
+    powers = np.exp(rows - rows.max(1, keepdims=True))
+    return np.asarray(powers / powers.sum(1, keepdims=True) + 1e-8)
+
+
 ARCEE_FUSION = Method(
     name="arcee_fusion",
     summary="The base, with the elements of one source whose change matters most.",
@@ -134,6 +200,7 @@ ARCEE_FUSION = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.WEIGHTS,
     kernel=ArceeFusionKernel(),
+    reference=Reference(_Reference, by_row=True),
     parameters=(),
     max_sources=1,
     scratch=7.0,

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+from raymerge.methods.method import Access, BaseUse, Method, Parameter, Reference, Settings, Takes
 from raymerge.methods.selection import HISTOGRAM_BYTES
 from raymerge.methods.task_arithmetic import delta_parameters
-from raymerge.methods.trim import TrimmingKernel, take_sample
+from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ BREADCRUMBS = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=BreadcrumbsKernel(elect=False),
+    reference=Reference(partial(TrimmedReference, name="breadcrumbs", elects=False)),
     parameters=_parameters(),
     scratch=4.5,
     state_bytes=2 * HISTOGRAM_BYTES,
@@ -67,6 +69,7 @@ BREADCRUMBS_TIES = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=BreadcrumbsKernel(elect=True),
+    reference=Reference(partial(TrimmedReference, name="breadcrumbs", elects=True)),
     parameters=_parameters(),
     scratch=5.5,
     state_bytes=2 * HISTOGRAM_BYTES,

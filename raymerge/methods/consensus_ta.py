@@ -4,9 +4,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    DOUBT,
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Takes,
+    Tile,
+    elementwise,
+)
+from raymerge.methods.reference import doubt_of
 from raymerge.methods.sums import weighted_sum
 from raymerge.methods.task_arithmetic import on_base
 
@@ -46,6 +62,25 @@ def _check(settings: Settings) -> str | None:
     return f"consensus is {wanted}, but only {sources} of the sources merge here, so nothing would be kept"
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The summed deltas where enough sources use the element."""
+    assert block.base is not None
+    settings = tensor.settings
+    terms = np.array(settings.per_source("weight"))[:, None] * block.sources
+    merged = terms.sum(0)
+    limits = np.array(settings.per_source("mask_lambda"))[:, None] * np.abs(merged - terms)
+    margin = np.abs(terms) - limits
+    near = DOUBT * np.abs(terms).sum(0) + block.input_doubt * len(terms)
+    wanted = settings.number("consensus")
+    factor = settings.number("lambda")
+    surely, maybe = (margin > near).sum(0) >= wanted, (margin >= -near).sum(0) >= wanted
+    doubt = doubt_of(block, abs(factor) * float(np.abs(settings.per_source("weight")).sum()))
+    changed = block.base + factor * merged
+    # Where nothing changes it does not matter who uses it.
+    places = np.flatnonzero((surely != maybe) & (np.abs(factor * merged) > doubt))
+    return Expected(np.where(surely, changed, block.base), doubt, [(places, changed[places])])
+
+
 CONSENSUS_TA = Method(
     name="consensus_ta",
     summary="The base plus the sum of the deltas where several sources use the element.",
@@ -54,6 +89,7 @@ CONSENSUS_TA = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=ConsensusKernel(),
+    reference=elementwise(_reference),
     parameters=(
         Parameter("weight", "float", "source", "coefficient of the source's delta", default=1.0),
         Parameter(

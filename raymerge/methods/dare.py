@@ -6,13 +6,35 @@ them (dare_linear) or add what agrees with the elected sign (dare_ties)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Access, BaseUse, Method, Settings, SinglePass, Stored, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
+    Method,
+    Settings,
+    SinglePass,
+    Stored,
+    Takes,
+    Tile,
+    elementwise,
+)
 from raymerge.methods.random import chance_of, keep_factors, key_words, limit_of
+from raymerge.methods.reference import (
+    NUMBERS,
+    Thinned,
+    element_numbers,
+    family_sum,
+    merge_terms,
+    number_limit,
+)
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
 from raymerge.methods.trim import PickedMerge
 
@@ -68,6 +90,17 @@ def _gains(settings: Settings) -> tuple[float, ...]:
     return tuple(1.0 / chance if settings.flag("rescale") and chance else 1.0 for chance in chances)
 
 
+def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
+    """Each element stays with the same chance."""
+    settings = tensor.settings
+    factors = np.empty(block.sources.shape)
+    for source, density in enumerate(settings.per_source("density")):
+        limit = number_limit(density)
+        gain = NUMBERS / limit if settings.flag("rescale") and limit else 1.0
+        factors[source] = gain * (element_numbers(settings.keys[source], block.indices) < limit)
+    return merge_terms(block, Thinned(factors, factors), family_sum(settings, elects=elects))
+
+
 DARE_LINEAR = Method(
     name="dare_linear",
     summary="The base plus the sum of randomly thinned, rescaled deltas.",
@@ -76,6 +109,7 @@ DARE_LINEAR = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DareKernel(elect=False),
+    reference=elementwise(partial(_reference, elects=False)),
     parameters=delta_parameters(normalize=False, rescale=True),
     scratch=2.0,
     scratch_per_source=1.0,
@@ -90,6 +124,7 @@ DARE_TIES = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DareKernel(elect=True),
+    reference=elementwise(partial(_reference, elects=True)),
     parameters=delta_parameters(normalize=False, rescale=True),
     scratch=3.0,
     scratch_per_source=1.0,

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.few import few_inputs_of, few_numbers_of
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
     Method,
     Parameter,
+    Reference,
     Settings,
     SinglePass,
     Stored,
@@ -27,8 +32,9 @@ from raymerge.methods.method import (
 )
 from raymerge.methods.random import key_words, limits_of, write_numbers
 from raymerge.methods.reduce import chunks
+from raymerge.methods.reference import NUMBERS, Thinned, element_numbers, family_sum, merge_terms
 from raymerge.methods.task_arithmetic import compiled_sum, delta_parameters, merge_factors
-from raymerge.methods.trim import inputs_of
+from raymerge.methods.trim import few_inputs_of, few_numbers_of, inputs_of
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect_stored import Ranked
@@ -186,6 +192,73 @@ def _parameters(*, normalize: bool) -> tuple[Parameter, ...]:
     return weight, density, epsilon, *others
 
 
+_ENDS: tuple[tuple[int, Literal["right", "left"]], ...] = ((1, "right"), (-1, "left"))
+
+
+def _reference(tensor: LogicalTensor, block: Block, *, elects: bool) -> Expected:
+    """Each element stays with a chance that grows with the rank of its magnitude in its row."""
+    settings = tensor.settings
+    factors, others = np.empty((2, *block.sources.shape))
+    shifts = np.zeros(block.sources.shape)
+    how = family_sum(settings, elects=elects)
+    both = zip(settings.per_source("density"), settings.per_source("epsilon"), strict=True)
+    for source, (density, epsilon) in enumerate(both):
+        if not 0 < density < 1:
+            factors[source] = others[source] = density
+            continue
+        doubts = None if block.doubts is None else block.doubts[source]
+        numbers = element_numbers(settings.keys[source], block.indices)
+        ranks, spread = _reference_ranks(np.abs(block.sources[source]), doubts, settings.row_length)
+        chances = _Chances(density, epsilon, settings)
+        gains, kept = chances.gains(ranks), numbers < chances.limits(ranks)
+        # The chances themselves are rounded, and two numbers apart at most.
+        is_open = numbers >= chances.limits(ranks - spread) - 2
+        is_open &= numbers < chances.limits(ranks + spread) + 2
+        factors[source], others[source] = gains * kept, gains * np.where(is_open, ~kept, kept)
+        shifts[source] = np.abs(chances.gains(ranks - spread) - gains)
+    found = merge_terms(block, Thinned(factors, others), how)
+    largest = np.abs(how.coefficients * how.factor)
+    if how.divides:
+        largest = largest / max(float(np.abs(how.shares).min()), 1e-30)
+    found.doubt += (largest[:, None] * shifts * np.abs(block.sources)).sum(0)
+    return found
+
+
+class _Chances:
+    """The chances of one delta's elements by their ranks."""
+
+    def __init__(self, density: float, epsilon: float, settings: Settings) -> None:
+        length = settings.row_length
+        self._least = density - (epsilon if length > 1 else 0.0)
+        self._step = 2.0 * epsilon / max(1, length - 1)
+        self._rescales = settings.flag("rescale")
+
+    def limits(self, ranks: Floats) -> Floats:
+        """What the numbers of elements must be below."""
+        return np.clip(np.ceil((self._least + self._step * ranks) * NUMBERS), 0, NUMBERS)
+
+    def gains(self, ranks: Floats) -> Floats:
+        """What elements are multiplied by if they stay."""
+        if not self._rescales:
+            return np.ones(ranks.shape)
+        return NUMBERS / np.maximum(self.limits(ranks), 1)
+
+
+def _reference_ranks(magnitudes: Floats, doubts: Floats | None, length: int) -> tuple[Floats, Floats]:
+    """The rank of each element in its row from 0, equal ones by index; and by how many it may differ."""
+    rows = magnitudes.reshape(-1, length)
+    order = np.argsort(rows, axis=1, kind="stable")
+    ranks = np.empty(rows.shape)
+    np.put_along_axis(ranks, order, np.broadcast_to(np.arange(length, dtype=np.float64), rows.shape), axis=1)
+    spread = np.zeros(rows.shape)
+    if doubts is not None:
+        for row, near, out in zip(rows, 2 * doubts.reshape(-1, length), spread, strict=True):
+            ordered = np.sort(row)
+            ends = (np.searchsorted(ordered, row + sign * near, side) for sign, side in _ENDS)
+            out[:] = np.subtract(*ends) - 1
+    return ranks.reshape(-1), spread.reshape(-1)
+
+
 DELLA = Method(
     name="della",
     summary="The base plus randomly thinned, rescaled deltas that favour large elements, where their signs "
@@ -195,6 +268,7 @@ DELLA = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=True),
+    reference=Reference(partial(partial, partial(_reference, elects=True)), by_row=True),
     parameters=_parameters(normalize=True),
     scratch=_SCRATCH,
     scratch_per_source=1.0,
@@ -211,6 +285,7 @@ DELLA_LINEAR = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=DellaKernel(elect=False),
+    reference=Reference(partial(partial, partial(_reference, elects=False)), by_row=True),
     parameters=_parameters(normalize=False),
     scratch=_SCRATCH,
     scratch_per_source=1.0,

@@ -11,10 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from raymerge.methods.gram import Coefficients, Combination, CombinationKernel, Gram, combine
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Floats,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Takes,
+    Tile,
+)
+from raymerge.methods.reference import Combined, inner_products, norm_of
 
 _COINCIDES = 1e-12
 _CLEARLY = 1.0 - 1e-9
@@ -123,6 +136,40 @@ def _identity(settings: Settings) -> int | None:
     return 0 if len(settings.sources) == 1 else None
 
 
+def _reference(tensor: LogicalTensor) -> Combined:
+    """The point with the least sum of weighted distances: a source, or where Weiszfeld's method ends."""
+    settings = tensor.settings
+    # Distances from differences to the first source: of the tensors themselves little would be left of them.
+    gram = np.zeros((tensor.num_sources, tensor.num_sources))
+    gram[1:, 1:] = inner_products(tensor, lambda block: block.sources[1:] - block.sources[0])
+    weights = np.array(settings.per_source("weight"))
+    spread = float(np.sqrt(np.diag(gram)).max())
+    for index in range(len(weights)):
+        here = np.eye(len(weights))[index]
+        pulls, own = _pulls(gram, weights, here, spread)
+        if own and norm_of(gram, pulls - pulls.sum() * here) < own * (1.0 - 1e-9):
+            return Combined(here.tolist())
+    here = weights / weights.sum()
+    for _ in range(int(settings.number("max_iter"))):
+        pulls, own = _pulls(gram, weights, here, spread)
+        there = pulls / pulls.sum()
+        if own:
+            held = min(1.0, own / norm_of(gram, pulls - pulls.sum() * here))
+            there = (1.0 - held) * there + held * here
+        moved, here = norm_of(gram, here - there), there
+        if moved <= settings.number("tol") * spread:
+            break
+    return Combined(here.tolist())
+
+
+def _pulls(gram: Floats, weights: Floats, here: Floats, spread: float) -> tuple[Floats, float]:
+    """Weight over distance of each source, and the weight of those that lie here."""
+    distances = np.array([norm_of(gram, here - source) for source in np.eye(len(weights))])
+    apart = distances > 1e-12 * spread
+    pulls = np.divide(weights, distances, out=np.zeros(len(weights)), where=apart)
+    return pulls, math.fsum(weights[~apart])
+
+
 GEOMETRIC_MEDIAN = Method(
     name="geometric_median",
     summary="The point with the least sum of weighted distances to the sources.",
@@ -131,6 +178,7 @@ GEOMETRIC_MEDIAN = Method(
     base=BaseUse.UNUSED,
     takes=Takes.WEIGHTS,
     kernel=GeometricMedianKernel(),
+    reference=Reference(_reference),
     parameters=(
         Parameter("weight", "float", "source", "factor on the source's distance", default=1.0, minimum=0.0),
         Parameter("max_iter", "int", "global", "most steps of the search", default=100, minimum=0),

@@ -6,8 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Takes,
+)
+from raymerge.methods.reference import Combined, inner_products, norm_of
 
 _OPPOSITE = 1e-7
 
@@ -78,6 +90,33 @@ def _mix(left: Coefficients, of_left: float, right: Coefficients, of_right: floa
     return tuple(of_left * a + of_right * b for a, b in zip(left, right, strict=True))
 
 
+def _reference(tensor: LogicalTensor) -> Combined:
+    """The Karcher mean of the directions, at the mean norm."""
+    settings = tensor.settings
+    gram = inner_products(tensor, lambda block: block.sources)
+    norms, tol = np.sqrt(np.maximum(np.diag(gram), 0.0)), settings.number("tol")
+    valid = np.flatnonzero(norms > tol * norms.max())
+    count = len(norms)
+    if not len(valid):
+        return Combined([1.0 / count] * count)
+    points = np.eye(count)[valid] / norms[valid, None]
+    mean = points.mean(0)
+    here = mean / norm_of(gram, mean) if norm_of(gram, mean) > tol else points[0]
+    for _ in range(int(settings.number("max_iter"))):
+        tangent = np.zeros(count)
+        for point in points:
+            cosine = float(np.clip(here @ gram @ point, -1.0, 1.0))
+            angle = math.acos(cosine)
+            if 0.0 < angle < math.pi - 1e-7 and angle >= tol:
+                tangent += angle / math.sin(angle) * (point - cosine * here) / len(points)
+        length = norm_of(gram, tangent)
+        if length <= tol:
+            break
+        here = here * math.cos(length) + tangent * (math.sin(length) / length)
+        here = here / norm_of(gram, here)
+    return Combined((here * norms.mean()).tolist())
+
+
 KARCHER = Method(
     name="karcher",
     summary="The mean of the sources' directions on the sphere, at their mean norm.",
@@ -86,6 +125,7 @@ KARCHER = Method(
     base=BaseUse.UNUSED,
     takes=Takes.WEIGHTS,
     kernel=KarcherKernel(),
+    reference=Reference(_reference),
     parameters=(
         Parameter("max_iter", "int", "global", "most steps of the search", default=10, minimum=0),
         Parameter(

@@ -4,9 +4,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Takes,
+    Tile,
+    elementwise,
+)
 
 _SMALLEST = "smallest"
 
@@ -20,6 +34,12 @@ class LargestKernel(SinglePass):
         return sources.amin(0) if settings.flag(_SMALLEST) else sources.amax(0)
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The largest source, or the smallest."""
+    values = block.sources.min(0) if tensor.settings.flag("smallest") else block.sources.max(0)
+    return Expected(values, block.input_doubt * np.ones_like(values))
+
+
 LARGEST = Method(
     name="largest",
     summary="The largest of the sources, element by element.",
@@ -28,6 +48,7 @@ LARGEST = Method(
     base=BaseUse.UNUSED,
     takes=Takes.WEIGHTS,
     kernel=LargestKernel(),
+    reference=elementwise(_reference),
     parameters=(Parameter(_SMALLEST, "bool", "global", "take the smallest instead", default=False),),
     scratch=0.0,
 )

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,6 +15,9 @@ from raymerge.methods.method import (
     Access,
     AnchoredSum,
     BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
     Method,
     Parameter,
     Settings,
@@ -20,7 +25,9 @@ from raymerge.methods.method import (
     Stored,
     Takes,
     Tile,
+    elementwise,
 )
+from raymerge.methods.reference import combination
 from raymerge.methods.sums import check_shares, shares, stored_sum_of_products, sum_of_products
 
 _NORMALIZE = "normalize"
@@ -62,6 +69,13 @@ def _identity(settings: Settings) -> int | None:
     return 0 if alone and shares(settings, normalize=_NORMALIZE) == (1.0,) else None
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The weighted sum, or mean."""
+    weights = tensor.settings.per_source("weight")
+    total = math.fsum(weights) if tensor.settings.flag(_NORMALIZE) else 1.0
+    return combination(block, [weight / total for weight in weights])
+
+
 LINEAR = Method(
     name="linear",
     summary="Weighted mean of the sources, or their weighted sum.",
@@ -70,6 +84,7 @@ LINEAR = Method(
     base=BaseUse.UNUSED,
     takes=Takes.WEIGHTS,
     kernel=LinearKernel(),
+    reference=elementwise(_reference),
     parameters=(
         Parameter("weight", "float", "source", "coefficient of the source", required=True),
         Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
     Method,
     Parameter,
     Settings,
@@ -18,7 +21,9 @@ from raymerge.methods.method import (
     Stored,
     Takes,
     Tile,
+    elementwise,
 )
+from raymerge.methods.reference import combination
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 
@@ -46,6 +51,15 @@ def _scale(settings: Settings) -> float:
     return first + (1.0 - first if beta is None else float(beta)) * settings.position
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The same, scaled with the depth."""
+    settings = tensor.settings
+    alpha, beta = settings.values["alpha"], settings.values["beta"]
+    first = 1.0 / len(settings.sources) if alpha is None else float(alpha)
+    factor = first + (1.0 - first if beta is None else float(beta)) * settings.position
+    return combination(block, [factor * weight for weight in settings.per_source("weight")])
+
+
 LINES = Method(
     name="lines",
     summary="The base plus the weighted sum of the deltas, scaled up with the depth of the layer.",
@@ -54,6 +68,7 @@ LINES = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=LinesKernel(),
+    reference=elementwise(_reference),
     parameters=(
         Parameter("weight", "float", "source", "coefficient of the source's delta", required=True),
         Parameter(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +17,21 @@ from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram, pa
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    Floats,
     Kernel,
     KernelBySettings,
+    LogicalTensor,
     Method,
     Parameter,
+    Reference,
     Settings,
     SinglePass,
     Takes,
     Tile,
 )
+from raymerge.methods.reference import Combined, combination, inner_products
 from raymerge.methods.rows import row_grams
 from raymerge.methods.sums import sum_on_base
 
@@ -99,6 +106,33 @@ def _access(settings: Settings) -> Access:
     return Access.ROW if _kernel(settings) is _ROWS else Access.TENSOR
 
 
+def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+    """The base moved towards the mean of the sources, by the mean cosine of deltas: of the tensor or rows."""
+    if tensor.settings.flag("filter_wise") and len(tensor.settings.shape) > 1:
+        return lambda block: _stock_rows(block, tensor.row_length)
+    gram = inner_products(tensor, lambda block: block.sources)
+    share = float(_stock_share(gram[:, :, None])[0]) / tensor.num_sources
+    return Combined([share] * tensor.num_sources)
+
+
+def _stock_rows(block: Block, length: int) -> Expected:
+    rows = block.sources.reshape(len(block.sources), -1, length)
+    share = _stock_share(np.einsum("arx,brx->abr", rows, rows)) / len(rows)
+    return combination(block, np.broadcast_to(share.repeat(length), block.sources.shape))
+
+
+def _stock_share(grams: Floats) -> Floats:
+    """How far the base moves, from inner products ``[N, N, rows]``."""
+    count = len(grams)
+    norms = np.sqrt(np.einsum("aar->ar", grams))
+    lengths = norms[:, None] * norms[None]
+    cosines = np.divide(grams, lengths, out=np.zeros_like(grams), where=lengths > 0).clip(-1.0, 1.0)
+    left, right = np.triu_indices(count, 1)
+    average = cosines[left, right].mean(0)
+    divisor = 1.0 + (count - 1) * average
+    return np.where(divisor < 1e-6, 0.0, count * average / np.where(divisor < 1e-6, 1.0, divisor))
+
+
 MODEL_STOCK = Method(
     name="model_stock",
     summary="The base moved towards the mean of the sources, the farther the better the deltas agree.",
@@ -107,6 +141,7 @@ MODEL_STOCK = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=ModelStockKernel(),
+    reference=Reference(_reference, by_row=True),
     parameters=(
         Parameter(
             "filter_wise", "bool", "global", "an angle for each row, not one for the tensor", default=False

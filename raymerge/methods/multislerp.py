@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from raymerge.methods.gram import Coefficients, CombinationKernel, Gram
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Takes,
+)
+from raymerge.methods.reference import Combined, differences, inner_products, norm_of
 from raymerge.methods.sums import check_shares, shares
 
 _NORMALIZE = "normalize_weights"
@@ -43,6 +55,24 @@ def _identity(settings: Settings) -> int | None:
     return 0 if len(settings.sources) == 1 else None
 
 
+def _reference(tensor: LogicalTensor) -> Combined:
+    """The mean direction at the mean norm."""
+    settings = tensor.settings
+    gram = inner_products(tensor, differences)
+    weights = np.array(settings.per_source("weight"))
+    if settings.flag("normalize_weights"):
+        weights = weights / math.fsum(weights)
+    if len(weights) == 1:
+        return Combined([1.0], origin=True)
+    norms, eps = np.sqrt(np.diag(gram)), settings.number("eps")
+    counts = norms > eps * norms.max()
+    mean = np.divide(weights, norms, out=np.zeros(len(weights)), where=counts)
+    length = norm_of(gram, mean)
+    if length <= eps * np.abs(weights).sum():
+        return Combined(weights.tolist(), origin=True)
+    return Combined((mean * float(weights @ norms) / length).tolist(), origin=True)
+
+
 MULTISLERP = Method(
     name="multislerp",
     summary="The mean direction of the sources (or of their deltas), at their mean norm.",
@@ -51,6 +81,7 @@ MULTISLERP = Method(
     base=BaseUse.OPTIONAL,
     takes=Takes.WEIGHTS,
     kernel=MultislerpKernel(),
+    reference=Reference(_reference),
     parameters=(
         Parameter("weight", "float", "source", "share of the source", required=True),
         Parameter(_NORMALIZE, "bool", "global", "divide by the sum of the weights", default=True),

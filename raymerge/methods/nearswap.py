@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
     Method,
     Parameter,
     Settings,
@@ -18,7 +21,9 @@ from raymerge.methods.method import (
     Stored,
     Takes,
     Tile,
+    elementwise,
 )
+from raymerge.methods.reference import doubt_of
 
 _LEAST = 1e-6
 
@@ -60,6 +65,14 @@ def swap_near_in_torch(base: torch.Tensor, source: torch.Tensor, t: float) -> to
     return torch.where(swapped, source, base).sub_(change.add_(0.0))
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The source within ``t`` of the base, elsewhere the base moved by ``t``."""
+    assert block.base is not None
+    change = block.sources[0] - block.base
+    share = np.clip(tensor.settings.number("t") / np.maximum(np.abs(change), 1e-6), 0.0, 1.0)
+    return Expected(block.base + share * change, doubt_of(block, 1.0))
+
+
 NEARSWAP = Method(
     name="nearswap",
     summary="The source where it is within t of the base, elsewhere the base moved by t towards it.",
@@ -68,6 +81,7 @@ NEARSWAP = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.WEIGHTS,
     kernel=NearswapKernel(),
+    reference=elementwise(_reference),
     parameters=(
         Parameter("t", "float", "global", "difference up to which the source counts", required=True),
     ),

@@ -5,9 +5,10 @@ column by column."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raymerge.methods.arc import arc_coefficients, points_of_arcs
@@ -15,15 +16,21 @@ from raymerge.methods.gram import NEGLIGIBLE, Coefficients, CombinationKernel, G
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    Floats,
     Kernel,
     KernelBySettings,
+    LogicalTensor,
     Method,
     Parameter,
+    Reference,
     Settings,
     SinglePass,
     Takes,
     Tile,
 )
+from raymerge.methods.reference import Combined, arc_pair, combination, differences, inner_products
 from raymerge.methods.rows import add_column_pairs, row_batches, row_grams
 
 _CANCELS = 1e-6
@@ -211,6 +218,65 @@ def _access(settings: Settings) -> Access:
     return Access.MATRIX if kernel is _FIRST_DIMENSION else Access.ROW
 
 
+def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+    """An arc for the tensor, for each row or for each run along the first dimension."""
+    settings = tensor.settings
+    if settings.flag("nuslerp_flatten") or len(settings.shape) < 2:
+        gram = inner_products(tensor, differences)
+        return Combined(arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], _reference_turn(settings)), origin=True)
+    return _ReferenceColumns(tensor) if settings.flag("nuslerp_row_wise") else _ReferenceRows(tensor)
+
+
+def _reference_turn(settings: Settings) -> float:
+    """Part of the way from the first source of nuslerp to the second."""
+    first, second = settings.per_source("weight")
+    if abs(first + second) <= 1e-6 * (abs(first) + abs(second)):
+        return 0.5
+    return second / (first + second)
+
+
+class _ReferenceRows:
+    """An arc for each run along the last dimension."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        self._length, self._turn = tensor.row_length, _reference_turn(tensor.settings)
+
+    def __call__(self, block: Block) -> Expected:
+        pairs = _pairs(_products(differences(block).reshape(2, -1, self._length), axis=2), self._turn)
+        return combination(block, pairs.repeat(self._length, axis=1), origin=True)
+
+
+class _ReferenceColumns:
+    """An arc for each run along the first dimension; of more than two, the tensor is read as a matrix."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        shape = tensor.settings.shape
+        self._columns = max(1, tensor.num_elements // max(1, shape[0]))
+        total = np.zeros((3, self._columns))
+        for block in tensor.blocks():
+            vectors, places = differences(block), block.indices % self._columns
+            for index, (left, right) in enumerate(((0, 0), (0, 1), (1, 1))):
+                products = vectors[left] * vectors[right]
+                total[index] += np.bincount(places, products, minlength=self._columns)
+        self._pairs = _pairs(total, _reference_turn(tensor.settings))
+
+    def __call__(self, block: Block) -> Expected:
+        return combination(block, self._pairs[:, block.indices % self._columns], origin=True)
+
+
+def _products(vectors: Floats, axis: int) -> Floats:
+    """Inner products of two vectors with themselves and each other ``[3, vectors]``."""
+    first, second = vectors
+    products = (first * first, first * second, second * second)
+    return np.stack([each.sum(axis - 1) for each in products])
+
+
+def _pairs(sums: Floats, t: float) -> Floats:
+    """Coefficients of both vectors of each arc ``[2, vectors]``."""
+    found = [arc_pair(first, mixed, second, t) for first, mixed, second in sums.T.tolist()]
+    return np.array(found).reshape(-1, 2).T
+
+
 NUSLERP = Method(
     name="nuslerp",
     summary="Spherical interpolation between two sources, or between their deltas.",
@@ -219,6 +285,7 @@ NUSLERP = Method(
     base=BaseUse.OPTIONAL,
     takes=Takes.WEIGHTS,
     kernel=NuslerpKernel(),
+    reference=Reference(_reference, by_row=True),
     parameters=(
         Parameter("weight", "float", "source", "share of the way to the source", required=True),
         Parameter(

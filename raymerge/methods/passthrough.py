@@ -6,7 +6,21 @@ from __future__ import annotations
 
 import torch
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    DOUBT,
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Settings,
+    SinglePass,
+    Takes,
+    Tile,
+    elementwise,
+)
 
 
 class PassthroughKernel(SinglePass):
@@ -26,6 +40,14 @@ def _identity(settings: Settings) -> int | None:
     return 0 if source.get("scale") in (None, 1) else None
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The one source times its scale."""
+    scale = tensor.settings.sources[0].get("scale")
+    factor = 1.0 if scale is None else float(scale)
+    doubt = abs(factor) * (DOUBT * block.largest + block.input_doubt)
+    return Expected(factor * block.sources[0], doubt)
+
+
 PASSTHROUGH = Method(
     name="passthrough",
     summary="One source unchanged, or multiplied by a scale.",
@@ -34,6 +56,7 @@ PASSTHROUGH = Method(
     base=BaseUse.UNUSED,
     takes=Takes.WEIGHTS,
     kernel=PassthroughKernel(),
+    reference=elementwise(_reference),
     parameters=(Parameter("scale", "float", "source", "factor on every element"),),
     max_sources=1,
     scratch=0.0,

@@ -5,11 +5,29 @@ or enlarge it (ramplus_tl) (arXiv 2601.13572)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, SinglePass, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    SinglePass,
+    Takes,
+    Tile,
+    elementwise,
+)
+from raymerge.methods.reference import doubt_of
 from raymerge.methods.task_arithmetic import on_base, sum_of_terms
 
 
@@ -102,6 +120,76 @@ _EPSILON = Parameter(
     "epsilon", "float", "global", "size of a change that counts as one", default=1e-5, minimum=0.0
 )
 
+
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The mean of the deltas that change the element."""
+    return _mean_change(tensor, block, [1.0] * tensor.num_sources)
+
+
+class _RamPlusReference:
+    """The same with what one delta alone changes enlarged, by counts over the tensor."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        self._tensor = tensor
+        epsilon = tensor.settings.number("epsilon")
+        shared, unique = np.zeros((2, tensor.num_sources))
+        self._doubtful = 0
+        for block in tensor.blocks():
+            changed = np.abs(block.sources) > np.float32(epsilon)
+            alone = changed & (changed.sum(0) == 1)
+            unique += alone.sum(1)
+            shared += (changed & ~alone).sum(1)
+            self._doubtful += int(_near_epsilon(block, epsilon).any(0).sum())
+        self._gains = [self._gain(s, u) for s, u in zip(shared, unique, strict=True)]
+        # Each element that may be counted otherwise moves a gain by its share of the rest at most.
+        rest = np.maximum(1.0, np.minimum(unique, shared + unique))
+        self._share = float((self._doubtful / rest).max()) if self._doubtful else 0.0
+
+    def __call__(self, block: Block) -> Expected:
+        found = _mean_change(self._tensor, block, self._gains)
+        r = abs(self._tensor.settings.number("r") * self._tensor.settings.number("alpha"))
+        found.doubt += min(1.0, self._share) * r * np.abs(block.sources).max(0)
+        return found
+
+    def _gain(self, shared: float, unique: float) -> float:
+        if not unique:
+            return 1.0
+        settings = self._tensor.settings
+        ratio = shared / max(unique, settings.number("epsilon"))
+        return 1.0 + settings.number("r") * min(max(ratio, 0.0), settings.number("alpha"))
+
+
+def _mean_change(tensor: LogicalTensor, block: Block, gains: Sequence[float]) -> Expected:
+    """The base plus the changes over their number; a change that is alone times its source's gain."""
+    assert block.base is not None
+    epsilon = tensor.settings.number("epsilon")
+    near = _near_epsilon(block, epsilon)
+    own = np.array(gains)[:, None]
+    doubt = doubt_of(block, max(1.0, *map(abs, gains)))
+
+    def merged(changed: Floats) -> Floats:
+        count = changed.sum(0)
+        factors = np.where(count == 1, own, 1.0) * changed / np.maximum(count, 1.0)
+        assert block.base is not None
+        return np.asarray(block.base + (factors * block.sources).sum(0))
+
+    changed = (np.abs(block.sources) > np.float32(epsilon)).astype(np.float64)
+    found = Expected(merged(changed), doubt)
+    for source in range(len(gains)):
+        places = np.flatnonzero(near[source])
+        if len(places):
+            turned = changed.copy()
+            turned[source] = 1.0 - turned[source]
+            found.others.append((places, merged(turned)[places]))
+    return found
+
+
+def _near_epsilon(block: Block, epsilon: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Where it is open whether a delta changes an element."""
+    doubts = 0.0 if block.doubts is None else block.doubts
+    return np.asarray(np.abs(np.abs(block.sources) - epsilon) <= doubts + 2.0**-22 * epsilon)
+
+
 RAM = Method(
     name="ram",
     summary="The base plus, for each element, the mean of the deltas that change it.",
@@ -110,6 +198,7 @@ RAM = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=RamKernel(),
+    reference=elementwise(_reference),
     parameters=(_EPSILON,),
     scratch=2.5,
 )
@@ -122,6 +211,7 @@ RAMPLUS_TL = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=RamPlusKernel(),
+    reference=Reference(_RamPlusReference),
     parameters=(
         Parameter("r", "float", "global", "how much of the shared share the enlargement takes", default=0.1),
         Parameter("alpha", "float", "global", "largest share that counts", default=0.2, minimum=0.0),

@@ -13,9 +13,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.few import few_inputs_of, few_numbers_of
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Stored, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Stored,
+    Takes,
+    Tile,
+)
+from raymerge.methods.random import random_key
 from raymerge.methods.reduce import add_squares, chunks
+from raymerge.methods.reference import RankCut, TermSum, Thinned, magnitudes_of_ranks, merge_terms
 from raymerge.methods.selection import HISTOGRAM_BYTES, MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import agreeing_sum, on_base, rows_of, sum_of_terms
 from raymerge.methods.trim import (
@@ -25,6 +40,8 @@ from raymerge.methods.trim import (
     PickedMerge,
     compiled_cuts,
     cut_of,
+    few_inputs_of,
+    few_numbers_of,
     inputs_of,
     mark_largest_,
     tie_key,
@@ -257,6 +274,68 @@ def _selected(tile: Tile, cut: Cut) -> torch.Tensor:
     return selected
 
 
+_NEAR = 2.0**-21
+# Of a threshold: what two ways to compute the same number may differ by, rounded to float32.
+
+
+class _Reference:
+    """The elements of largest variance over the sources, averaged by energy where signs agree."""
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        self._tensor = tensor
+        share = tensor.settings.number("select_topk")
+        self._cut: RankCut | None = None
+        if share < 1:
+            differing = sum(int(np.count_nonzero(_deviations(block))) for block in tensor.blocks())
+            ((cut,),) = magnitudes_of_ranks(
+                lambda: (_deviations(block)[None] for block in tensor.blocks()),
+                [[math.floor(differing * share)]],
+            )
+            self._cut = RankCut(cut.threshold, cut.limit, random_key(0, "sce", 0))
+        squares = np.zeros(tensor.num_sources)
+        open_squares = np.zeros(tensor.num_sources)
+        for block in tensor.blocks():
+            kept, other = self._selected(block)
+            squares += (kept * block.sources**2).sum(1)
+            open_squares += ((kept != other) * block.sources**2).sum(1)
+        total = math.fsum(squares)
+        self._shares = squares / total if total else np.full(len(squares), 1.0 / len(squares))
+        # What may be selected otherwise moves shares by no more than its part of the squares.
+        self._doubt = float(open_squares.sum() / total) if total else 0.0
+
+    def __call__(self, block: Block) -> Expected:
+        kept, other = self._selected(block)
+        ones = np.ones(len(self._shares))
+        how = TermSum(self._shares, self._shares, ones, 1.0, elects=True, divides=True)
+        size = block.sources.shape
+        both = Thinned(np.broadcast_to(kept, size) * 1.0, np.broadcast_to(other, size) * 1.0)
+        found = merge_terms(block, both, how)
+        least = float(self._shares[self._shares > 0].min(initial=1.0))
+        found.doubt += min(1.0, self._doubt / least) * np.abs(block.sources).max(0)
+        return found
+
+    def _selected(self, block: Block) -> tuple[Floats, Floats]:
+        """1 where an element is selected, and the same where that is open the other way."""
+        if self._cut is None:
+            ones = np.ones(block.sources.shape[1])
+            return ones, ones
+        spread, threshold = _deviations(block), self._cut.threshold
+        kept = self._cut.keeps(spread, block.indices)
+        if not math.isfinite(threshold):
+            return kept.astype(np.float64), kept.astype(np.float64)
+        doubts = 0.0 if block.doubts is None else 2 * block.doubts.max(0)
+        is_open = np.abs(spread - threshold) <= _NEAR * threshold + doubts
+        return kept.astype(np.float64), np.where(is_open, ~kept, kept).astype(np.float64)
+
+
+def _deviations(block: Block) -> Floats:
+    """The root of the summed squared distances from the mean, as float32 numbers; 0 where all are equal."""
+    count = len(block.sources)
+    total = block.sources.sum(0)
+    squares = ((block.sources * count - total) ** 2).sum(0)
+    return np.asarray((np.sqrt(squares) / count).astype(np.float32), dtype=np.float64)
+
+
 SCE = Method(
     name="sce",
     summary="The base plus the elements in which the deltas differ most, averaged by their energy where "
@@ -266,6 +345,7 @@ SCE = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=SceKernel(),
+    reference=Reference(_Reference),
     parameters=(
         Parameter(
             "select_topk",

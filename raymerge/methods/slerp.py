@@ -6,6 +6,7 @@ SIGGRAPH 1985), each taken as one long vector."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +15,23 @@ import torch
 
 from raymerge.methods.arc import points_of_arcs
 from raymerge.methods.gram import NEGLIGIBLE, Words
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Stored, Takes, Tile
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    Block,
+    Expected,
+    Floats,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Stored,
+    Takes,
+    Tile,
+)
 from raymerge.methods.reduce import add_pair
+from raymerge.methods.reference import Combined, base_of, inner_products, on_arc
 
 _PARALLEL = 0.9995
 
@@ -99,6 +115,36 @@ def _coefficients(cosine: float, t: float) -> tuple[float, float]:
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
+def _reference(tensor: LogicalTensor) -> Callable[[Block], Expected]:
+    """Along the arc from the base to the source, or the line where they are all but parallel."""
+    t = tensor.settings.number("t")
+    gram = inner_products(tensor, lambda block: np.stack([base_of(block), block.sources[0]]))
+    norms = math.sqrt(gram[0, 0]) * math.sqrt(gram[1, 1])
+    cosine = gram[0, 1] / norms if norms else 0.0
+    arc_pair, line = (on_arc(cosine, t) if abs(cosine) < 1 else (1 - t, t)), (1 - t, t)
+    if abs(abs(cosine) - 0.9995) < 1e-9:
+        return _OnBase(arc_pair, line)
+    return _OnBase(line if abs(cosine) > 0.9995 else arc_pair)
+
+
+class _OnBase:
+    """A combination of the base itself and one source."""
+
+    def __init__(self, pair: tuple[float, float], also: tuple[float, float] | None = None) -> None:
+        self._pair, self._also = pair, also
+
+    def __call__(self, block: Block) -> Expected:
+        doubts = (
+            None if block.doubts is None else np.stack([_or_zeros(block.base_doubt, block), block.doubts[0]])
+        )
+        both = Block(block.start, None, np.stack([base_of(block), block.sources[0]]), doubts)
+        return Combined(self._pair, also=self._also)(both)
+
+
+def _or_zeros(doubt: Floats | None, block: Block) -> Floats:
+    return np.zeros(block.sources.shape[1]) if doubt is None else doubt
+
+
 SLERP = Method(
     name="slerp",
     summary="Spherical interpolation from the base to one source.",
@@ -107,6 +153,7 @@ SLERP = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.WEIGHTS,
     kernel=SlerpKernel(),
+    reference=Reference(_reference),
     parameters=(Parameter("t", "float", "global", "0 gives the base, 1 gives the source", required=True),),
     max_sources=1,
 )

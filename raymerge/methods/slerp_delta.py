@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from raymerge.methods.arc import arc_coefficients
 from raymerge.methods.gram import Coefficients, DeltaCombinationKernel, Gram
-from raymerge.methods.method import Access, BaseUse, Method, Parameter, Settings, Takes
+from raymerge.methods.method import (
+    Access,
+    BaseUse,
+    LogicalTensor,
+    Method,
+    Parameter,
+    Reference,
+    Settings,
+    Takes,
+)
+from raymerge.methods.reference import Combined, arc_pair, inner_products
 
 
 class SlerpDeltaKernel(DeltaCombinationKernel):
@@ -19,6 +29,14 @@ class SlerpDeltaKernel(DeltaCombinationKernel):
         return factor * first, factor * second
 
 
+def _reference(tensor: LogicalTensor) -> Combined:
+    """The arc between two deltas."""
+    settings = tensor.settings
+    gram = inner_products(tensor, lambda block: block.sources)
+    pair = arc_pair(gram[0, 0], gram[0, 1], gram[1, 1], settings.number("t"))
+    return Combined([settings.number("lambda") * each for each in pair])
+
+
 SLERP_DELTA = Method(
     name="slerp_delta",
     summary="The base plus the spherical interpolation from one delta to another.",
@@ -27,6 +45,7 @@ SLERP_DELTA = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=SlerpDeltaKernel(),
+    reference=Reference(_reference),
     parameters=(
         Parameter("t", "float", "global", "0 gives the first delta, 1 gives the second", required=True),
         Parameter("lambda", "float", "global", "factor on the merged delta", default=1.0),

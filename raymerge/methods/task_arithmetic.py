@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from raymerge.methods.method import (
     Access,
     BaseUse,
+    Block,
+    Expected,
+    LogicalTensor,
     Method,
     Parameter,
     Settings,
@@ -23,8 +26,10 @@ from raymerge.methods.method import (
     Stored,
     Takes,
     Tile,
+    elementwise,
 )
 from raymerge.methods.reduce import flat
+from raymerge.methods.reference import combination, total_weight
 from raymerge.methods.sums import stored_sum_on_base, sum_on_base
 
 if TYPE_CHECKING:
@@ -225,6 +230,13 @@ def delta_parameters(*, normalize: bool, rescale: bool, thins: bool = True) -> t
     )
 
 
+def _reference(tensor: LogicalTensor, block: Block) -> Expected:
+    """The base plus the sum of the deltas."""
+    settings = tensor.settings
+    factor = settings.number("lambda") / total_weight(settings)
+    return combination(block, [factor * weight for weight in settings.per_source("weight")])
+
+
 TASK_ARITHMETIC = Method(
     name="task_arithmetic",
     summary="The base plus the weighted sum of the deltas.",
@@ -233,5 +245,6 @@ TASK_ARITHMETIC = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=TaskArithmeticKernel(),
+    reference=elementwise(_reference),
     parameters=delta_parameters(normalize=False, rescale=False, thins=False),
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from raymerge.methods.method import Access, BaseUse, Method, Settings, Takes
+from raymerge.methods.method import Access, BaseUse, Method, Reference, Settings, Takes
 from raymerge.methods.selection import HISTOGRAM_BYTES
 from raymerge.methods.task_arithmetic import delta_parameters
-from raymerge.methods.trim import TrimmingKernel, take_sample
+from raymerge.methods.trim import TrimmedReference, TrimmingKernel, take_sample
 
 
 class TiesKernel(TrimmingKernel):
@@ -39,6 +40,7 @@ TIES = Method(
     base=BaseUse.REQUIRED,
     takes=Takes.DELTAS,
     kernel=TiesKernel(),
+    reference=Reference(partial(TrimmedReference, name="ties", elects=True)),
     parameters=delta_parameters(normalize=True, rescale=False),
     scratch=5.5,
     state_bytes=HISTOGRAM_BYTES,

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymerge.methods.method import Settings, Stored, Tile
+from raymerge.methods.method import DOUBT, Block, Expected, Floats, LogicalTensor, Settings, Stored, Tile
 from raymerge.methods.random import keep_some, key_words, limit_of, random_key
 from raymerge.methods.reduce import chunks
+from raymerge.methods.reference import NUMBERS, RankCut, Thinned, family_sum, magnitudes_of_ranks, merge_terms
 from raymerge.methods.selection import MagnitudeSelection, Sample
 from raymerge.methods.task_arithmetic import compiled_sum, merge_deltas, rows_of
 
 if TYPE_CHECKING:
     from raymerge.kernels.elect import Cuts, Picks, Sum
-    from raymerge.kernels.elect_stored import Inputs, Numbers
+    from raymerge.kernels.elect_stored import FewInputs, Inputs, Numbers
 
 # Not the recipe's seed: the methods that trim are not random, they only need a fair choice among equals.
 _TIE_SEED = 0
@@ -332,3 +333,106 @@ def _gain(upper: MagnitudeSelection, outliers: MagnitudeSelection) -> float:
     """Factor that gives the kept elements the L1 norm of the whole delta; 1 when nothing is kept."""
     whole, kept = upper.sum_all, upper.sum_kept - outliers.sum_kept
     return whole / kept if kept > whole * _ROUNDING else 1.0
+
+
+class TrimmedReference:
+    """ties, breadcrumbs and breadcrumbs_ties: some of the largest elements of each delta stay."""
+
+    def __init__(self, tensor: LogicalTensor, *, name: str, elects: bool) -> None:
+        self._how = family_sum(tensor.settings, elects=elects)
+        ranks = [_ranks_kept(tensor, name, source) for source in range(tensor.num_sources)]
+        self._cuts: list[tuple[RankCut, RankCut] | None] = [None] * len(ranks)
+        if any(own is not None for own in ranks):
+            found = magnitudes_of_ranks(
+                lambda: (np.abs(block.sources) for block in tensor.blocks()), [own or () for own in ranks]
+            )
+            for source, cuts in enumerate(found):
+                key = random_key(0, name, source)
+                kept = [RankCut(cut.threshold, cut.limit, key) for cut in cuts]
+                self._cuts[source] = (kept[0], kept[1]) if kept else None
+        self._gains = [1.0] * len(ranks)
+        if tensor.settings.flag("rescale"):
+            self._gains = self._made_up(tensor)
+
+    def __call__(self, block: Block) -> Expected:
+        factors, others = np.zeros((2, *block.sources.shape))
+        for source, cuts in enumerate(self._cuts):
+            factors[source] = kept = self._kept(block, source) * self._gains[source]
+            others[source] = kept
+            if cuts is None or block.doubts is None:
+                continue
+            # Among inputs that differ, a whole tensor's order differs near every cut.
+            size, near = np.abs(block.sources[source]), 2 * block.doubts[source]
+            is_near = np.zeros(size.shape, dtype=bool)
+            for cut in cuts:
+                is_near |= np.abs(size - cut.threshold) <= near + DOUBT * min(cut.threshold, 1e30)
+            others[source] = np.where(is_near, np.where(kept > 0, 0.0, self._gains[source]), kept)
+        return merge_terms(block, Thinned(factors, others), self._how)
+
+    def _kept(self, block: Block, source: int) -> Floats:
+        cuts = self._cuts[source]
+        size = np.abs(block.sources[source])
+        if cuts is None:
+            return np.ones(size.shape)
+        kept, outliers = (cut.keeps(size, block.indices) for cut in cuts)
+        return (kept & ~outliers).astype(np.float64)
+
+    def _made_up(self, tensor: LogicalTensor) -> list[float]:
+        """What makes the L1 norm of what stays that of the delta, for each source."""
+        whole, kept = np.zeros((2, tensor.num_sources))
+        for block in tensor.blocks():
+            sizes = np.abs(block.sources)
+            whole += sizes.sum(1)
+            for source, cuts in enumerate(self._cuts):
+                # By shares of what ties, since each of them counts by its chance.
+                of_each = 1.0 if cuts is None else _weights(cuts[0], sizes[source])
+                of_each = of_each if cuts is None else of_each - _weights(cuts[1], sizes[source])
+                kept[source] += float((sizes[source] * of_each).sum())
+        both = zip(whole.tolist(), kept.tolist(), self._cuts, strict=True)
+        return [w / k if cuts is not None and k > w * 2.0**-40 else 1.0 for w, k, cuts in both]
+
+
+def _ranks_kept(tensor: LogicalTensor, name: str, source: int) -> tuple[int, int] | None:
+    """How many elements of a delta are not among the smallest, and how many outliers; None for all of it."""
+    settings, total = tensor.settings, tensor.num_elements
+    density = settings.per_source("density")[source]
+    if density >= 1:
+        return None
+    kept = math.floor(density * total)
+    outliers = math.floor(settings.per_source("gamma")[source] * total) if name != "ties" else 0
+    upper = min(kept + outliers, total)
+    return upper, upper - kept
+
+
+def _weights(cut: RankCut, magnitudes: Floats) -> Floats:
+    """1 above a cut, and the share that counts at it."""
+    return np.where(magnitudes == cut.threshold, cut.limit / NUMBERS, magnitudes > cut.threshold)
+
+
+def few_inputs_of(stored: Stored) -> FewInputs | None:
+    """The stored elements of base and sources; None where they are more than a few."""
+    from raymerge.kernels import elect_stored
+
+    if len(stored.places) > 1 + elect_stored.MOST:
+        return None
+    return elect_stored.FewInputs(stored.words, tuple(stored.places.astype(np.uint64)), stored.start)
+
+
+def few_numbers_of(how: Sum) -> Numbers:
+    """The numbers that go with the terms of a few sources, of which nothing is picked by size or chance."""
+    from raymerge.kernels.elect_stored import Numbers
+
+    none = (np.float32(np.nan),) * how.weights.size
+    return Numbers(
+        above=none,
+        over=none,
+        tied=none,
+        level=none,
+        factors=(np.float32(1.0),) * how.weights.size,
+        coefficients=tuple(how.coefficients),
+        shares=tuple(how.shares),
+        weights=tuple(how.weights),
+        factor=how.factor,
+        elects=how.elects,
+        divides=how.divides,
+    )

@@ -13,14 +13,13 @@ import numpy as np
 from raymerge.errors import CheckpointError, IncompleteError
 from raymerge.merge_plan.expressions import Part
 from raymerge.merge_plan.plan import Plan
-from raymerge.methods import Settings, Takes, find_method, random_key
+from raymerge.methods import LogicalTensor, Reference, Settings, Takes, Undecided, find_method, random_key
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
 from raymerge.verifier.comparing import Written, judge
 from raymerge.verifier.digests import Expectation, check_bytes, constant_bytes, copied_bytes
 from raymerge.verifier.findings import Findings
 from raymerge.verifier.plan_ops import PlanRow, PlanRows
-from raymerge.verifier.recompute import LogicalTensor, Recomputation, Undecided, recomputation_of
 from raymerge.verifier.stored import Reader, elements_of
 
 _TILE = 4096
@@ -158,10 +157,10 @@ class Auditor:
         output = Reader([self._output])
         for number, part in enumerate(row.parts):
             settings = self._settings(row, number, part)
-            way = recomputation_of(row.expression.method, settings)
             reads = row.reads_of(number)
-            if way is None:
-                findings.skipped[row.tensor] = f"{row.expression.method} has no way to be recomputed"
+            method = find_method(row.expression.method)
+            if method is None:
+                findings.skipped[row.tensor] = f"{row.expression.method} is no method that is known here"
                 return
             is_cut = len(row.parts) == 1 and part.view is None
             first = row.first_element if is_cut else 0
@@ -174,7 +173,7 @@ class Auditor:
             )
             written = Written(row, part, output, first=first)
             span = (first, first + row.num_elements) if is_cut else (0, prod(part.shape))
-            self._sample(row, part, tensor, way, written, span, findings)
+            self._sample(row, part, tensor, method.reference, written, span, findings)
         reader.nbytes += output.nbytes
 
     def _sample(
@@ -182,13 +181,13 @@ class Auditor:
         row: PlanRow,
         part: Part,
         tensor: LogicalTensor,
-        way: Recomputation,
+        reference: Reference,
         written: Written,
         span: tuple[int, int],
         findings: Findings,
     ) -> None:
         """Recompute samples of one logical tensor and compare them."""
-        needed = (tensor.needed if way.whole else 0) + tensor.held + written.held
+        needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + written.held
         if needed > self._wanted.room:
             findings.skipped[row.tensor] = (
                 f"it takes {format_size(needed)} in float64 at once, and a worker may use "
@@ -196,14 +195,14 @@ class Auditor:
             )
             return
         try:
-            formula = way.prepare(tensor)
+            formula = reference.prepare(tensor)
         except Undecided as undecided:
             findings.skipped[row.tensor] = f"what it should be hangs on rounding: {undecided}"
             return
-        most, judged = tensor.block_length(whole_rows=way.by_row), 0
-        # Whole blocks, as far as these are no longer than what is sampled together anyway.
-        unit = tensor.row_length if way.by_row else written.block_width
-        unit = unit if way.by_row or unit <= min(most, _TILE) else 1
+        most, judged = tensor.block_length(whole_rows=reference.by_row), 0
+        # Whole blocks, as far as these are no longer than what is sampled together anyreference.
+        unit = tensor.row_length if reference.by_row else written.block_width
+        unit = unit if reference.by_row or unit <= min(most, _TILE) else 1
         runs = self._wanted.sampling.runs(f"{row.tensor}/{part.logical}", span, unit=unit, most=most)
         peaks, name = set[int](), self._wanted.name
         for start, stop in runs:

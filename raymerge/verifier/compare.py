@@ -21,10 +21,11 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Read
+from raymerge.methods import Elements
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.pairing import Numbers, Pair, Side, pairs_of
-from raymerge.verifier.stored import Elements, Reader, elements_of
+from raymerge.verifier.stored import Reader, elements_of
 
 _RUN = 1 << 20
 """Elements that are compared at once: few megabytes of either, whatever the size of a tensor."""

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Part
+from raymerge.methods import Expected
 from raymerge.verifier.findings import AGAIN, Findings
 from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
 from raymerge.verifier.plan_ops import PlanRow, written
-from raymerge.verifier.recompute import Expected
 from raymerge.verifier.stored import CodeFacts, Reader, elements_of
 
 _TOO_OPEN = 2.0**-6

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.views import View
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Scales, Term
+from raymerge.methods import DOUBT, Elements
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.numbers import (
     Bytes,
@@ -211,24 +212,6 @@ class Filled:
 
     def read(self, start: int, stop: int) -> Floats:
         return self._blocks.are_filled(start, stop)
-
-
-DOUBT = 2.0**-20
-"""Share of a magnitude that some float32 operations may lose: sixteen roundings."""
-
-
-class Elements(Protocol):
-    """The elements of one logical tensor, in its row-major order."""
-
-    @property
-    def held(self) -> int:
-        """Bytes of memory that it takes beside the run in hand."""
-
-    def read(self, start: int, stop: int) -> tuple[Floats, Floats | None]:
-        """A run of elements ``[n]``, and by how much each may differ from what float32 arithmetic has there.
-
-        None where they are float32 numbers, exactly.
-        """
 
 
 def elements_of(read: Read, reader: Reader, *, first: int = 0) -> Elements:

@@ -20,8 +20,8 @@ from raymerge.kernels.spread import (
     counts_few,
     merge_spread_few,
 )
-from raymerge.methods.few import few_numbers_of
 from raymerge.methods.sce import sum_of
+from raymerge.methods.trim import few_numbers_of
 
 TINY = (np.float32(0.0), np.float32(1e-17), np.float32(1e-12))
 Words = NDArray[np.uint16]

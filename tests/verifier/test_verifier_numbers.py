@@ -14,6 +14,13 @@ from raymerge.checkpoints.quantisation.encoding import Format, encoding_of, usua
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.methods import keep_mask, normal
+from raymerge.methods.reference import (
+    RankCut,
+    element_numbers,
+    magnitudes_of_ranks,
+    normal_numbers,
+    number_limit,
+)
 from raymerge.verifier.numbers import (
     code_magnitudes,
     code_steps,
@@ -24,8 +31,6 @@ from raymerge.verifier.numbers import (
     plain_numbers,
     scale_numbers,
 )
-from raymerge.verifier.recompute.random import element_numbers, limit_of, normal_numbers
-from raymerge.verifier.recompute.sparsify import Cut, magnitudes_of_ranks
 from raymerge.verifier.stored import strided
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
@@ -119,7 +124,7 @@ def test_chance_is_the_one_that_methods_draw_by() -> None:
         for start in (0, 1, 2**40 + 7):
             indices = np.arange(start, start + 1001, dtype=np.int64)
             kept = keep_mask(key, start, 1001, 0.37, CPU).numpy()
-            assert ((element_numbers(key, indices) < limit_of(0.37)) == kept).all()
+            assert ((element_numbers(key, indices) < number_limit(0.37)) == kept).all()
             drawn = normal(key, start, 1001, CPU).numpy()
             np.testing.assert_allclose(normal_numbers(key, indices), drawn, rtol=1e-6, atol=1e-7)
 
@@ -135,11 +140,11 @@ def test_magnitudes_of_ranks_are_those_of_a_sort(digits: int) -> None:
     assert nothing == []
     for rank, cut in zip(ranks, found, strict=True):
         if not rank:
-            assert cut == Cut(np.inf)
+            assert cut == RankCut(np.inf)
             continue
         assert cut.threshold == ordered[rank - 1]
         tied, above = int((values == cut.threshold).sum()), int((values > cut.threshold).sum())
-        assert cut.limit == limit_of((rank - above) / tied)
+        assert cut.limit == number_limit((rank - above) / tied)
         kept = int(cut.keeps(values, np.arange(len(values))).sum())
         assert above <= kept <= above + tied
 
