@@ -65,6 +65,7 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/lint-imports
 
 format: $(VENV)/.installed-dev
+	@PYTHONPATH=tests $(BIN)/python -m kits.method_table
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kits.checkpoint_maker import tiny_llama
+from kits.method_kit import default_case
 
 from raymerge.api import plan, submit
 from raymerge.events import Event
 from raymerge.merge_plan.projection import project
-from raymerge.methods import find_method
+from raymerge.methods import BaseUse, Method, find_method, methods
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.run import RunResult
 
@@ -58,6 +59,7 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
     """One recipe for each method, by its name."""
     base = str(family.base)
     return {
+        **{name: default_recipe(family, method) for name, method in methods().items()},
         "linear": {"merge_method": "linear", "models": _models(family, {"weight": 0.3}), "dtype": "float32"},
         "passthrough": {
             "merge_method": "passthrough",
@@ -85,6 +87,18 @@ def recipes(family: Family) -> dict[str, dict[str, Any]]:
         **_spherical(family),
         **_of_deltas(family),
     }
+
+
+def default_recipe(family: Family, method: Method) -> dict[str, Any]:
+    """A recipe of a method that gives it what its declaration requires."""
+    case = default_case(method)
+    pairs = zip(family.tunes, case.sources, strict=False)
+    recipe: dict[str, Any] = {
+        "merge_method": method.name,
+        "models": [{"model": str(tune), "parameters": dict(own)} for tune, own in pairs],
+        "parameters": dict(case.values),
+    }
+    return recipe if method.base is BaseUse.UNUSED else {**recipe, "base_model": str(family.base)}
 
 
 def _spherical(family: Family) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,12 +26,16 @@ from hypothesis import strategies as st
 from kits.gpu_arithmetic import divide_by_reciprocals
 from kits.memory_meter import AllocationMeter
 from kits.memory_meter import MemoryMeter as MemoryMeter  # noqa: PLC0414 - for those who import it from here
+from torch.overrides import TorchFunctionMode
 
 from raymerge.methods import (
     BLOCK,
     Access,
     BaseUse,
+    Expected,
+    LogicalTensor,
     Method,
+    Parameter,
     Settings,
     Stored,
     StoredKernel,
@@ -44,6 +48,7 @@ from raymerge.methods import (
     random_key,
     sample_of,
 )
+from raymerge.methods.method import Floats
 
 CPU = torch.device("cpu")
 LARGE = (3, BLOCK + 77)
@@ -69,6 +74,21 @@ class Case:
     """Per-source parameters, which also say how many sources there are."""
     fixes_equal_inputs: bool = True
     """Whether inputs that are all the same give that same tensor, to the last bit."""
+
+
+def default_case(method: Method) -> Case:
+    """A case of a method with no parameter given but those that it requires."""
+    needed = {
+        scope: {p.name: _some_value(p) for p in method.parameters if p.required and p.scope == scope}
+        for scope in ("global", "source")
+    }
+    count = min(max(method.min_sources, 3), method.max_sources or 3)
+    return Case(needed["global"], (needed["source"],) * count, fixes_equal_inputs=False)
+
+
+def _some_value(parameter: Parameter) -> Value:
+    low, high = parameter.minimum, parameter.maximum
+    return parameter.coerce(0.5 if low is None and high is None else low if low is not None else high or 0.0)
 
 
 def make_settings(method: Method, case: Case, shape: tuple[int, ...] = ()) -> Settings:
@@ -118,6 +138,51 @@ def _tiles(
             assert tile_base is not None
             inputs = [source - tile_base for source in inputs]
         yield Tile(tile_base, torch.stack(inputs), begin)
+
+
+@dataclass(frozen=True)
+class _Exactly:
+    """The elements of an input of a reference: float32 numbers, with no doubt."""
+
+    values: Floats
+    held: int = 0
+
+    def read(self, start: int, stop: int) -> tuple[Floats, None]:
+        return self.values[start:stop], None
+
+
+class _NoTorch(TorchFunctionMode):
+    """Fails whatever asks torch to compute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"a reference computes with torch: {func}")
+
+
+def expected_of(
+    method: Method, settings: Settings, base: torch.Tensor | None, sources: Sequence[torch.Tensor]
+) -> Expected:
+    """What the method's float64 reference says of a whole tensor, without torch's arithmetic."""
+    has_base = base is not None and method.base is not BaseUse.UNUSED
+    inputs = [base, *sources] if base is not None and has_base else sources
+    numbers = [_Exactly(each.flatten().double().numpy()) for each in inputs]
+    deltas = method.takes is Takes.DELTAS
+    settings = replace(settings, shape=tuple(sources[0].shape))
+    with _NoTorch():
+        tensor = LogicalTensor(numbers, settings, has_base=has_base, takes_deltas=deltas, room=1 << 28)
+        return method.reference.prepare(tensor)(tensor.block(0, tensor.num_elements))
+
+
+def assert_as_expected(result: torch.Tensor, expected: Expected) -> None:
+    """No element is farther from the reference than float32 arithmetic may be, and few are left open."""
+    numbers = result.flatten().double().numpy()
+    allowed = 2 * expected.doubt + 2.0**-23 * np.abs(expected.values)
+    agrees = np.abs(numbers - expected.values) <= allowed
+    for places, values in expected.others:
+        agrees[places] |= np.abs(numbers[places] - values) <= allowed[places]
+    wrong = np.flatnonzero(~agrees)
+    assert not len(wrong), (wrong[:5], numbers[wrong[:5]], expected.values[wrong[:5]])
+    open_places = {int(place) for places, _ in expected.others for place in places}
+    assert len(open_places) <= 1 + len(numbers) / 50
 
 
 def random_inputs(
@@ -206,6 +271,12 @@ class MethodKit:
                 cuts = [step * (1 + n % last) for n in numbers]
                 whole = merge(self.method(), settings, base, sources)
                 assert same_bits(merge(self.method(), settings, base, sources, cuts), whole)
+
+    def test_kernel_and_reference_agree(self) -> None:
+        shapes: tuple[tuple[int, ...], ...] = ((37, 101), (77,), (3, 5, 16))
+        for _, settings, base, sources in (run for shape in shapes for run in self.runs(shape)):
+            result = merge(self.method(), settings, base, sources)
+            assert_as_expected(result, expected_of(self.method(), settings, base, sources))
 
     def test_smallest_tiles_give_the_same_bits(self) -> None:
         small = ((settings, base, sources) for _, settings, base, sources in self.runs((70, 5)))
@@ -369,6 +440,21 @@ class MethodKit:
             on_gpu = merge(self.method(), settings, base.cuda(), [source.cuda() for source in sources])
             on_cpu = merge(self.method(), settings, base, sources)
             torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-6, atol=1e-7)
+
+
+def kit_of(declared: Method) -> type[MethodKit]:
+    """The kit of a method that has no cases of its own."""
+
+    class Kit(MethodKit):
+        name = declared.name
+        cases = (default_case(declared),)
+        may_alias = True
+        is_symmetric = False
+
+        def method(self) -> Method:
+            return declared
+
+    return Kit
 
 
 def _run(method: Method, tile: Tile, settings: Settings) -> torch.Tensor:

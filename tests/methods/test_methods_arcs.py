@@ -439,15 +439,6 @@ class TestSlerpDelta(MethodKit):
     )
 
 
-@pytest.mark.parametrize("t", [0.0, 0.3, 0.5, 1.0, -0.2, 1.4])
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_slerp_delta(t: float, factor: float) -> None:
-    base, sources = random_inputs(2, SHAPE)
-    start, first, second = arrays(base, *[source - base for source in sources])
-    reference = start + factor * slerp_of(first.ravel(), second.ravel(), t).reshape(SHAPE)
-    check("slerp_delta", Case({"t": t, "lambda": factor}, ({}, {})), reference, base, sources)
-
-
 def test_slerp_delta_by_hand() -> None:
     base = torch.tensor([1.0, 1.0])
     sources = [base + torch.tensor([2.0, 0.0]), base + torch.tensor([0.0, 4.0])]

@@ -55,61 +55,6 @@ class TestBreadcrumbsTies(MethodKit):
 # Against the definition -------------------------------------------------------------------------------
 
 
-def kept_by_sorting(delta: Array, density: float, gamma: float) -> Array:
-    """Sort ascending by magnitude, cut ``bottom`` off below and ``top`` off above."""
-    if density >= 1:
-        return delta
-    keep, top = math.floor(density * delta.size), math.floor(gamma * delta.size)
-    bottom = delta.size - keep - top
-    if bottom < 0:
-        top, bottom = top + bottom, 0
-    order = np.argsort(np.abs(delta), axis=None)
-    mask = np.zeros(delta.size)
-    mask[order[bottom : delta.size - top]] = 1.0
-    return delta * mask.reshape(delta.shape)
-
-
-def rescaled(delta: Array, kept: Array) -> Array:
-    total = np.abs(kept).sum()
-    return kept * (np.abs(delta).sum() / total) if total else kept
-
-
-def merged_reference(terms: list[Array], weights: tuple[float, ...], *, elect: bool, mean: bool) -> Array:
-    if not elect:
-        total = sum(weights)
-        return np.asarray(sum(terms)) / (total if mean and abs(total) > 1e-8 else 1.0)
-    sign = np.where(np.asarray(sum(terms)) >= 0, 1.0, -1.0)
-    agrees = [np.sign(term) == sign for term in terms]
-    merged = np.asarray(sum(term * mask for term, mask in zip(terms, agrees, strict=True)))
-    if not mean:
-        return merged
-    divisor = np.asarray(sum(w * mask for w, mask in zip(weights, agrees, strict=True)))
-    return merged / np.where(divisor == 0, 1.0, divisor)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize(
-    ("density", "gamma"), [(0.0, 0.1), (0.3, 0.0), (0.6, 0.1), (0.9, 0.01), (0.9, 0.4), (0.5, 1.0), (1, 0.2)]
-)
-@pytest.mark.parametrize("values", [{}, {"normalize": True, "lambda": -0.5}, {"rescale": True}])
-def test_against_sorting(
-    name: str, weights: tuple[float, ...], density: float, gamma: float, values: dict[str, Value]
-) -> None:
-    base, sources = random_inputs(len(weights), SHAPE)
-    deltas = [(source - base).double().numpy() for source in sources]
-    kept = [kept_by_sorting(delta, density, gamma) for delta in deltas]
-    if values.get("rescale"):
-        kept = [rescaled(*pair) for pair in zip(deltas, kept, strict=True)]
-    terms = [weight * delta for weight, delta in zip(weights, kept, strict=True)]
-    elect, mean = name == "breadcrumbs_ties", bool(values.get("normalize"))
-    merged = merged_reference(terms, weights, elect=elect, mean=mean)
-    reference = base.double().numpy() + merged * float(values.get("lambda") or 1.0)
-    case = Case(values, sources_of(*weights, density=density, gamma=gamma))
-    result = run(name, case, base, sources).double().numpy()
-    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=4e-7)
-
-
 def test_by_hand() -> None:
     """Of eight elements density 0.5 keeps four, after the two that gamma 0.25 drops."""
     base = torch.full((8,), 10.0)

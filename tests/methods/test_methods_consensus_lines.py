@@ -38,13 +38,6 @@ def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]
     return tuple({"weight": weight, **others} for weight in weights)
 
 
-def weighted_deltas(base: torch.Tensor, sources: list[torch.Tensor], weights: tuple[float, ...]) -> Array:
-    """``w d`` of each source, stacked; deltas as the executor takes them, subtracted in float32."""
-    return np.stack(
-        [w * (source - base).double().numpy() for w, source in zip(weights, sources, strict=True)]
-    )
-
-
 class TestConsensus(MethodKit):
     name = "consensus_ta"
     cases = (
@@ -65,31 +58,6 @@ class TestLines(MethodKit):
 
 
 # consensus_ta -----------------------------------------------------------------------------------------
-
-
-def consensus_reference(terms: Array, limits: Array, wanted: int) -> Array:
-    """The paper's masks: theta_t is nearer to the merged model than to the base, by the factor."""
-    merged = terms.sum(axis=0)
-    from_base = np.abs(terms)
-    from_merged = np.abs(merged[None] - terms)
-    votes = (from_base > limits[:, None, None] * from_merged).sum(axis=0)
-    return np.where(votes >= wanted, merged, 0.0)
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("mask_lambda", [0.0, 0.2, 0.4, 0.6, 1.7])
-@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
-def test_consensus(weights: tuple[float, ...], mask_lambda: float, wanted: int) -> None:
-    if wanted > len(weights):
-        return
-    base, sources = random_inputs(len(weights), SHAPE)
-    limits = np.linspace(mask_lambda, mask_lambda + 0.1, len(weights))
-    entries = tuple(
-        {"weight": w, "mask_lambda": float(limit)} for w, limit in zip(weights, limits, strict=True)
-    )
-    result = run("consensus_ta", Case({"consensus": wanted, "lambda": 0.8}, entries), base, sources)
-    kept = consensus_reference(weighted_deltas(base, sources, weights), limits, wanted)
-    np.testing.assert_allclose(result.numpy(), base.double().numpy() + 0.8 * kept, rtol=2e-6, atol=2e-7)
 
 
 def test_consensus_by_hand() -> None:
@@ -145,21 +113,6 @@ def test_a_consensus_of_more_than_there_are_is_refused(wanted: int, fits: bool) 
 
 
 # lines ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("alpha", [None, 0.0, 0.3])
-@pytest.mark.parametrize("beta", [None, 0.0, 0.9])
-@pytest.mark.parametrize("position", [0.0, 0.25, 1.0])
-def test_lines(weights: tuple[float, ...], alpha: float | None, beta: float | None, position: float) -> None:
-    base, sources = random_inputs(len(weights), SHAPE)
-    first = 1 / len(weights) if alpha is None else alpha
-    last = 1.0 if beta is None else first + beta
-    factor = (1 - position) * first + position * last
-    merged = base.double().numpy() + factor * weighted_deltas(base, sources, weights).sum(axis=0)
-    case = Case({"alpha": alpha, "beta": beta}, sources_of(*weights))
-    result = run("lines", case, base, sources, position)
-    np.testing.assert_allclose(result.numpy(), merged, rtol=2e-6, atol=2e-7)
 
 
 def test_lines_by_hand() -> None:

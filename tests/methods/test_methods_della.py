@@ -101,36 +101,6 @@ def test_masks_follow_the_definition(density: float, epsilon: float, shape: tupl
     assert np.array_equal(kept.numpy().reshape(delta.shape), numbers < chances_of(delta, density, epsilon))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("values", [{}, {"normalize": True, "lambda": 0.5}, {"rescale": False}])
-def test_against_the_definition(name: str, weights: tuple[float, ...], values: dict[str, Value]) -> None:
-    base, sources = random_inputs(len(weights), SHAPE)
-    case = Case(values, sources_of(*weights, density=0.6, epsilon=0.25))
-    settings = settings_for(name, case, SHAPE)
-    terms = []
-    for weight, key, source in zip(weights, settings.keys, sources, strict=True):
-        delta = (source - base).double().numpy()
-        chances = chances_of(delta, 0.6, 0.25)
-        mask = uniforms(key, delta.size).reshape(SHAPE) < chances
-        terms.append(weight * delta * mask / (chances if settings.flag("rescale") else 1.0))
-    merged = family_reference(terms, weights, settings, elect=name == "della")
-    result = run(name, case, base, sources).double().numpy()
-    np.testing.assert_allclose(result, base.double().numpy() + merged, rtol=2e-6, atol=4e-7)
-
-
-def family_reference(
-    terms: list[Array], weights: tuple[float, ...], settings: Settings, *, elect: bool
-) -> Array:
-    sign = np.where(np.asarray(sum(terms)) >= 0, 1.0, -1.0)
-    takes_part = [np.sign(term) == sign if elect else np.ones_like(term) for term in terms]
-    merged = np.asarray(sum(term * part for term, part in zip(terms, takes_part, strict=True)))
-    if settings.flag("normalize"):
-        total = np.asarray(sum(w * part for w, part in zip(weights, takes_part, strict=True)))
-        merged = merged / np.where(np.abs(total) < 1e-8, 1.0, total)
-    return np.asarray(merged * settings.number("lambda"))
-
-
 def test_by_hand() -> None:
     """Density 0.5 and epsilon 0.25 over three elements: chances 0.25, 0.5 and 0.75, factors 4, 2 and 4/3."""
     base = torch.zeros(400, 3)

@@ -10,11 +10,24 @@ import numba
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit
+from kits.method_kit import Case, MethodKit, kit_of
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Access, Kernel, Method, Settings, Stored, Tile, find_method, methods
-from raymerge.methods.method import SinglePass
+from raymerge.methods import (
+    BLOCK,
+    Access,
+    Block,
+    Expected,
+    Kernel,
+    LogicalTensor,
+    Method,
+    Settings,
+    Stored,
+    Tile,
+    find_method,
+    methods,
+)
+from raymerge.methods.method import SinglePass, elementwise
 
 
 def _sources(*weights: float, density: float = 1.0) -> tuple[dict[str, float], ...]:
@@ -85,11 +98,14 @@ class TestDareTies(MethodKit):
     )
 
 
-def test_every_method_is_in_the_kit() -> None:
-    """Looked up in the text of all files, so that it holds when this one is run alone, too."""
+def _named_in_files() -> set[str]:
+    """Methods with cases of their own, looked up in the text of all files."""
     texts = [path.read_text() for path in Path(__file__).parent.glob("test_methods_*.py")]
-    found = {name for text in texts for name in re.findall(r'^    name = "(\w+)"$', text, re.MULTILINE)}
-    assert set(methods()) <= found
+    return {name for text in texts for name in re.findall(r'^    name = "(\w+)"$', text, re.MULTILINE)}
+
+
+for _name in methods().keys() - _named_in_files():
+    globals()[f"Test_{_name}"] = kit_of(methods()[_name])
 
 
 class _TileMean(SinglePass):
@@ -170,6 +186,18 @@ class _BaseReader(SinglePass):
         return base + tile.sources[0] * base
 
 
+class _Halved(SinglePass):
+    """Computes something else than the reference."""
+
+    def apply(self, tile: Tile, settings: Settings, state: None) -> torch.Tensor:
+        return tile.sources[0] * (0.5 + 2.0**-17) + tile.sources[1] * 0.5
+
+
+def _by_torch(tensor: LogicalTensor, block: Block) -> Expected:
+    total = torch.from_numpy(block.sources).sum(0).numpy()
+    return Expected(total, np.ones(len(total)))
+
+
 class _Liar(MethodKit):
     """Two sources, all else as declared for ``linear``."""
 
@@ -191,6 +219,7 @@ LIES = [
     ("linear", _FirstCounts(), "test_order_of_sources"),
     ("linear", _Forgetful(), "test_twice_the_same"),
     ("linear", _TileMean(), "test_equal_inputs_are_left_alone"),
+    ("linear", _Halved(), "test_kernel_and_reference_agree"),
     ("task_arithmetic", _BaseReader(), "test_deltas_are_all_it_knows_of_the_sources"),
 ]
 
@@ -201,6 +230,13 @@ def test_the_kit_finds_lies(like: str, kernel: SinglePass, test: str) -> None:
     assert honest is not None
     with pytest.raises(AssertionError):
         getattr(_Liar(replace(honest, kernel=kernel)), test)()
+
+
+def test_the_kit_finds_a_reference_that_computes_with_torch() -> None:
+    honest = find_method("linear")
+    assert honest is not None
+    with pytest.raises(AssertionError, match="computes with torch"):
+        _Liar(replace(honest, reference=elementwise(_by_torch))).test_kernel_and_reference_agree()
 
 
 def test_the_kit_finds_swallowed_nan() -> None:

@@ -48,35 +48,6 @@ class TestRamPlus(MethodKit):
     )
 
 
-def reference(
-    base: torch.Tensor, sources: list[torch.Tensor], epsilon: float, r: float, alpha: float
-) -> Array:
-    """Element by element; ``r = 0`` is ram."""
-    deltas = np.stack([(source - base).double().numpy() for source in sources])
-    active = np.abs(deltas) > epsilon
-    counts = active.sum(axis=0)
-    result = base.double().numpy().copy()
-    for delta, own in zip(deltas, active, strict=True):
-        num_unique = int((own & (counts == 1)).sum())
-        ratio = int((own & (counts > 1)).sum()) / max(num_unique, 1)
-        gain = 1 + r * min(max(ratio, 0.0), alpha)
-        factor = np.where(counts == 1, gain, 1.0 / np.maximum(counts, 1))
-        result += np.where(own, delta * factor, 0.0)
-    return np.asarray(result)
-
-
-@pytest.mark.parametrize("num_sources", [1, 2, 3, 5])
-@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 0.03, 0.08, 1.0])
-@pytest.mark.parametrize(("r", "alpha"), [(0.1, 0.2), (1.5, 10.0), (0.5, 0.0)])
-def test_against_the_definition(num_sources: int, epsilon: float, r: float, alpha: float) -> None:
-    base, sources = random_inputs(num_sources, SHAPE)
-    plus = run("ramplus_tl", base, sources, epsilon=epsilon, r=r, alpha=alpha).double().numpy()
-    expected = reference(base, sources, epsilon, r, alpha)
-    np.testing.assert_allclose(plus, expected, rtol=2e-6, atol=4e-7)
-    plain = run("ram", base, sources, epsilon=epsilon).double().numpy()
-    np.testing.assert_allclose(plain, reference(base, sources, epsilon, 0.0, 0.0), rtol=2e-6, atol=4e-7)
-
-
 def test_by_hand() -> None:
     """Unique to the first: 1; unique to the second: 2; shared: (2 + 4) / 2; below epsilon: nothing."""
     base = torch.full((4,), 10.0)

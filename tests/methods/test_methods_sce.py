@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -38,34 +36,6 @@ class TestSce(MethodKit):
 
 
 # Against the definition -------------------------------------------------------------------------------
-
-
-def reference(base: torch.Tensor, sources: list[torch.Tensor], select_topk: float) -> Array:
-    deltas = np.stack([(source - base).double().numpy() for source in sources])
-    if select_topk < 1:
-        variance = deltas.var(axis=0)
-        count = math.floor(np.count_nonzero(variance) * select_topk)
-        order = np.argsort(-variance, axis=None, kind="stable")
-        mask = np.zeros(variance.size)
-        mask[order[:count]] = 1.0
-        deltas = deltas * mask.reshape(variance.shape)
-    energies = np.array([(delta**2).mean() for delta in deltas])
-    weights = energies / energies.sum() if energies.sum() else np.full(len(sources), 1 / len(sources))
-    weights = weights[:, None, None]
-    sign = np.where(deltas.sum(axis=0) >= 0, 1.0, -1.0)
-    agrees = np.sign(deltas) == sign
-    total = (weights * agrees).sum(axis=0)
-    merged = (deltas * weights * agrees).sum(axis=0) / np.where(total == 0, 1.0, total)
-    return np.asarray(base.double().numpy() + merged)
-
-
-@pytest.mark.parametrize("num_sources", [1, 2, 3, 5])
-@pytest.mark.parametrize("select_topk", [0.0, 0.01, 0.3, 0.6, 0.99, 1.0])
-def test_against_the_definition(num_sources: int, select_topk: float) -> None:
-    base, sources = random_inputs(num_sources, SHAPE)
-    sources = [base + (index + 1) * (source - base) for index, source in enumerate(sources)]
-    result = run(base, sources, select_topk).double().numpy()
-    np.testing.assert_allclose(result, reference(base, sources, select_topk), rtol=2e-6, atol=4e-7)
 
 
 def test_by_hand() -> None:

@@ -71,10 +71,6 @@ def test_where_rows_are_cut_changes_no_byte_of_the_weights(
     assert digests(tmp_path / "out")[key] == wide[method][key]
 
 
-def test_every_method_has_a_recipe_here(small: Family) -> None:
-    assert set(recipes(small)) == set(METHODS)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_merged_with_itself_is_itself_by_every_method(dtype: torch.dtype, tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base", 3, dtype=dtype)
