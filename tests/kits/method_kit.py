@@ -91,6 +91,33 @@ def _some_value(parameter: Parameter) -> Value:
     return parameter.coerce(0.5 if low is None and high is None else low if low is not None else high or 0.0)
 
 
+def method_named(name: str) -> Method:
+    """The declaration of that name."""
+    method = find_method(name)
+    assert method is not None
+    return method
+
+
+def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
+    """Parameters of sources of these weights, and of others that they share."""
+    return tuple({"weight": weight, **others} for weight in weights)
+
+
+def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings:
+    """Settings of the method of that name."""
+    return make_settings(method_named(name), case, shape)
+
+
+def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
+    """The merge of whole tensors by the method of that name."""
+    return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
+
+
+def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
+    """Parameters of sources of these weights."""
+    return tuple({"weight": weight} for weight in weights)
+
+
 def make_settings(method: Method, case: Case, shape: tuple[int, ...] = ()) -> Settings:
     """Settings as the planner makes them: defaults filled in, keys only for random methods."""
     values = {p.name: p.default for p in method.parameters if p.scope == "global"}

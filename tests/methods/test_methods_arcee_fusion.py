@@ -17,23 +17,18 @@ from kits.method_kit import (
     expected_of,
     make_settings,
     merge,
+    method_named,
     random_inputs,
     same_bits,
     threads,
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import ROW_GROUP, Method, find_method
+from raymerge.methods import ROW_GROUP
 from raymerge.methods.arcee_fusion import _divergences, _row_sums
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def run(base: torch.Tensor, source: torch.Tensor, cuts: tuple[int, ...] = ()) -> torch.Tensor:

@@ -14,15 +14,18 @@ from kits.method_kit import (
     FEW_BYTES,
     Case,
     MethodKit,
-    make_settings,
     merge,
+    method_named,
     random_inputs,
+    run,
     same_bits,
+    settings_for,
     threads,
+    weights_of,
 )
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Access, BaseUse, Method, Settings, Value, find_method
+from raymerge.methods import BLOCK, Access, BaseUse, Method, Value
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
@@ -32,29 +35,11 @@ COLUMNS: dict[str, Value] = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
 MODES = [FLAT, ROWS, COLUMNS]
 
 
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
-def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings:
-    return make_settings(method_named(name), case, shape)
-
-
-def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
-    return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
-
-
 def check(
     name: str, case: Case, reference: Array, base: torch.Tensor | None, sources: list[torch.Tensor]
 ) -> None:
     result = run(name, case, base, sources).double().numpy()
     np.testing.assert_allclose(result, reference, rtol=2e-6, atol=4e-7)
-
-
-def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight} for weight in weights)
 
 
 def arrays(*tensors: torch.Tensor) -> list[Array]:

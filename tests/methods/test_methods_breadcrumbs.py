@@ -7,30 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, method_named, random_inputs, run, sources_of
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Method, Value, find_method
+from raymerge.methods import BLOCK, Value
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
 NAMES = ["breadcrumbs", "breadcrumbs_ties"]
 WEIGHTS = [(0.6, 0.3, 0.5), (1.0, -0.4), (0.5, -0.5), (0.7,)]
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
-def run(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
-    method = method_named(name)
-    return merge(method, make_settings(method, case, base.shape), base, sources)
-
-
-def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight, **others} for weight in weights)
 
 
 class TestBreadcrumbs(MethodKit):

@@ -10,20 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs, sources_of
 from numpy.typing import NDArray
 
-from raymerge.methods import Method, Settings, Value, find_method
+from raymerge.methods import Settings
 
 Array = NDArray[np.float64]
 SHAPE = (23, 41)
 WEIGHTS = [(1.0, 1.0, 1.0), (0.6, 0.3, 0.5), (1.0, -0.4), (0.5, 0.0, 0.7), (0.7,)]
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def run(
@@ -32,10 +26,6 @@ def run(
     method = method_named(name)
     settings = replace(make_settings(method, case, base.shape), position=position)
     return merge(method, settings, base, sources)
-
-
-def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight, **others} for weight in weights)
 
 
 class TestConsensus(MethodKit):

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, make_settings, random_inputs, same_bits
+from kits.method_kit import Case, make_settings, method_named, random_inputs, same_bits
 
-from raymerge.methods import Method, Settings, Tile, Value, dare, find_method, keep_mask
+from raymerge.methods import Settings, Tile, Value, dare, keep_mask
 from raymerge.methods.dare import _factors
 from raymerge.methods.task_arithmetic import merge_factors_in_torch
 
@@ -22,12 +22,6 @@ NAMES = ["dare_linear", "dare_ties"]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, math.inf, -math.inf, math.nan]
 DENSITIES = [0.0, 1e-12, 2.0**-32, 0.3, 0.5, 1 - 2.0**-32, 1.0]
 elements = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def settings_for(name: str, *sources: Mapping[str, Value], **values: Value) -> Settings:

@@ -8,27 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, make_settings
+from kits.method_kit import Case, make_settings, method_named
 from kits.method_table import DOCUMENT, with_table
 
-from raymerge.methods import (
-    Access,
-    BaseUse,
-    Method,
-    Parameter,
-    Settings,
-    Takes,
-    Tile,
-    Value,
-    find_method,
-    methods,
-)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
+from raymerge.methods import Access, BaseUse, Parameter, Settings, Takes, Tile, Value, find_method, methods
 
 
 def settings_of(name: str, *sources: dict[str, Value], **values: Value) -> Settings:

@@ -11,10 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits
+from kits.method_kit import (
+    Case,
+    MethodKit,
+    make_settings,
+    merge,
+    method_named,
+    random_inputs,
+    same_bits,
+    sources_of,
+)
 from numpy.typing import NDArray
 
-from raymerge.methods import Method, Settings, Value, find_method, keep_mask
+from raymerge.methods import Settings, keep_mask
 from raymerge.methods.della import _ranks, _thin, _thin_by_torch
 from raymerge.methods.random import write_numbers
 
@@ -25,22 +34,12 @@ NAMES = ["della", "della_linear"]
 WEIGHTS = [(0.6, 0.3, 0.5), (1.0, -0.4), (0.7,)]
 
 
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
 def settings_for(name: str, case: Case, shape: tuple[int, ...]) -> Settings:
     return make_settings(method_named(name), case, shape)
 
 
 def run(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
     return merge(method_named(name), settings_for(name, case, base.shape), base, sources)
-
-
-def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight, **others} for weight in weights)
 
 
 class TestDella(MethodKit):

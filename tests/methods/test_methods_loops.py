@@ -24,18 +24,8 @@ from raymerge.methods.reduce import (
     add_values,
     add_values_in_torch,
 )
-from raymerge.methods.rows import (
-    add_column_pairs,
-    add_column_pairs_in_torch,
-    row_grams,
-    row_grams_in_torch,
-)
-from raymerge.methods.sums import (
-    sum_of_products,
-    sum_of_products_in_torch,
-    sum_on_base,
-    sum_on_base_in_torch,
-)
+from raymerge.methods.rows import add_column_pairs, add_column_pairs_in_torch, row_grams, row_grams_in_torch
+from raymerge.methods.sums import sum_of_products, sum_of_products_in_torch, sum_on_base, sum_on_base_in_torch
 
 SPECIAL = (0.0, -0.0, 1e-45, -3e-39, 1e-38, 3.4e38, -3.4e38, 1e20, float("nan"), float("inf"), -float("inf"))
 LENGTHS = (0, 1, 2, 15, 16, 17, 255, 256, 257, 1023, 1025, 4096, PIECE - 1, PIECE, 2 * PIECE + 300)

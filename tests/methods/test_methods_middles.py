@@ -11,31 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs, same_bits
+from kits.method_kit import (
+    Case,
+    MethodKit,
+    method_named,
+    random_inputs,
+    run,
+    same_bits,
+    settings_for,
+    weights_of,
+)
 from numpy.typing import NDArray
 
-from raymerge.methods import Access, Method, Settings, Value, find_method
+from raymerge.methods import Access, Method, Value
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
-def settings_for(name: str, case: Case, shape: tuple[int, ...] = ()) -> Settings:
-    return make_settings(method_named(name), case, shape)
-
-
-def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
-    return merge(method_named(name), settings_for(name, case, tuple(sources[0].shape)), base, sources)
-
-
-def weights_of(*weights: float) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight} for weight in weights)
 
 
 def arrays(*tensors: torch.Tensor) -> list[Array]:

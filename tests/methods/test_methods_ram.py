@@ -5,20 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Method, Value, find_method
+from raymerge.methods import BLOCK, Value
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
 NAMES = ["ram", "ramplus_tl"]
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def run(

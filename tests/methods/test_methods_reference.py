@@ -8,23 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kits.method_kit import Case, assert_as_expected, expected_of, make_settings, merge, random_inputs
+from kits.method_kit import (
+    Case,
+    assert_as_expected,
+    expected_of,
+    make_settings,
+    merge,
+    method_named,
+    random_inputs,
+    run,
+    sources_of,
+)
 
-from raymerge.methods import BLOCK, Method, Value, find_method, keep_mask
+from raymerge.methods import BLOCK, Value, keep_mask
 
 CPU = torch.device("cpu")
 SHAPE = (37, 101)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
-def run(name: str, case: Case, base: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor:
-    method = method_named(name)
-    return merge(method, make_settings(method, case, sources[0].shape), base, sources)
 
 
 def assert_agrees(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> None:
@@ -32,10 +31,6 @@ def assert_agrees(name: str, case: Case, base: torch.Tensor, sources: list[torch
     settings = replace(make_settings(method, case, sources[0].shape), position=0.25)
     result = merge(method, settings, base, sources)
     assert_as_expected(result, expected_of(method, settings, base, sources))
-
-
-def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight, **others} for weight in weights)
 
 
 # Kernels and references -------------------------------------------------------------------------------

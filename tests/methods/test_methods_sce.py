@@ -5,19 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, merge, method_named, random_inputs
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Method, find_method
+from raymerge.methods import BLOCK
 
 Array = NDArray[np.float64]
 SHAPE = (37, 101)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def run(base: torch.Tensor, sources: list[torch.Tensor], select_topk: float = 1.0) -> torch.Tensor:

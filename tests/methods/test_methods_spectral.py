@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from kits.memory_meter import AllocationMeter
-from kits.method_kit import Case, MethodKit, make_settings, merge, random_inputs
+from kits.method_kit import Case, MethodKit, make_settings, method_named, random_inputs, run, sources_of
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Access, Method, Tile, Value, find_method
+from raymerge.methods import BLOCK, Access, Tile
 
 Array = NDArray[np.float64]
 SHAPES = [(24, 24), (17, 40), (40, 17), (1, 9), (9, 1), (6, 2, 3, 2)]
@@ -26,26 +26,11 @@ WEIGHTS = [(1.0, 1.0), (0.6, 0.3, 0.5), (1.0, -0.4), (0.7,), (0.5, 0.2, 0.1, 0.9
 BOTH = ["iso_c", "tsv_m"]
 
 
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
-
-
-def run(name: str, case: Case, base: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
-    method = method_named(name)
-    return merge(method, make_settings(method, case, base.shape), base, sources)
-
-
 def merged_delta(name: str, deltas: list[Array], case: Case | None = None) -> Array:
     """What a method makes of deltas, on a base of zeros."""
     sources = [torch.from_numpy(delta).float() for delta in deltas]
     case = case or Case(sources=({},) * len(deltas))
     return run(name, case, torch.zeros(sources[0].shape), sources).double().numpy()
-
-
-def sources_of(*weights: float, **others: Value) -> tuple[dict[str, Value], ...]:
-    return tuple({"weight": weight, **others} for weight in weights)
 
 
 def weighted_deltas(

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.method_kit import CPU, Case, make_settings
+from kits.method_kit import CPU, Case, make_settings, method_named
 from numpy.typing import NDArray
 
-from raymerge.methods import BLOCK, Access, Method, Settings, Tile, find_method, sample_of
+from raymerge.methods import BLOCK, Access, Method, Settings, Tile, sample_of
 from raymerge.methods.gather import sample_runs
 from raymerge.methods.method import Stored, StoredKernel
 from raymerge.methods.sce import _Statistics
@@ -35,12 +35,6 @@ METHODS = (
     "della_linear",
 )
 some = settings(deadline=None, max_examples=20)
-
-
-def method_named(name: str) -> Method:
-    method = find_method(name)
-    assert method is not None
-    return method
 
 
 def kernel_of(method: Method) -> StoredKernel:
