@@ -7,7 +7,8 @@ import re
 import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,44 @@ def test_folders_stay_small() -> None:
     """At most 25 files, but for the table of methods, which has one file an entry."""
     counts = Counter(Path(module).parent for module in MODULES)
     assert {str(folder) for folder, count in counts.items() if count > 25} <= {"raymerge/methods"}
+
+
+def test_no_two_modules_import_each_other_in_a_circle() -> None:
+    """Imports that only type checkers follow count, and those within functions."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    imports = {name: set(_imported(path, modules)) - {name} for name, path in modules.items()}
+    packages = {name for name, path in modules.items() if path.name == "__init__.py"}
+    # A package that passes on the names of its modules is imported with each of them.
+    graph = {name: {each for each in found if each not in packages} for name, found in imports.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            submodules = [f"{node.module}.{each.name}" for each in node.names]
+            yield from (name if name in modules else str(node.module) for name in submodules)
+
+
+BANNED = (
+    *("anatomy", "blame", "carrier", "carriers", "commission", "crew", "genre", "hollow", "proving"),
+    *("pulse", "supplies", "supply", "treatment", "treatments", "workshop"),
+)
+"""Words of a private language, for which docs/concepts.md has others."""
+
+
+def test_names_are_words_of_the_field() -> None:
+    found = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
+            words = re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1_\2", str(name or path.stem)).lower())
+            found.update(f"{path.relative_to(ROOT)}: {word}" for word in words if word in BANNED)
+    assert found == {}
 
 
 def test_functions_stay_small() -> None:

@@ -44,36 +44,36 @@ _SECRETS = {
 }
 
 
-def check_text(text: str, name: str, genre: DocumentKind) -> None:
+def check_text(text: str, name: str, kind: DocumentKind) -> None:
     """Refuse a text that holds a secret, be it in a comment. The message does not repeat it.
 
     Raises:
-        UserError: of the genre's kind, with the place of each.
+        UserError: of the kind of document, with the place of each.
     """
     problems = []
-    for kind, pattern in _SECRETS.items():
+    for what, pattern in _SECRETS.items():
         for found in pattern.finditer(text):
             before = text[: found.start()]
             line, column = before.count("\n") + 1, found.start() - before.rfind("\n")
-            problems.append(Problem(f"{name}:{line}:{column}", f"{kind} stands here.", genre.about_secrets))
+            problems.append(Problem(f"{name}:{line}:{column}", f"{what} stands here.", kind.about_secrets))
     if problems:
-        raise genre.error(problems)
+        raise kind.error(problems)
 
 
-def secrets_in(value: Any, genre: DocumentKind, path: FieldPath = ()) -> Iterator[Fault]:
+def secrets_in(value: Any, kind: DocumentKind, path: FieldPath = ()) -> Iterator[Fault]:
     """Secrets in the values of a document, also where the text spells them in another way."""
     if isinstance(value, str):
-        kinds = [kind for kind, pattern in _SECRETS.items() if pattern.search(value)]
-        yield from (Fault(path, f"{kind} stands here.", genre.about_secrets) for kind in kinds)
+        held = [what for what, pattern in _SECRETS.items() if pattern.search(value)]
+        yield from (Fault(path, f"{what} stands here.", kind.about_secrets) for what in held)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from secrets_in(key, genre, path)
+            yield from secrets_in(key, kind, path)
             own = (*path, key)
-            found = list(secrets_in(inner, genre, own))
+            found = list(secrets_in(inner, kind, own))
             if isinstance(inner, str) and not found:
                 # Some are known only by the name before them.
-                found = list(secrets_in(f"{key}={inner}", genre, own))
+                found = list(secrets_in(f"{key}={inner}", kind, own))
             yield from found
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from secrets_in(inner, genre, (*path, index))
+            yield from secrets_in(inner, kind, (*path, index))

@@ -131,15 +131,15 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     return tuple(sorted(places, key=position))
 
 
-def split_documents(text: str, name: str, genre: DocumentKind) -> tuple[Part, ...]:
+def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...]:
     """The YAML documents in ``text`` that are not empty, at least one.
 
     Raises:
-        UserError: of the genre's kind: no YAML, no document, or more than ``MAX_DOCUMENTS``.
+        UserError: of the kind of document: no YAML, no document, or more than ``MAX_DOCUMENTS``.
     """
-    composed = [(mark, root) for mark, root in _compose(text, name, genre) if root.tag != f"{_TAG}null"]
+    composed = [(mark, root) for mark, root in _compose(text, name, kind) if root.tag != f"{_TAG}null"]
     if not composed:
-        raise genre.error(Problem(f"{name}:1:1", f"the {genre.noun} is empty.", _start(genre)))
+        raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
     # What stands before the first document, a comment mostly, belongs to it; an empty one to the one before.
     starts = [0, *(mark.index for mark, _ in composed[1:])]
     places = [(1, 1), *((mark.line + 1, mark.column + 1) for mark, _ in composed[1:])]
@@ -149,17 +149,17 @@ def split_documents(text: str, name: str, genre: DocumentKind) -> tuple[Part, ..
     )
 
 
-def read_document(part: Part, name: str, genre: DocumentKind) -> Located:
+def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
     """One document as plain data.
 
     Raises:
-        UserError: of the genre's kind: no map at the top, or too large once expanded.
+        UserError: of the kind of document: no map at the top, or too large once expanded.
     """
     root = part.root
     if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
-        what = f"a {genre.noun} is a map of keys to values."
-        raise genre.error(Problem(spot(name, _mark(root)), what, _start(genre)))
-    walk = _Walk(name, part.mark, genre)
+        what = f"a {kind.noun} is a map of keys to values."
+        raise kind.error(Problem(spot(name, _mark(root)), what, _start(kind)))
+    walk = _Walk(name, part.mark, kind)
     data = walk.mapping(root, (), 0)
     return Located(data, Places(name, walk.marks), tuple(walk.faults), _anchored(root))
 
@@ -195,9 +195,9 @@ def _nodes(root: Node) -> Iterator[Node]:
 class _Walk:
     """One pass over the node graph, which follows aliases and counts what it meets."""
 
-    def __init__(self, name: str, start: tuple[int, int], genre: DocumentKind) -> None:
+    def __init__(self, name: str, start: tuple[int, int], kind: DocumentKind) -> None:
         self.name = name
-        self.genre = genre
+        self.kind = kind
         self.marks: dict[FieldPath, tuple[int, int]] = {(): start}
         self.faults: list[Fault] = []
         self._num_nodes = 0
@@ -207,7 +207,7 @@ class _Walk:
         self._count(node, depth)
         if node.tag not in _PLAIN_TAGS and node.tag != _DATE_TAG:
             self.faults.append(
-                Fault(path, f"the tag {node.tag} has no meaning in a {self.genre.noun}.", "Remove it.")
+                Fault(path, f"the tag {node.tag} has no meaning in a {self.kind.noun}.", "Remove it.")
             )
             return None
         if isinstance(node, MappingNode):
@@ -295,14 +295,14 @@ class _Walk:
     def _count(self, node: Node, depth: int) -> None:
         self._num_nodes += 1
         if depth > MAX_DEPTH:
-            what = f"the {self.genre.noun} is nested more than {MAX_DEPTH} levels deep here."
+            what = f"the {self.kind.noun} is nested more than {MAX_DEPTH} levels deep here."
             raise self._error(node, what, "Remove the alias that holds itself, or the nesting.")
         if self._num_nodes > MAX_NODES:
-            what = f"the {self.genre.noun} has more than {MAX_NODES} values once its aliases are expanded."
+            what = f"the {self.kind.noun} has more than {MAX_NODES} values once its aliases are expanded."
             raise self._error(node, what, "Use fewer aliases of large maps.")
 
     def _error(self, node: Node, what: str, remedy: str) -> UserError:
-        return self.genre.error(Problem(spot(self.name, _mark(node)), what, remedy))
+        return self.kind.error(Problem(spot(self.name, _mark(node)), what, remedy))
 
 
 class _Loader(yaml.SafeLoader):
@@ -320,7 +320,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _compose(text: str, name: str, genre: DocumentKind) -> list[tuple[Mark, Node]]:
+def _compose(text: str, name: str, kind: DocumentKind) -> list[tuple[Mark, Node]]:
     """Every document with the place where it starts."""
     documents: list[tuple[Mark, Node]] = []
     try:
@@ -328,48 +328,48 @@ def _compose(text: str, name: str, genre: DocumentKind) -> list[tuple[Mark, Node
         while loader.check_node():
             mark: Mark = loader.peek_event().start_mark  # type: ignore[no-untyped-call]
             if len(documents) == MAX_DOCUMENTS:
-                raise _too_many(name, mark, genre)
+                raise _too_many(name, mark, kind)
             root = loader.get_node()
             if root is not None:
                 documents.append((mark, root))
     except yaml.reader.ReaderError as error:
-        raise _unreadable(text, name, error, genre) from None
+        raise _unreadable(text, name, error, kind) from None
     except yaml.MarkedYAMLError as error:
-        raise _not_yaml(name, error, genre) from None
+        raise _not_yaml(name, error, kind) from None
     return documents
 
 
-def _too_many(name: str, mark: Mark, genre: DocumentKind) -> UserError:
+def _too_many(name: str, mark: Mark, kind: DocumentKind) -> UserError:
     what = f"the file has more than {MAX_DOCUMENTS} YAML documents."
-    return genre.error(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
+    return kind.error(Problem(spot(name, (mark.line + 1, mark.column + 1)), what, "Use several files."))
 
 
-def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, genre: DocumentKind) -> UserError:
+def _unreadable(text: str, name: str, error: yaml.reader.ReaderError, kind: DocumentKind) -> UserError:
     before = text[: error.position]
     mark = (before.count("\n") + 1, len(before) - before.rfind("\n"))
     what = f"the character U+{ord(text[error.position]):04X} may not stand in YAML."
-    return genre.error(Problem(spot(name, mark), what, "Remove it."))
+    return kind.error(Problem(spot(name, mark), what, "Remove it."))
 
 
-def _not_yaml(name: str, error: yaml.MarkedYAMLError, genre: DocumentKind) -> UserError:
+def _not_yaml(name: str, error: yaml.MarkedYAMLError, kind: DocumentKind) -> UserError:
     mark = error.problem_mark or error.context_mark
     place = f"{name}:1:1" if mark is None else spot(name, (mark.line + 1, mark.column + 1))
     problem = error.problem or "it ends too early"
     if "'\\t'" in problem:
-        return genre.error(Problem(place, "a tab stands here.", "Indent with spaces: YAML allows no tabs."))
+        return kind.error(Problem(place, "a tab stands here.", "Indent with spaces: YAML allows no tabs."))
     if error.context and "alias" in error.context:
-        return genre.error(Problem(place, "'*' starts an alias here.", 'Put it in quotes: filter: "*".'))
+        return kind.error(Problem(place, "'*' starts an alias here.", 'Put it in quotes: filter: "*".'))
     context = f" ({error.context})" if error.context else ""
     what = f"this is not YAML: {problem}{context}."
-    return genre.error(Problem(place, what, "Check the indentation, colons, brackets and quotes before it."))
+    return kind.error(Problem(place, what, "Check the indentation, colons, brackets and quotes before it."))
 
 
 def _mark(node: Node) -> tuple[int, int]:
     return (node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _start(genre: DocumentKind) -> str:
-    return f"Start with '{genre.opening}'."
+def _start(kind: DocumentKind) -> str:
+    return f"Start with '{kind.opening}'."
 
 
 def _is_key(key: ScalarNode) -> bool:
@@ -388,46 +388,46 @@ MAX_TEXT_BYTES = 4 * 2**20
 """Bytes of such a text."""
 
 
-def read_file(name: str, genre: DocumentKind) -> str:
+def read_file(name: str, kind: DocumentKind) -> str:
     """The text of a file, which messages call by the name under which the user gave it.
 
     Raises:
-        UserError: of the genre's kind: there is no such file, it cannot be read, is too large or not UTF-8.
+        UserError: of that kind: there is no such file, it cannot be read, is too large or not UTF-8.
     """
-    noun = genre.noun
+    noun = kind.noun
     try:
         with Path(name).open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError:
-        raise genre.error(Problem(name, "there is no such file.", f"Check the path of the {noun}.")) from None
+        raise kind.error(Problem(name, "there is no such file.", f"Check the path of the {noun}.")) from None
     except OSError as error:
         reason = f"the {noun} cannot be read ({error.strerror})."
-        raise genre.error(Problem(name, reason, "Give the path of a readable YAML file.")) from error
+        raise kind.error(Problem(name, reason, "Give the path of a readable YAML file.")) from error
     if len(content) > MAX_TEXT_BYTES:
-        raise _too_large(name, genre)
-    return _decode(content, name, genre)
+        raise _too_large(name, kind)
+    return _decode(content, name, kind)
 
 
-def check_length(text: str, name: str, genre: DocumentKind) -> None:
+def check_length(text: str, name: str, kind: DocumentKind) -> None:
     """Refuse a text of more than ``MAX_TEXT_BYTES``.
 
     Raises:
-        UserError: of the genre's kind.
+        UserError: of the kind of document.
     """
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _too_large(name, genre)
+        raise _too_large(name, kind)
 
 
-def _decode(content: bytes, name: str, genre: DocumentKind) -> str:
+def _decode(content: bytes, name: str, kind: DocumentKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = content[: error.start]
         mark = (before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
         what = f"the byte 0x{content[error.start]:02x} is not UTF-8."
-        raise genre.error(Problem(spot(name, mark), what, f"Save the {genre.noun} as UTF-8.")) from None
+        raise kind.error(Problem(spot(name, mark), what, f"Save the {kind.noun} as UTF-8.")) from None
 
 
-def _too_large(name: str, genre: DocumentKind) -> UserError:
-    what = f"the {genre.noun} has more than {MAX_TEXT_BYTES} bytes."
-    return genre.error(Problem(name, what, f"Give the {genre.noun}, not a file of weights."))
+def _too_large(name: str, kind: DocumentKind) -> UserError:
+    what = f"the {kind.noun} has more than {MAX_TEXT_BYTES} bytes."
+    return kind.error(Problem(name, what, f"Give the {kind.noun}, not a file of weights."))

@@ -380,7 +380,7 @@ class SegmentRunner:
         try:
             Lane(self._shop, turn, reader, output, equipment).run(tuple(cut))
         except NotFinite as found:
-            raise self._blame(found.row, reader, equipment.buffer) from None
+            raise self._non_finite_origin(found.row, reader, equipment.buffer) from None
         # Only now, when nothing can be on its way into it or out of it.
         self._idle.append(equipment)
         return reader, output
@@ -416,7 +416,7 @@ class SegmentRunner:
                     return equipment
         return None
 
-    def _blame(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
+    def _non_finite_origin(self, row: RowJob, reader: LoadReader, buffer: LoadBuffer) -> NonFiniteError:
         """What made a row NaN or infinite; it is read once more, into memory of the host."""
         cut = stretches([row], self._projection.lane, _PROCESSOR)
         loads = [load for stretch in cut for load in stretch.loads]

@@ -87,19 +87,19 @@ class AuditSpec:
 class Auditor:
     """Audits the segments of one output."""
 
-    def __init__(self, commission: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
+    def __init__(self, spec: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
         """
         Args:
-            commission: what is wanted.
+            spec: what is wanted.
             sources: in the plan's order; of an absent one any store.
             output: the output's files.
         """
-        self._wanted = commission
+        self._wanted = spec
         self._sources = sources
         self._output = output
-        self._rows = PlanRows(commission.plan)
-        self._names = [str(each["name"]) for each in commission.plan.manifest["sources"]]
-        self._seed = int(commission.plan.manifest["seed"])
+        self._rows = PlanRows(spec.plan)
+        self._names = [str(each["name"]) for each in spec.plan.manifest["sources"]]
+        self._seed = int(spec.plan.manifest["seed"])
         self._aborted = threading.Event()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Texts of every genre are read and refused in its own words."""
+"""Texts of every kind of document are read and refused in its own words."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_text_that_is_too_long_is_refused() -> None:
         ("a: &x {b: *x}", "the letter is nested more than 64 levels deep here."),
     ],
 )
-def test_what_is_no_map_is_refused_in_words_of_the_genre(text: str, said: str) -> None:
+def test_what_is_no_map_is_refused_in_words_of_its_kind(text: str, said: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_document(split_documents(text, "l", LETTER)[0], "l", LETTER)
     assert said in str(caught.value)

@@ -189,7 +189,7 @@ def _has_header(file: SourceFile, digest: str) -> bool:
 class AuditWork:
     """Everything that workers need to audit segments, but their numbers."""
 
-    commission: AuditSpec
+    spec: AuditSpec
     """What is audited, and how."""
     output: str
     """The output's place, reachable from every worker."""
@@ -215,7 +215,7 @@ class AuditWork:
         numbers = {(file.source, file.key): number for number, file in enumerate(self.files)}
         return tuple(
             frozenset(numbers[file] for file in files if file in numbers)
-            for files in files_read(self.commission.plan)
+            for files in files_read(self.spec.plan)
         )
 
     def lessened(self, number: int, budget: int | None) -> int | None:  # noqa: ARG002 - all parts are alike
@@ -226,7 +226,7 @@ class AuditWork:
         """What audits segments."""
         sources = [open_store(root) for root in self.roots]
         output = open_store(self.output)
-        return _AuditRunner(Auditor(self.commission, sources, output), (*sources, output), name)
+        return _AuditRunner(Auditor(self.spec, sources, output), (*sources, output), name)
 
 
 class _AuditRunner:
@@ -376,7 +376,7 @@ class Audit:
             what = f"a worker may use {format_size(budget)}, and an audit takes {format_size(LEAST_ROOM)}."
             raise OptionError(Problem("--memory", what, f"Give {format_size(LEAST_ROOM)} or more."))
         slots = max(1, min(pool.threads, budget // LEAST_ROOM))
-        commission = AuditSpec(
+        spec = AuditSpec(
             plan=plan,
             name=self._name,
             digests=digests,
@@ -386,7 +386,7 @@ class Audit:
             most=self._wanted.most,
         )
         place = self._place if is_remote(self._place) else str(self._output)
-        return AuditWork(commission, place, tuple(located.roots), tuple(located.files), slots)
+        return AuditWork(spec, place, tuple(located.roots), tuple(located.files), slots)
 
     def _audited(self, plan: Plan, work: AuditWork, pool: Pool) -> Findings:
         costs = plan["segments"].column("cost").to_pylist()
@@ -427,7 +427,7 @@ class Audit:
                 output_bytes=sum(plan["shards"].column("nbytes").to_pylist()),
                 total_bytes=sum(costs),
                 segments=len(costs),
-                projected_peak=work.commission.room * work.slots,
+                projected_peak=work.spec.room * work.slots,
             )
         )
         self._on_event(Started(pool.workers, pool.device, 0, 0, pool.threads))

@@ -470,16 +470,16 @@ class InlinePool:
         with ExitStack() as stack:
             runner = stack.enter_context(closing(work.open(self._device, _NAME)))
             threads = stack.enter_context(ThreadPoolExecutor(work.slots))
-            crew = _Crew(work, runner, numbers, stop, self._on_event)
-            stack.callback(crew.give_up)
-            yield from crew.receipts(threads)
+            group = _PartThreads(work, runner, numbers, stop, self._on_event)
+            stack.callback(group.give_up)
+            yield from group.receipts(threads)
 
     def close(self) -> None:
         """Give back the settings of torch."""
         self._settings.close()
 
 
-class _Crew:
+class _PartThreads:
     """Threads that take parts by themselves: between two parts nobody waits for the driver, which makes
     receipts durable. No more parts than slots are in hand or have no durable receipt: that is what a crash
     costs. Parts that memory did not suffice for are done again in the end, one after the other."""
