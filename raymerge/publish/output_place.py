@@ -11,7 +11,7 @@ from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.inputs.source import Source, holdings
 from raymerge.publish.staging import Staging
-from raymerge.publish.stop_request import Asked, StopRequest
+from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.addresses import is_object_place, is_remote, parse_place, shown, with_options
 
 INSIDE = "lies inside"
@@ -58,7 +58,7 @@ def staging_of(output: Path | str, plan: Plan, options: RunOptions) -> Staging:
     return RemoteStaging(place, plan, scratch=options.scratch)
 
 
-def stop_request_of(output: Path | str, options: RunOptions) -> Asked:
+def stop_request_of(output: Path | str, options: RunOptions) -> StopRequest:
     """Where others may ask the run that makes an output to stop.
 
     Raises:
@@ -66,10 +66,8 @@ def stop_request_of(output: Path | str, options: RunOptions) -> Asked:
         CheckpointError: there are no credentials for it.
     """
     if not is_object_place(str(output)):
-        return StopRequest(Path(output))
-    from raymerge.publish.remote_stop import RemoteStopRequest
-
-    return RemoteStopRequest(with_options(str(output), options.storage))
+        return StopRequest.beside(Path(output))
+    return StopRequest.in_store(with_options(str(output), options.storage))
 
 
 def check_apart(output: Path | str, sources: Sequence[Source]) -> None:

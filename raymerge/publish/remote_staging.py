@@ -43,10 +43,10 @@ from raymerge.publish.output_contents import (
 )
 from raymerge.publish.remote_lease import PROBE, RemoteLease, check_unheld, check_writable, leased
 from raymerge.publish.remote_shards import RemoteShards
-from raymerge.publish.remote_stop import STOP, withdraw
 from raymerge.publish.segment_work import SegmentWork
 from raymerge.publish.shard_work import ShardOrder, ShardWork, check_mark, shard_orders
 from raymerge.publish.staging import RECIPE, Staging
+from raymerge.publish.stop_request import STOP, StopRequest
 from raymerge.storage.addresses import shown
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.objects.stream import LARGEST_OBJECT, stream_bytes
@@ -275,7 +275,7 @@ class RemoteStaging(Staging):
             try:
                 yield lease
             finally:
-                withdraw(self._asides)
+                StopRequest.in_store(self._asides).withdraw()
 
     @contextmanager
     def lock_steps(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class RemoteStaging(Staging):
             try:
                 yield
             finally:
-                withdraw(self._asides)
+                StopRequest.in_store(self._asides).withdraw()
 
     def keep_journal(self) -> None:
         """Have the journal in the record as it is now, as far as the store lets it."""

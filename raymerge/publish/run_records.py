@@ -19,7 +19,6 @@ from raymerge.publish.ledger import NAME
 from raymerge.publish.output_contents import MANIFEST
 from raymerge.publish.remote_lease import look
 from raymerge.publish.remote_staging import LEASE, STEPS_LEASE, pieces_of
-from raymerge.publish.remote_stop import ask_to_stop
 from raymerge.publish.steps_place import steps_beside
 from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.addresses import is_object_place, parse_place, shown
@@ -99,7 +98,7 @@ class LocalRecords:
 
     def ask_to_stop(self, holder: Holder) -> None:
         """Leave a file beside the place."""
-        StopRequest(self._path).make(holder)
+        StopRequest.beside(self._path).make(holder)
 
 
 def records_of(place: str) -> RunRecords:
@@ -250,7 +249,7 @@ class RemoteRecords:
 
     def ask_to_stop(self, holder: Holder) -> None:
         """Leave an object in the record."""
-        ask_to_stop(self._writer, holder)
+        StopRequest.in_store(self._writer).make(holder)
 
     def _hold_of(self, lease: str, is_told: threading.Event) -> LeaseView | None:
         """Who holds one of the leases; ``is_told`` once either is known to be of one that lives."""

@@ -120,8 +120,7 @@ class Staging:
                 yield lease
             finally:
                 # One that came too late to be heeded was for nobody else.
-                with suppress(OSError):
-                    StopRequest(self.output).withdraw()
+                StopRequest.beside(self.output).withdraw()
 
     def check_unheld(self) -> None:
         """Find out whether another process of this machine makes it now; raises TargetError."""

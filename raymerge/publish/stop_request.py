@@ -1,85 +1,154 @@
-"""A request to stop a run, left beside its output place by whoever sees that place, on whatever machine."""
+"""A request to stop a run, left at its output place by whoever sees that place, on whatever machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+from raymerge.publish.attempt import RECORD
 from raymerge.publish.lease import Holder, holder_from, is_same_process, myself
+from raymerge.storage.objects.writer import ObjectWriter
 
+STOP = f"{RECORD}/stop.json"
+"""Key of a request in an object store."""
 _LOOK_SECONDS = 2.0
+_LOOK_SECONDS_IN_STORE = 5.0
+_REQUEST_SECONDS = 5.0
 _MOST_BYTES = 1 << 16
 
 
-class Asked(Protocol):
-    """Somebody elsewhere who may ask this process to stop."""
+class _RequestFile(Protocol):
+    """Where a request lies."""
 
-    def is_made(self) -> bool:
-        """Whether this process is asked to stop; may be called often."""
+    def read(self) -> bytes | None:
+        """What it says; None where there is none."""
+
+    def write(self, text: bytes) -> None:
+        """Leave it, in place of an earlier one."""
+
+    def remove(self) -> None:
+        """Take it away, if it is there."""
 
 
-class StopRequest:
-    """A file beside a place. It names the process that is asked: no later run takes it for its own."""
+class _FileBeside:
+    """A file beside a directory."""
 
     def __init__(self, place: Path) -> None:
-        """
-        Args:
-            place: the output place; need not exist.
-        """
         real = Path(os.path.realpath(place))
         self._path = real.parent / f".{real.name}.raymerge-stop"
-        self._looked_at = 0.0
 
-    def make(self, holder: Holder) -> None:
-        """Ask a process to stop.
-
-        Args:
-            holder: of the place's lease.
-
-        Raises:
-            OSError: nothing can be written there.
-        """
-        fresh = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        try:
-            fresh.write_text(json.dumps(asdict(holder)))
-            fresh.replace(self._path)
-        finally:
-            fresh.unlink(missing_ok=True)
-
-    def is_made(self) -> bool:
-        """Whether this process is asked to stop; looked for every few seconds.
-
-        A request is gone once it was seen, and so is one to a process that has ended.
-        """
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
-            return False
-        self._looked_at = now
-        # Storage that is away for a moment says nothing, and is asked again.
-        with suppress(OSError):
-            asked = self._asked()
-            if asked is not None:
-                self.withdraw()
-                return is_same_process(asked, myself(""))
-        return False
-
-    def withdraw(self) -> None:
-        """Remove it."""
-        self._path.unlink(missing_ok=True)
-
-    def _asked(self) -> Holder | None:
-        """Who is asked; None where nobody is."""
+    def read(self) -> bytes | None:
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         try:
-            return holder_from(os.pread(descriptor, _MOST_BYTES, 0))
+            return os.pread(descriptor, _MOST_BYTES, 0)
         finally:
             os.close(descriptor)
+
+    def write(self, text: bytes) -> None:
+        fresh = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            fresh.write_bytes(text)
+            fresh.replace(self._path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class _ObjectInRecord:
+    """An object in the record of a place in an object store."""
+
+    def __init__(self, writer: ObjectWriter) -> None:
+        self._writer = writer
+
+    def read(self) -> bytes | None:
+        found = self._writer.get(STOP)
+        return None if found is None else found[0]
+
+    def write(self, text: bytes) -> None:
+        self._writer.put(STOP, text)
+
+    def remove(self) -> None:
+        self._writer.delete([STOP])
+
+
+class StopRequest:
+    """A request to stop. It names the process that is asked: no later run takes it for its own."""
+
+    def __init__(self, file: _RequestFile, *, look_seconds: float, looks_aside: bool) -> None:
+        self._file = file
+        self._look_seconds = look_seconds
+        self._looks_aside = looks_aside
+        # A store is first asked after a while, as most runs in one end with no request.
+        self._looked_at = time.monotonic() if looks_aside else -look_seconds
+        self._look: threading.Thread | None = None
+        self._is_seen = False
+
+    @staticmethod
+    def beside(place: Path) -> StopRequest:
+        """That of an output directory, which need not exist."""
+        return StopRequest(_FileBeside(place), look_seconds=_LOOK_SECONDS, looks_aside=False)
+
+    @staticmethod
+    def in_store(place: str | ObjectWriter) -> StopRequest:
+        """That of an output place in an object store, by its address with options or what writes to it."""
+        writer = ObjectWriter(place, seconds=_REQUEST_SECONDS) if isinstance(place, str) else place
+        return StopRequest(_ObjectInRecord(writer), look_seconds=_LOOK_SECONDS_IN_STORE, looks_aside=True)
+
+    def make(self, holder: Holder) -> None:
+        """Ask the process that holds the place's lease to stop.
+
+        Raises:
+            OSError: nothing can be written there.
+            TransientError: the store failed for a while.
+            TargetError: the store refuses it.
+        """
+        self._file.write(json.dumps(asdict(holder)).encode())
+
+    def is_made(self) -> bool:
+        """Whether this process is asked to stop, as far as that was seen by now; true once.
+
+        It is looked for every few seconds; in a store by a thread, as whoever asks must not wait for it.
+        """
+        is_looking = self._look is not None and self._look.is_alive()
+        if not is_looking and time.monotonic() - self._looked_at >= self._look_seconds:
+            self._looked_at = time.monotonic()
+            if self._looks_aside:
+                self._look = threading.Thread(target=self._see, name="stop request", daemon=True)
+                self._look.start()
+            else:
+                self._see()
+        is_seen, self._is_seen = self._is_seen, False
+        return is_seen
+
+    def withdraw(self) -> None:
+        """Remove a request to this process, which ends; raises nothing."""
+        with suppress(Exception):
+            asked = self._asked()
+            if asked is not None and is_same_process(asked, myself("")):
+                self._file.remove()
+
+    def _see(self) -> None:
+        # Storage that is away for a moment says nothing, and is asked again.
+        with suppress(Exception):
+            asked = self._asked()
+            if asked is not None:
+                self._is_seen = is_same_process(asked, myself(""))
+                # Gone once it was seen, and so is one to a process that has ended.
+                self._file.remove()
+
+    def _asked(self) -> Holder | None:
+        """Who is asked; None where nobody is, or nobody knows whom."""
+        text = self._file.read()
+        return None if text is None else holder_from(text)

@@ -23,11 +23,11 @@ from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.publish import remote_lease, remote_staging, remote_stop, shard_work
+from raymerge.publish import remote_lease, remote_staging, shard_work, stop_request
 from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import RemoteLease, leased, look
-from raymerge.publish.remote_stop import RemoteStopRequest, ask_to_stop
 from raymerge.publish.run_records import RemoteRecords, journal_lines
+from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.objects.writer import ObjectWriter
 from raymerge.storage.options import StoreOptions
 from raymerge.storage.own_directory import OwnDirectory
@@ -128,8 +128,8 @@ def test_a_journal_is_there_while_the_first_shard_is_made(
 def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
     s3: S3Server, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_stop, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(remote_stop, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(stop_request, "_LOOK_SECONDS_IN_STORE", 0.0)
+    monkeypatch.setattr(stop_request, "_REQUEST_SECONDS", 0.2)
     looked, go_on = threading.Event(), threading.Event()
 
     def hang(method: str, key: str) -> None:
@@ -137,8 +137,8 @@ def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
             looked.set()
             go_on.wait(PATIENCE_SECONDS)
 
-    ask_to_stop(ObjectWriter(place), myself(""))
-    request = RemoteStopRequest(place)
+    StopRequest.in_store(ObjectWriter(place)).make(myself(""))
+    request = StopRequest.in_store(place)
     s3.before = hang
     # It comes back while the store has not answered.
     assert not request.is_made()
@@ -156,7 +156,7 @@ def test_a_request_that_comes_too_late_stays_nowhere(
     def ask(method: str, key: str) -> None:
         if method == "PUT" and key.endswith(".index.json"):
             s3.before = None
-            ask_to_stop(ObjectWriter(place), myself(""))
+            StopRequest.in_store(ObjectWriter(place)).make(myself(""))
 
     s3.before = ask
     submit(recipe, place, INLINE)

@@ -31,8 +31,8 @@ from raymerge.execute.segment import SegmentRunner
 from raymerge.options import RunOptions
 from raymerge.publish import shard_work
 from raymerge.publish.remote_staging import RemoteStaging
-from raymerge.publish.remote_stop import RemoteStopRequest
 from raymerge.publish.shard_work import ShardsRunner, shard_orders
+from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver import interruptions, run
 from raymerge.storage.objects import stream as object_stream
 from raymerge.storage.retry import RetryPolicy
@@ -318,7 +318,7 @@ def test_a_stop_does_not_wait_for_uploads(
         abort(self)
         is_heeded.set()
 
-    monkeypatch.setattr(RemoteStopRequest, "is_made", lambda _: is_begun.is_set())
+    monkeypatch.setattr(StopRequest, "is_made", lambda _: is_begun.is_set())
     monkeypatch.setattr(ShardsRunner, "abort", heed)
     s3.before = hold
     scratch = str(tmp_path / "scratch") if has_scratch else None

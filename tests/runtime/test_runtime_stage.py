@@ -649,7 +649,7 @@ def test_a_request_beside_the_output_stops_a_stage_too(
     def ask(event: Event) -> None:
         events.append(event)
         if isinstance(event, UnitDone) and len(_of(events, UnitDone)) == 1:
-            StopRequest(output).make(myself(""))
+            StopRequest.beside(output).make(myself(""))
 
     with pytest.raises(IncompleteError, match=r"stopped with \d of 4 units done"):
         run_chain(staged(recipe, output), output, on_event=ask, pause=0.1)

@@ -39,7 +39,7 @@ from raymerge.events import (
     Stopping,
 )
 from raymerge.options import RunOptions
-from raymerge.publish import remote_stop
+from raymerge.publish import stop_request
 from raymerge.publish.run_records import records_of
 from raymerge.publish.steps_place import steps_directory
 from raymerge.runtime.driver import disk_space
@@ -225,7 +225,7 @@ def test_who_makes_what_comes_before_holds_the_place_and_can_be_stopped(
     s3: S3Server, chain: Recipes, options: RunOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the request comes with the last part of a merge, the next one does not begin."""
-    monkeypatch.setattr(remote_stop, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stop_request, "_LOOK_SECONDS_IN_STORE", 0.0)
     monkeypatch.setattr(threading.Thread, "start", _run_at_once(threading.Thread.start))
     place, events = s3.place("out"), list[Event]()
 

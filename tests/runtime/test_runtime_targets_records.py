@@ -57,7 +57,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return made(*args, **more)
 
     monkeypatch.setattr(SegmentRunner, "made", waiting)
-    monkeypatch.setattr("raymerge.publish.remote_stop._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS_IN_STORE", 0.1)
     monkeypatch.setattr("raymerge.publish.stop_request._LOOK_SECONDS", 0.1)
 
     def set_pause(seconds: float) -> None:
@@ -102,13 +102,13 @@ def test_a_place_tells_of_its_runs(place: str, medium: Family, slow: Callable[[f
 
 
 def test_a_request_is_for_one_process_alone(tmp_path: Path) -> None:
-    request, me = StopRequest(tmp_path / "out"), myself("")
+    request, me = StopRequest.beside(tmp_path / "out"), myself("")
     assert not request.is_made()
     request.make(replace(me, pid=me.pid + 1))
-    request = StopRequest(tmp_path / "out")
+    request = StopRequest.beside(tmp_path / "out")
     assert not request.is_made()
     assert list(tmp_path.iterdir()) == []
-    request = StopRequest(tmp_path / "out")
+    request = StopRequest.beside(tmp_path / "out")
     request.make(myself("another lease of this process"))
     assert request.is_made()
     assert not request.is_made()
@@ -123,7 +123,7 @@ def test_a_request_that_comes_too_late_goes_with_the_run(medium: Family, tmp_pat
 
     def ask(event: Event) -> None:
         if isinstance(event, Verified):
-            StopRequest(place).make(myself(""))
+            StopRequest.beside(place).make(myself(""))
 
     submit(recipes(medium)["linear"], place, INLINE, on_event=ask)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -132,7 +132,7 @@ def test_a_request_that_comes_too_late_goes_with_the_run(medium: Family, tmp_pat
 def test_a_request_that_is_no_file_asks_nobody(tmp_path: Path) -> None:
     (tmp_path / "target").write_text(json.dumps(asdict(myself(""))))
     (tmp_path / ".out.raymerge-stop").symlink_to(tmp_path / "target")
-    assert not StopRequest(tmp_path / "out").is_made()
+    assert not StopRequest.beside(tmp_path / "out").is_made()
 
 
 def test_a_lease_is_looked_at_without_being_taken(tmp_path: Path) -> None:

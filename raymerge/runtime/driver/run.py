@@ -52,7 +52,7 @@ from raymerge.publish.remote_shards import RemoteShards
 from raymerge.publish.segment_work import SegmentWork
 from raymerge.publish.shard_work import ShardWork
 from raymerge.publish.shards import Shards
-from raymerge.publish.stop_request import Asked, StopRequest
+from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
 from raymerge.runtime.driver.stage_run import check_results
 from raymerge.runtime.driver.versions import (
@@ -123,7 +123,7 @@ class Run:
         recipes: Sequence[str] = (),
         warn_encoding_error: float | None = None,
         journal: Journal | None = None,
-        stop_request: Asked | None = None,
+        stop_request: StopRequest | None = None,
     ) -> None:
         """
         Args:
@@ -158,7 +158,7 @@ class Run:
         self._journal = journal
         self.is_stopped = False
         """Whether it was asked to stop, though by then all was made: what comes next is not wanted."""
-        self._stop_request = stop_request or StopRequest(self._staging.output)
+        self._stop_request = stop_request or StopRequest.beside(self._staging.output)
         beside = self._staging.beside_bytes
         self.projection = fit_budget(plan, options, beside=beside, is_far=reads_far(sources))
         check_free(options)

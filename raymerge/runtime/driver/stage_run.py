@@ -38,7 +38,7 @@ from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.lease import Lease, leased
 from raymerge.publish.ledger import NAME, Ledger
 from raymerge.publish.staging import file_marks, is_untouched
-from raymerge.publish.stop_request import Asked, StopRequest
+from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.interruptions import check_overdue, resumable, stopping
 from raymerge.runtime.driver.stage_work import StageWork, UnitWork, digests_of, sources_of_stage, told
 from raymerge.runtime.driver.versions import check_unchanged, file_versions, source_files
@@ -148,7 +148,7 @@ class StageRun:
         work: StageWork,
         on_event: OnEvent,
         position: tuple[int, int] = (1, 1),
-        stop_request: Asked | None = None,
+        stop_request: StopRequest | None = None,
     ) -> None:
         """
         Args:
@@ -168,7 +168,7 @@ class StageRun:
         self._options = options
         self._on_event = on_event
         self._position = position
-        self._stop_request = stop_request or StopRequest(self._place)
+        self._stop_request = stop_request or StopRequest.beside(self._place)
         self._told_bytes = 0
 
     @property
