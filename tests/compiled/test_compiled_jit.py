@@ -44,10 +44,15 @@ def _package(root: Path, factor: int) -> None:
 
 
 def _run(root: Path, code: str = _RUN, **environment: str) -> list[int]:
-    """What the loop gives, and how often it came from the disk."""
+    """What the loop gives, and how often it came from the disk.
+
+    Python's own cache is off: it takes two sources of one length, written within one second,
+    for the same.
+    """
+    fixed = {"PYTHONPATH": str(root), "NUMBA_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code.format(package="loops")],
-        env={**os.environ, "PYTHONPATH": str(root), "NUMBA_CACHE_DIR": "", **environment},
+        env={**os.environ, **fixed, **environment},
         capture_output=True,
         text=True,
         check=True,
