@@ -299,8 +299,9 @@ class _Proxy(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/").partition("/")[2]
         self.about = (key, parts.query, len(body))
-        if self.s3.before is not None:
-            self.s3.before(self.command, key)
+        before = self.s3.before
+        if before is not None:
+            before(self.command, key)
         with self.s3.lock:
             struck = [each for each in self.s3.faults if each.strikes(self.command, key)]
         kinds = {each.kind for each in struck}

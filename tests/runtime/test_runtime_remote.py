@@ -401,6 +401,8 @@ def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
 
     def stop(method: str, key: str) -> None:
         if method == "PUT" and "-of-" in key and _pieces_put(s3) >= 3:
+            # Once: a second request to end means at once, and may leave the lease behind.
+            s3.before = None
             drivers[0].send_signal(number)
 
     s3.before = stop
