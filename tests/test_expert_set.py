@@ -281,10 +281,7 @@ def test_what_an_adapter_adds_goes_with_its_expert(fused: bool, tmp_path: Path) 
     stored = read_tensors(tmp_path / "model")
     generator = torch.Generator().manual_seed(3)
     factors: dict[str, torch.Tensor] = {}
-    modules = {
-        "model.layers.0.self_attn.q_proj": (32, 32),
-        "model.layers.1.block_sparse_moe.gate": (4, 32),
-    }
+    modules = {"model.layers.0.self_attn.q_proj": (32, 32), "model.layers.1.block_sparse_moe.gate": (4, 32)}
     if not fused:
         modules["model.layers.1.block_sparse_moe.experts.3.w2"] = (32, 48)
     else:

@@ -53,10 +53,7 @@ def test_a_pickled_model_gives_config_and_companions(tmp_path: Path) -> None:
     tensors = read_tensors(plain)
     save_pickles(pickled, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     (pickled / "training_args.bin").write_bytes(b"")
-    merge(
-        {"merge_method": "passthrough", "models": [{"model": str(pickled)}]},
-        tmp_path / "out",
-    )
+    merge({"merge_method": "passthrough", "models": [{"model": str(pickled)}]}, tmp_path / "out")
     found = read_tensors(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     names = {path.name for path in (tmp_path / "out").iterdir()}

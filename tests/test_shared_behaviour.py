@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 from gate_table import GATES, HEADING, line
-from kits.behaviour import (
-    DOMAINS,
-    PADDED_MEANS,
-    Behaviour,
-    Gate,
-    judge,
-    mixtures,
-    reference_losses,
-    submit,
-)
+from kits.behaviour import DOMAINS, PADDED_MEANS, Behaviour, Gate, judge, mixtures, reference_losses, submit
 from kits.command_line import Outcome
 
 RECIPES = (

@@ -157,10 +157,7 @@ def _entry_nbytes(spec: TensorSpec) -> int:
 
 
 def _header(
-    ordered: Sequence[TensorSpec],
-    begins: Sequence[int],
-    sizes: Sequence[int],
-    metadata: Mapping[str, str],
+    ordered: Sequence[TensorSpec], begins: Sequence[int], sizes: Sequence[int], metadata: Mapping[str, str]
 ) -> bytes:
     entries: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, nbytes in zip(ordered, begins, sizes, strict=True):

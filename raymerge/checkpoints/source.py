@@ -304,11 +304,7 @@ def _read_safetensors(store: ReadStore, info: FileInfo) -> tuple[FileHeader, tup
 
 
 def _read_headers(
-    store: ReadStore,
-    files: Sequence[FileInfo],
-    read: PickleReader,
-    readers: int,
-    problems: list[Problem],
+    store: ReadStore, files: Sequence[FileInfo], read: PickleReader, readers: int, problems: list[Problem]
 ) -> list[tuple[FileHeader, tuple[str, ...]]]:
     """The readable headers in the order of ``files``; on a slow disk the waiting overlaps."""
 

@@ -38,8 +38,7 @@ def render(
     ] = None,
     kind: Annotated[Kind | None, typer.Option("--kind", help=_KIND_HELP)] = None,
     directory: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Write a file for each object there."),
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Write a file for each object there.")
     ] = None,
 ) -> None:
     """Print the objects that a submission would make, for kubectl apply; ask no server."""

@@ -31,10 +31,7 @@ _FILES_SHOWN = 8
 
 
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help=MODEL_HELP),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
     profile: ProfileFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,

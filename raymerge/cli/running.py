@@ -83,8 +83,7 @@ DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
 ]
 RunName: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", hidden=True, help="The run that this is an attempt at."),
+    str | None, typer.Option("--run", metavar="NAME", hidden=True, help="The run that this is an attempt at.")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
 

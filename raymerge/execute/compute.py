@@ -236,12 +236,7 @@ class PartComputation:
     ) -> None:
         """Take the statistics, from as many passes over the tiles as the method asks for."""
         self._state = gather(
-            self._method,
-            self._settings,
-            self._num_elements,
-            self._scratch.device,
-            tiles=tiles,
-            sample=sample,
+            self._method, self._settings, self._num_elements, self._scratch.device, tiles=tiles, sample=sample
         )
 
     def gather_in_pieces(self, raw: Raw, spans: Sequence[tuple[int, int]]) -> None:

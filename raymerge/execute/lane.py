@@ -143,12 +143,7 @@ class Lane:
     """Makes the rows of one segment."""
 
     def __init__(
-        self,
-        shop: Shop,
-        turn: ComputePermit,
-        reader: LoadReader,
-        output: Output,
-        equipment: Equipment,
+        self, shop: Shop, turn: ComputePermit, reader: LoadReader, output: Output, equipment: Equipment
     ) -> None:
         """
         Args:

@@ -106,11 +106,7 @@ class RowJob:
 def _input_need(source: Input, is_repeated: bool) -> InputNeed:
     if isinstance(source, Read):
         return InputNeed(
-            source.dtype,
-            source.nbytes,
-            scales=source.scales,
-            view=source.view,
-            is_repeated=is_repeated,
+            source.dtype, source.nbytes, scales=source.scales, view=source.view, is_repeated=is_repeated
         )
     read = source.terms[0].read
     return InputNeed(read.dtype, read.nbytes, source.need)

@@ -167,10 +167,7 @@ class Output:
     def add_errors(self, row: RowJob, sums: ErrorSums) -> None:
         """Add what encoding changed in a tile of a row of codes."""
         errors, values = self.encoding_errors.get(str(row.index), (0.0, 0.0))
-        self.encoding_errors[str(row.index)] = (
-            errors + sums.squared_errors,
-            values + sums.squared_values,
-        )
+        self.encoding_errors[str(row.index)] = (errors + sums.squared_errors, values + sums.squared_values)
 
     @property
     def most_together(self) -> int:

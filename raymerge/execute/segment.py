@@ -277,11 +277,7 @@ class SegmentRunner:
         self._lanes = threading.Semaphore(projection.lanes)
         self._heap = HeapWatch(projection.peak)
         self._turns = threading.Semaphore(threads)
-        self._shop = Shop(
-            seed=int(plan.manifest["seed"]),
-            aborted=threading.Event(),
-            watch=self._heap.check,
-        )
+        self._shop = Shop(seed=int(plan.manifest["seed"]), aborted=threading.Event(), watch=self._heap.check)
 
     def _warmed(self, expressions: Sequence[Expression]) -> str:
         """Have ready what computes; what notes say of a GPU that turns out to be of no use."""

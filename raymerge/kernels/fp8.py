@@ -45,11 +45,7 @@ def nearest(quotient: np.float32) -> np.uint8:
 
 @compiled
 def decode(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> None:
     """Elements times the steps of their blocks.
 
@@ -71,11 +67,7 @@ def decode(
 
 @compiled
 def encode(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    codes: NDArray[np.uint8],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, codes: NDArray[np.uint8]
 ) -> None:
     """The nearest codes of values over the steps of their blocks; the reverse of ``decode``."""
     for row in range(values.shape[0]):
@@ -89,11 +81,7 @@ def encode(
 
 @compiled
 def fits(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    found: NDArray[np.bool_],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, found: NDArray[np.bool_]
 ) -> None:
     """Which blocks are the same when encoded and decoded; ``found`` [bands, blocks], true at first."""
     for row in range(values.shape[0]):
@@ -111,11 +99,7 @@ def fits(
 
 @summing
 def squares(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> tuple[float, float]:
     """What encoding changed: the squares of decoded codes less values, and of values, both summed.
 

@@ -54,11 +54,7 @@ def int4_nearest(quotient: np.float32) -> np.uint8:
 
 @compiled
 def e2m1_decode(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> None:
     """Elements times the steps of their blocks.
 
@@ -82,11 +78,7 @@ def e2m1_decode(
 
 @compiled
 def e2m1_encode(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    codes: NDArray[np.uint8],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, codes: NDArray[np.uint8]
 ) -> None:
     """The nearest codes of values over the steps of their blocks; the reverse of ``e2m1_decode``."""
     for row in range(values.shape[0]):
@@ -101,11 +93,7 @@ def e2m1_encode(
 
 @compiled
 def e2m1_fits(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    found: NDArray[np.bool_],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, found: NDArray[np.bool_]
 ) -> None:
     """Which blocks are the same when encoded and decoded; ``found`` [bands, blocks], true at first."""
     for row in range(values.shape[0]):
@@ -123,11 +111,7 @@ def e2m1_fits(
 
 @summing
 def e2m1_squares(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> tuple[float, float]:
     """What encoding changed: see ``fp8.squares``."""
     errors = squares = 0.0
@@ -147,11 +131,7 @@ def e2m1_squares(
 
 @compiled
 def int4_decode(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> None:
     """Elements times the steps of their blocks.
 
@@ -175,11 +155,7 @@ def int4_decode(
 
 @compiled
 def int4_encode(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    codes: NDArray[np.uint8],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, codes: NDArray[np.uint8]
 ) -> None:
     """The nearest codes of values over the steps of their blocks; the reverse of ``int4_decode``."""
     for row in range(values.shape[0]):
@@ -194,11 +170,7 @@ def int4_encode(
 
 @compiled
 def int4_fits(
-    values: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    found: NDArray[np.bool_],
+    values: NDArray[np.float32], steps: NDArray[np.float32], height: int, width: int, found: NDArray[np.bool_]
 ) -> None:
     """Which blocks are the same when encoded and decoded; ``found`` [bands, blocks], true at first."""
     for row in range(values.shape[0]):
@@ -216,11 +188,7 @@ def int4_fits(
 
 @summing
 def int4_squares(
-    codes: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    height: int,
-    width: int,
-    values: NDArray[np.float32],
+    codes: NDArray[np.uint8], steps: NDArray[np.float32], height: int, width: int, values: NDArray[np.float32]
 ) -> tuple[float, float]:
     """What encoding changed: see ``fp8.squares``."""
     errors = squares = 0.0

@@ -19,14 +19,7 @@ from raymerge.checkpoints.source import Checkpoint
 from raymerge.device_numerics import Fallback, full_float32
 from raymerge.errors import NonFiniteError, OptionError, PlanError, Problem
 from raymerge.lora.choose import Module, Selection, choose, compare, is_transposed
-from raymerge.lora.matrices import (
-    Factors,
-    Limits,
-    factorise,
-    read_pieces,
-    read_tensor,
-    squared_difference,
-)
+from raymerge.lora.matrices import Factors, Limits, factorise, read_pieces, read_tensor, squared_difference
 from raymerge.lora.report import Extraction, LeftOut, ModuleReport, OnModule, relative_error
 from raymerge.lora.writer import AdapterFacts, AdapterWriter, short_targets
 from raymerge.storage.open import open_store

@@ -100,12 +100,7 @@ class Rule(StrEnum):
     """It chooses among experts, or weighs a shared one, and the recipe makes the model dense."""
 
 
-_STRENGTH = {
-    Disposition.DROPPED: 0,
-    Disposition.COPIED: 1,
-    Disposition.CONVERTED: 2,
-    Disposition.MERGED: 3,
-}
+_STRENGTH = {Disposition.DROPPED: 0, Disposition.COPIED: 1, Disposition.CONVERTED: 2, Disposition.MERGED: 3}
 
 
 class Fate(NamedTuple):

@@ -35,12 +35,7 @@ class AssemblyNumbers:
 
     def rows(self) -> dict[str, list[tuple[Any, ...]]]:
         """Rows of the tables ``assemblies``, ``terms``, ``factors`` and ``runs``."""
-        tables: dict[str, list[tuple[Any, ...]]] = {
-            "assemblies": [],
-            "terms": [],
-            "factors": [],
-            "runs": [],
-        }
+        tables: dict[str, list[tuple[Any, ...]]] = {"assemblies": [], "terms": [], "factors": [], "runs": []}
         for assembly in self._numbers:
             places = (len(tables["terms"]), len(assembly.terms), len(tables["runs"]), len(assembly.runs))
             sizes = (assembly.num_rows, assembly.num_columns, assembly.real_rows)

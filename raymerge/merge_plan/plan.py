@@ -59,12 +59,7 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
             ]
         ),
         "parts": pa.schema(
-            [
-                ("logical", pa.string()),
-                ("shape", _LIST),
-                ("view_offset", pa.int64()),
-                ("view_strides", _LIST),
-            ]
+            [("logical", pa.string()), ("shape", _LIST), ("view_offset", pa.int64()), ("view_strides", _LIST)]
         ),
         "inputs": pa.schema(
             [
@@ -131,20 +126,10 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
             ]
         ),
         "runs": pa.schema(
-            [
-                ("to_row", pa.int64()),
-                ("from_row", pa.int64()),
-                ("count", pa.int64()),
-                ("term", pa.int32()),
-            ]
+            [("to_row", pa.int64()), ("from_row", pa.int64()), ("count", pa.int64()), ("term", pa.int32())]
         ),
         "segments": pa.schema(
-            [
-                ("first_row", pa.int64()),
-                ("num_rows", pa.int64()),
-                ("shard", pa.int32()),
-                ("cost", pa.int64()),
-            ]
+            [("first_row", pa.int64()), ("num_rows", pa.int64()), ("shard", pa.int32()), ("cost", pa.int64())]
         ),
         "shards": pa.schema([("name", pa.string()), ("nbytes", pa.int64()), ("header", pa.binary())]),
         "files": pa.schema([("name", pa.string()), ("content", pa.binary())]),

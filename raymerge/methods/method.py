@@ -400,13 +400,7 @@ class LogicalTensor:
     """A logical tensor that can be read a block at a time."""
 
     def __init__(
-        self,
-        inputs: Sequence[Elements],
-        settings: Settings,
-        *,
-        has_base: bool,
-        takes_deltas: bool,
-        room: int,
+        self, inputs: Sequence[Elements], settings: Settings, *, has_base: bool, takes_deltas: bool, room: int
     ) -> None:
         """
         Args:

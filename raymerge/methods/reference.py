@@ -247,12 +247,7 @@ def _add_others(found: Expected, block: Block, thinned: Thinned, how: TermSum) -
 
 
 def _merged(
-    block: Block,
-    factors: Floats,
-    how: TermSum,
-    places: NDArray[np.int64],
-    sign: int,
-    free: Flags | None,
+    block: Block, factors: Floats, how: TermSum, places: NDArray[np.int64], sign: int, free: Flags | None
 ) -> tuple[Floats, Floats]:
     """The result of some elements, and the magnitude of what was added up.
 

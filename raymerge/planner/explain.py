@@ -386,9 +386,7 @@ def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
             yield from _changes(place, old, new)
         elif old != new or (key in before) != (key in after):
             yield ConfigChange(
-                place,
-                json.dumps(old) if key in before else None,
-                json.dumps(new) if key in after else None,
+                place, json.dumps(old) if key in before else None, json.dumps(new) if key in after else None
             )
 
 

@@ -17,16 +17,7 @@ from raymerge.planner.inputs.sources import Path_, model_references
 from raymerge.planner.matching.bind import check_parameter_names, methods_at, written_blocks
 from raymerge.planner.matching.layer_map import Parameters
 from raymerge.planner.matching.method_assignment import check_rule_sources, with_router_rule
-from raymerge.recipes import (
-    Conditional,
-    Gradient,
-    ModelEntry,
-    OutputSlice,
-    Recipe,
-    Scalar,
-    Setting,
-    Unnamed,
-)
+from raymerge.recipes import Conditional, Gradient, ModelEntry, OutputSlice, Recipe, Scalar, Setting, Unnamed
 
 Change = Callable[[Path_, Parameters], Parameters]
 """Other parameters for those that a recipe has at a path."""

@@ -20,11 +20,7 @@ class RemoteShards:
     """Shards come under their final names, one whole object after the other."""
 
     def __init__(
-        self,
-        plan: Plan,
-        orders: tuple[ShardOrder, ...],
-        store: LocalStore,
-        writer: ObjectWriter,
+        self, plan: Plan, orders: tuple[ShardOrder, ...], store: LocalStore, writer: ObjectWriter
     ) -> None:
         """
         Args:

@@ -115,10 +115,7 @@ def records_of(place: str) -> RunRecords:
 
 
 def journal_lines(
-    records: RunRecords,
-    *,
-    follow: bool,
-    pause: Callable[[float], None] = time.sleep,
+    records: RunRecords, *, follow: bool, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
     """The lines of the newest journal, without line ends.
 

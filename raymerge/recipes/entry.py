@@ -7,25 +7,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
 import yaml
-from pydantic import (
-    PlainSerializer,
-    PlainValidator,
-    PrivateAttr,
-    ValidationInfo,
-)
+from pydantic import PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo
 
 from raymerge.documents.faults import DocumentKind, Fault, FaultError, FieldPath, show
 from raymerge.documents.fields import MapEntry, by, closest, did_you_mean, read_integer, read_text
 from raymerge.documents.yaml_text import Places
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.errors import RecipeError
-from raymerge.recipes.reference import (
-    Exists,
-    ModelReference,
-    never_exists,
-    plain_reference,
-    read_reference,
-)
+from raymerge.recipes.reference import Exists, ModelReference, never_exists, plain_reference, read_reference
 from raymerge.recipes.settings import Setting, plain_setting, read_setting
 from raymerge.units import parse_size
 

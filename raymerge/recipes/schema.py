@@ -251,7 +251,7 @@ class OutputSlice(_Part):
 
     shape: ClassVar[str] = "a map like {sources: [{model: PATH, layer_range: [0, 8]}]}"
     advice: ClassVar[Mapping[str, str]] = {
-        "residual_weight": "mergekit reads it and never uses it: it never had an effect. Remove the key.",
+        "residual_weight": "mergekit reads it and never uses it: it never had an effect. Remove the key."
     }
 
     sources: tuple[SliceSource, ...]

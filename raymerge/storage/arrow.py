@@ -17,11 +17,7 @@ from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 _PIECE_NBYTES = 4 << 20
-_NUMBERS = {
-    FileNotFoundError: errno.ENOENT,
-    NotADirectoryError: errno.ENOTDIR,
-    PermissionError: errno.EACCES,
-}
+_NUMBERS = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, PermissionError: errno.EACCES}
 """Refusals that another attempt does not change."""
 
 _Result = TypeVar("_Result")
@@ -35,11 +31,7 @@ class ArrowStore(FarStore):
     """
 
     def __init__(
-        self,
-        place: str,
-        *,
-        patience: RetryPolicy | None = None,
-        expected: Mapping[str, FileInfo] = NO_FILES,
+        self, place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
         """
         Args:

@@ -19,10 +19,7 @@ from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 
 
 def open_store(
-    place: str,
-    *,
-    patience: RetryPolicy | None = None,
-    expected: Mapping[str, FileInfo] = NO_FILES,
+    place: str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> ReadStore:
     """The store that a place is read from: a local path, or an address; nothing is asked of it yet.
 

@@ -42,10 +42,7 @@ class RetryPolicy:
     """Makes a bounded number of attempts, ever longer apart: seven more in 13 seconds. Thread-safe."""
 
     def __init__(
-        self,
-        *,
-        sleep: Callable[[float], object] | None = None,
-        chance: Callable[[], float] = random.random,
+        self, *, sleep: Callable[[float], object] | None = None, chance: Callable[[], float] = random.random
     ) -> None:
         """
         Args:

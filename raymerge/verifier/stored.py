@@ -232,14 +232,7 @@ class CodeFacts:
     """What the codes of an output are multiplied by, and whether their blocks need so much."""
 
     def __init__(
-        self,
-        read: Read,
-        scales: Scales,
-        reader: Reader,
-        *,
-        first: int,
-        total: int,
-        is_joined: bool = False,
+        self, read: Read, scales: Scales, reader: Reader, *, first: int, total: int, is_joined: bool = False
     ) -> None:
         """
         Args:

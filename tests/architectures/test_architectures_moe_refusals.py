@@ -8,26 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.dense_headers import (
-    FIELDS,
-    HIDDEN,
-    LAYERS,
-    MLP,
-    ROW,
-    SQUARE,
-    WIDTH,
-    mixture,
-    parent,
-    reshaped,
-)
+from kits.dense_headers import FIELDS, HIDDEN, LAYERS, MLP, ROW, SQUARE, WIDTH, mixture, parent, reshaped
 
-from raymerge.architectures import (
-    DenseModel,
-    Mixture,
-    dense_model,
-    refusals,
-    targets,
-)
+from raymerge.architectures import DenseModel, Mixture, dense_model, refusals, targets
 
 TARGETS = targets()
 SHARED, OTHER, PHI = parent("llama", "s"), parent("llama", "other"), parent("phi3", "other")
@@ -69,22 +52,14 @@ def reasons(name: str, base: DenseModel, asked: Mixture) -> dict[str, str]:
     [
         ("mixtral", {"shared": (SHARED,)}, "names 1 shared expert; Mixtral takes none"),
         ("qwen2_moe", {}, "names 0 shared experts; Qwen2-MoE takes exactly 1"),
-        (
-            "deepseek",
-            {"shared": (SHARED,) * 2},
-            "names 2 shared experts; DeepSeek MoE takes 0 to 1",
-        ),
+        ("deepseek", {"shared": (SHARED,) * 2}, "names 2 shared experts; DeepSeek MoE takes 0 to 1"),
         ("glm4_moe", {}, "GLM-4-MoE takes 1 or more"),
         (
             "deepseek",
             {"shared": (SHARED,), "shared_have_gates": True},
             "Its shared experts have prompts; those of DeepSeek MoE have no gate",
         ),
-        (
-            "qwen2_moe",
-            {"shared": (SHARED,), "shared_have_gates": False},
-            "Its shared experts lack prompts",
-        ),
+        ("qwen2_moe", {"shared": (SHARED,), "shared_have_gates": False}, "Its shared experts lack prompts"),
         ("glm4_moe", {"num_experts": 1, "shared": (SHARED,)}, "works with 2 or more"),
         ("deepseek", {"layout": "fused"}, "asks for layout: fused"),
         ("mixtral", {"granularity": 5}, "cuts feed-forward networks 48 wide into 5"),
@@ -119,21 +94,9 @@ BIASED = reshaped(parent("llama"), BIASES)
             parent("qwen2"),
             "is of the family qwen2; the trunk of Mixtral is that of llama or mistral",
         ),
-        (
-            "mixtral",
-            parent("qwen2"),
-            "k_proj.bias and 8 more tensors, for which Mixtral has no place",
-        ),
-        (
-            "mixtral",
-            BIASED,
-            "As a base it has model.layers.0.self_attn.k_proj.bias",
-        ),
-        (
-            "qwen2_moe",
-            BIASED,
-            "o_proj.bias and 2 more tensors, for which Qwen2-MoE",
-        ),
+        ("mixtral", parent("qwen2"), "k_proj.bias and 8 more tensors, for which Mixtral has no place"),
+        ("mixtral", BIASED, "As a base it has model.layers.0.self_attn.k_proj.bias"),
+        ("qwen2_moe", BIASED, "o_proj.bias and 2 more tensors, for which Qwen2-MoE"),
         (
             "olmoe",
             parent("llama"),
@@ -162,11 +125,7 @@ BIASED = reshaped(parent("llama"), BIASES)
             parent("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
             "scales rotary positions by llama3; the code of DeepSeek MoE knows default, linear, dynamic",
         ),
-        (
-            "deepseek",
-            parent("llama", head_dim=16),
-            "has 4 heads 16 wide; DeepSeek MoE divides the",
-        ),
+        ("deepseek", parent("llama", head_dim=16), "has 4 heads 16 wide; DeepSeek MoE divides the"),
         ("mixtral", parent("llama", num_hidden_layers=10**12), "tells of 1000000000000 layers"),
         ("mixtral", parent("llama", num_hidden_layers="three"), "tells of 0 layers"),
         (
@@ -224,15 +183,9 @@ FLAT = {name: tuple(16 if size == HIDDEN else size for size in shape) for name, 
             reshaped(OTHER, {"model.layers.1.mlp.up_proj.bias": (WIDTH,)}),
             "has model.layers.1.mlp.up_proj.bias, for which an expert of Mixtral has no place",
         ),
-        (
-            reshaped(OTHER, WIDER),
-            "feed-forward is 96 wide; that of the expert first is 48",
-        ),
+        (reshaped(OTHER, WIDER), "feed-forward is 96 wide; that of the expert first is 48"),
         (reshaped(OTHER, FLAT), "Its hidden size is 16; that of the base base is 32"),
-        (
-            reshaped(OTHER, dict(list(WIDER.items())[:3])),
-            "Its feed-forward is not as wide in every layer",
-        ),
+        (reshaped(OTHER, dict(list(WIDER.items())[:3])), "Its feed-forward is not as wide in every layer"),
         (
             reshaped(OTHER, {"model.layers.1.mlp.experts.0.up_proj.weight": SQUARE}),
             "It has experts already (model.layers.1.mlp.experts.0.up_proj.weight)",

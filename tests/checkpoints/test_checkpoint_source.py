@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 
 from raymerge.checkpoints.files import is_companion
-from raymerge.checkpoints.source import (
-    Checkpoint,
-    main_dtype,
-    natural_key,
-    open_checkpoint,
-    same_bytes,
-)
+from raymerge.checkpoints.source import Checkpoint, main_dtype, natural_key, open_checkpoint, same_bytes
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError
 

@@ -190,8 +190,7 @@ def test_files_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files",
-    [{}, {"tokenizer_config.json": "{}"}, {"added_tokens.json": "{}"}, {"merges.txt": ""}],
+    "files", [{}, {"tokenizer_config.json": "{}"}, {"added_tokens.json": "{}"}, {"merges.txt": ""}]
 )
 def test_a_model_without_a_vocabulary_has_no_tokenizer(tmp_path: Path, files: dict[str, Any]) -> None:
     write_tokenizer(tmp_path, None, files=files)

@@ -9,22 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import write_checkpoint
-from kits.packed_headers import (
-    FP8,
-    GOOD,
-    MX,
-    NV,
-    TENSOR,
-    W4,
-    W8,
-    E,
-    X,
-    compressed,
-    f8,
-    f32,
-    fault,
-    look,
-)
+from kits.packed_headers import FP8, GOOD, MX, NV, TENSOR, W4, W8, E, X, compressed, f8, f32, fault, look
 from kits.plan_maker import Specs, header_checkpoint
 
 from raymerge.checkpoints.quantisation.detect import PackedTensors, packed_tensors

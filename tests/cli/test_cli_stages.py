@@ -251,10 +251,7 @@ def test_events_of_stages_are_json() -> None:
 
 # The table of router rows
 
-LAYERS = (
-    LayerReport(0, 2.5, (0.9, 0.5), (0.7, 0.3), 1.5),
-    LayerReport(1, 7.0, (0.7, 0.5), (0.6, 0.4), 0.5),
-)
+LAYERS = (LayerReport(0, 2.5, (0.9, 0.5), (0.7, 0.3), 1.5), LayerReport(1, 7.0, (0.7, 0.5), (0.6, 0.4), 0.5))
 ROWS = GateReport("ridge", ("expert 0 (code)", "expert 1 (french)"), LAYERS, (200, 30), (1,))
 
 

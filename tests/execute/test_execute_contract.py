@@ -50,10 +50,7 @@ OBJECTS = 128 << 10
 
 ROWS_KINDS = ("rows", "adapter", "views")
 """Inputs that are not read as they are stored."""
-WISE = {
-    "nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True},
-    "model_stock": {"filter_wise": True},
-}
+WISE = {"nuslerp": {"nuslerp_flatten": False, "nuslerp_row_wise": True}, "model_stock": {"filter_wise": True}}
 """What makes methods of whole tensors methods of rows."""
 
 

@@ -113,10 +113,7 @@ def test_fused_experts_have_a_part_for_each_matrix(tmp_path: Path) -> None:
     config = llama_config(layers=1) | {"model_type": "qwen3_moe", "num_experts": 3}
     config |= {"moe_intermediate_size": 8, "architectures": ["Qwen3MoeForCausalLM"]}
     trunk = {name: spec for name, spec in llama_specs(1).items() if ".mlp." not in name}
-    stored = {
-        "gate_up_proj": (DType.BF16, (3, 16, 32)),
-        "down_proj": (DType.BF16, (3, 32, 8)),
-    }
+    stored = {"gate_up_proj": (DType.BF16, (3, 16, 32)), "down_proj": (DType.BF16, (3, 32, 8))}
     fused = {f"model.layers.0.mlp.experts.{word}": spec for word, spec in stored.items()}
     router = {"model.layers.0.mlp.gate.weight": (DType.BF16, (3, 32))}
     roots = [header_checkpoint(tmp_path / name, {**trunk, **router, **fused}, config) for name in "ab"]

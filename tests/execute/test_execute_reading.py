@@ -232,11 +232,7 @@ def test_a_sample_is_its_runs_of_every_input() -> None:
 
 def test_assembled_rows_are_read_beside_plain_ones_and_factors_once_a_row(tmp_path: Path) -> None:
     """One reader makes all requests of a load, whatever its inputs are."""
-    tensors = {
-        "a": torch.randn(64, 8),
-        "l.up": torch.randn(64, 2),
-        "l.down": torch.randn(2, 8),
-    }
+    tensors = {"a": torch.randn(64, 8), "l.up": torch.randn(64, 2), "l.down": torch.randn(2, 8)}
     stock = make_stock(tmp_path, tensors)
     read = assembled(0, whole(stock.term("a", product=stock.product("l", 2)), 8))
     made_of = expression("linear", sources=2, weight=1.0)

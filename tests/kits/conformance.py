@@ -64,7 +64,7 @@ DIFFERS = {
     "della-single": Defect(
         "mergekit rescales a tensor by one factor, the paper each element by 1 / its probability",
         r"statistic coef_0 is 1\.0\d+, expected 1\.1\d+ \+- [\d.]+ \(\+1 more\)$",
-    ),
+    )
 }
 """Recipes whose expected results show a defect of the reference.
 

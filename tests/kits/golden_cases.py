@@ -64,7 +64,7 @@ class Difference:
 
 
 DIFFERS: Mapping[tuple[str, str], Difference] = {
-    ("arcee_fusion", "bfloat16"): Difference("mergekit keeps what divergences in bfloat16 decide", 4),
+    ("arcee_fusion", "bfloat16"): Difference("mergekit keeps what divergences in bfloat16 decide", 4)
 }
 """Cases that raymerge does not reproduce, by method and dtype."""
 

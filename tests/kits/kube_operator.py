@@ -161,10 +161,7 @@ class Operator:
         if container["image"] in self.unpullable:
             message = f'Back-off pulling image "{container["image"]}"'
             waiting = {"waiting": {"reason": "ImagePullBackOff", "message": message}}
-            return {
-                "phase": "Pending",
-                "containerStatuses": [{"name": container["name"], "state": waiting}],
-            }
+            return {"phase": "Pending", "containerStatuses": [{"name": container["name"], "state": waiting}]}
         return {"phase": "Running", "containerStatuses": [{"name": container["name"], "state": {}}]}
 
     def _follow(self, job: Json) -> None:

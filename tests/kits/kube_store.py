@@ -226,10 +226,7 @@ class Store:
                     yield what, value
             since = max(since, last)
             mark = {"resourceVersion": str(since)}
-            yield (
-                "BOOKMARK",
-                {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": mark},
-            )
+            yield ("BOOKMARK", {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": mark})
             if left <= 0:
                 return
 

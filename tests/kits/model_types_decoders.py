@@ -43,19 +43,12 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-} | {
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-}
+} | {"v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4}
 _LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
-} | {
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
+} | {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 _FOUR_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1} | {
@@ -246,11 +239,7 @@ SPARSE = (
         "phimoe", "PhimoeForCausalLM", "biased", num_local_experts=4, attention_bias=True, lm_head_bias=True
     ),
     _usual(
-        "minimax",
-        "MiniMaxForCausalLM",
-        num_local_experts=4,
-        block_size=4,
-        layer_types=_LINEAR["layer_types"],
+        "minimax", "MiniMaxForCausalLM", num_local_experts=4, block_size=4, layer_types=_LINEAR["layer_types"]
     ),
     _usual("minimax_m2", "MiniMaxM2ForCausalLM", **_FOUR_LOCAL),
     _usual("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", num_experts=4, moe_topk=2),

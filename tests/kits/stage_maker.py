@@ -81,13 +81,7 @@ class PieceWork:
             raise PlanError(Problem(self.stage.place, self.objection, "Change it."))
 
     def unit(
-        self,
-        number: int,
-        *,
-        staging: Path,
-        device: torch.device,
-        budget: int,
-        tell: Callable[[int], None],
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         assert budget >= LEAST_BUDGET
         for step in range(self.steps):

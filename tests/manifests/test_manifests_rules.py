@@ -187,8 +187,7 @@ def test_models_of_this_machine_are_refused_at_their_place(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["org/name", "hf://org/name@main", "gs://b/x", "/mnt/models/a", "org/name@main+/mnt/models/b"],
+    "path", ["org/name", "hf://org/name@main", "gs://b/x", "/mnt/models/a", "org/name@main+/mnt/models/b"]
 )
 def test_models_that_pods_see_are_taken(path: str) -> None:
     check(kubernetes_profile({"volumes": [SHARED]}), _recipe(path), OUTPUT, RUN, exists=lambda _: False)

@@ -47,12 +47,7 @@ def drawn_rows(data: st.DataObject, count: int, length: int) -> torch.Tensor:
     flags=st.tuples(st.booleans(), st.booleans()),
 )
 def test_both_forms_give_the_same_bits(
-    name: str,
-    data: st.DataObject,
-    densities: list[float],
-    length: int,
-    start: int,
-    flags: tuple[bool, bool],
+    name: str, data: st.DataObject, densities: list[float], length: int, start: int, flags: tuple[bool, bool]
 ) -> None:
     inputs = drawn_rows(data, len(densities) + 1, length + 3)
     # Rows that do not lie side by side.

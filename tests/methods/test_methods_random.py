@@ -58,11 +58,7 @@ def as_text(mask: torch.Tensor) -> str:
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    key=st.integers(0, 2**64 - 1),
-    start=st.integers(0, 2**45),
-    density=st.floats(0.001, 0.999),
-)
+@given(key=st.integers(0, 2**64 - 1), start=st.integers(0, 2**45), density=st.floats(0.001, 0.999))
 def test_mask_follows_its_definition(key: int, start: int, density: float) -> None:
     mask = keep_mask(key, start, 20, density, CPU)
     assert mask.tolist() == [plain_keep(key, start + offset, density) for offset in range(20)]

@@ -62,12 +62,7 @@ class Trial:
 
 
 def trial(
-    name: str,
-    counts: st.SearchStrategy[int],
-    *,
-    base: bool = True,
-    weight: bool = True,
-    **values: Value,
+    name: str, counts: st.SearchStrategy[int], *, base: bool = True, weight: bool = True, **values: Value
 ) -> Trial:
     return Trial(name, counts, Case(values, ({"weight": 1.0} if weight else {},)), base)
 

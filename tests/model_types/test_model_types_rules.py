@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from raymerge.architectures import (
-    Role,
-    describe,
-    load_rules,
-    module_of,
-    restack_config,
-    stacks,
-)
+from raymerge.architectures import Role, describe, load_rules, module_of, restack_config, stacks
 
 BERT_LAYER = "encoder.layer.{}.attention.self.query.weight"
 

@@ -51,10 +51,7 @@ def test_an_assembly_of_experts(name: str, ancestry_of: AncestryOf, tmp_path: Pa
         "merge_method": "passthrough",
         "base_model": instruct,
         "models": [{"model": instruct}, {"model": reasoning}],
-        "methods": [
-            {"role": "expert", "sources": [reasoning]},
-            {"role": REST, "sources": [instruct]},
-        ],
+        "methods": [{"role": "expert", "sources": [reasoning]}, {"role": REST, "sources": [instruct]}],
     }
     found = submit(recipe, tmp_path / "out")
     pattern = r"experts\.|_linear\." if name == "granitemoe" else EXPERTS

@@ -515,7 +515,7 @@ def test_a_layer_used_twice_draws_twice(tmp_path: Path) -> None:
             "base_model": a,
             "slices": [piece, piece],
             "parameters": {"weight": 1, "density": 0.5},
-        },
+        }
     )
     names = made.plan["parts"].column("logical").to_pylist()
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in names

@@ -129,12 +129,7 @@ def test_a_lane_below_the_least_does_not_hold_the_least_tile(case: tuple[Need, i
     assert tiling(need, num_elements, Lane(need.least_bytes), passes=passes).elements >= need.least_elements
 
 
-@given(
-    case=_needs(),
-    above=st.integers(0, 1 << 30),
-    more=st.integers(16 * _ROUNDING, 1 << 30),
-    passes=passes,
-)
+@given(case=_needs(), above=st.integers(0, 1 << 30), more=st.integers(16 * _ROUNDING, 1 << 30), passes=passes)
 @settings(deadline=None, max_examples=300)
 def test_more_memory_never_gives_more_tiles(
     case: tuple[Need, int], above: int, more: int, passes: int

@@ -57,9 +57,7 @@ def test_a_module_stands_between_slice_and_recipe(models: tuple[Path, Path, Path
         "models": [{"model": a}, {"model": b, "parameters": {"weight": 4}}],
         "parameters": {"weight": 2},
     }
-    made = good(
-        {"merge_method": "linear", "modules": {"default": module}, "parameters": {"weight": 3}},
-    )
+    made = good({"merge_method": "linear", "modules": {"default": module}, "parameters": {"weight": 3}})
     assert made.weights(Q.format(0)) == [2, 4]
     pieces = [{"sources": [{"model": a, "layer_range": [0, 4]}], "parameters": {"weight": 5}}]
     stacked: dict[str, Any] = {"slices": pieces, "parameters": {"weight": 2}}
@@ -87,7 +85,7 @@ def test_filters_see_the_source_s_name_or_the_output_s(models: tuple[Path, Path,
             "merge_method": "linear",
             "slices": [{"sources": entries}],
             "parameters": {"weight": 1, "normalize": normalize},
-        },
+        }
     )
     assert made.weights(Q.format(0)) == [5, 1]
     assert made.weights(Q.format(1)) == [1, 1]
@@ -276,7 +274,7 @@ def test_a_parameter_without_effect_is_noted(models: tuple[Path, Path, Path]) ->
             "base_model": a,
             "models": entries,
             "parameters": {"int8_mask": True},
-        },
+        }
     )
     assert [note.split("'")[1] for note in _without_effect(made)] == ["density", "int8_mask"]
 

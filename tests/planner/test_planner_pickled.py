@@ -152,8 +152,7 @@ class TestDigest:
         assert read(one)[0].digest == read(other)[0].digest
 
     @pytest.mark.parametrize(
-        "other",
-        [{"a": torch.ones(5)}, {"b": torch.ones(4)}, {"a": torch.zeros(4)}, {"a": torch.ones(2, 2)}],
+        "other", [{"a": torch.ones(5)}, {"b": torch.ones(4)}, {"a": torch.zeros(4)}, {"a": torch.ones(2, 2)}]
     )
     def test_others_have_another(self, tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
         """The archive has checksums of its data, so that even other numbers show."""

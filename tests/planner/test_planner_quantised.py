@@ -41,11 +41,7 @@ FORMATS: dict[str, Specs] = {
         "g_idx": (DType.I32, (32,)),
         "bias": (DType.F16, (32,)),
     },
-    "awq": {
-        "qweight": (DType.I32, (32, 4)),
-        "qzeros": (DType.I32, (1, 4)),
-        "scales": (DType.F16, (1, 32)),
-    },
+    "awq": {"qweight": (DType.I32, (32, 4)), "qzeros": (DType.I32, (1, 4)), "scales": (DType.F16, (1, 32))},
     "bitsandbytes": {
         "weight": (DType.U8, (512, 1)),
         "weight.absmax": (DType.U8, (16,)),

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.tokenizer_maker import (
-    bpe,
-    gathered,
-    planned,
-    recipe_of,
-    refused,
-    unigram,
-    vocabulary,
-    word_level,
-)
+from kits.tokenizer_maker import bpe, gathered, planned, recipe_of, refused, unigram, vocabulary, word_level
 
 from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, RowRun, VocabularyPlan, wants_vocabulary
 

@@ -118,9 +118,7 @@ def test_receipts_hold_the_sums_themselves(made: tuple[list[QuantisedModel], Mer
     assert not added
 
 
-def test_roles_are_told_as_if_each_were_one_tensor(
-    made: tuple[list[QuantisedModel], Merged, Path],
-) -> None:
+def test_roles_are_told_as_if_each_were_one_tensor(made: tuple[list[QuantisedModel], Merged, Path]) -> None:
     parents, merged, out = made
     by_role: dict[str, dict[str, tuple[float, float]]] = {}
     for name, sums in _expected(parents, out).items():

@@ -12,14 +12,7 @@ import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.merge_cases import least_memory, merge
-from kits.quantised_merges import (
-    changed_bytes,
-    check_merged,
-    config_of,
-    linear,
-    merged_values,
-    plain_twin,
-)
+from kits.quantised_merges import changed_bytes, check_merged, config_of, linear, merged_values, plain_twin
 from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_thinking
 
 from raymerge import api
@@ -283,10 +276,7 @@ def test_a_shape_that_lies_is_refused(tmp_path: Path) -> None:
     name = f"{EXPERTS}.0.up_proj.weight_shape"
     lies = {**read_tensors(model.root), name: torch.tensor([999, 7])}
     lying = write_checkpoint(tmp_path / "lie", lies, config_of(model.root))
-    for recipe in (
-        _mean(lying, lying),
-        {"merge_method": "passthrough", "models": [{"model": str(lying)}]},
-    ):
+    for recipe in (_mean(lying, lying), {"merge_method": "passthrough", "models": [{"model": str(lying)}]}):
         with pytest.raises(UserError, match=rf"{re.escape(name)} says \[999, 7\]"):
             merge(recipe, tmp_path / "out")
         assert not (tmp_path / "out").exists()

@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 
 from raymerge.documents.yaml_text import MAX_TEXT_BYTES
 from raymerge.errors import RecipeError
-from raymerge.recipes import (
-    ModelReference,
-    Recipe,
-    canonical,
-    load_recipe,
-    parse_recipe,
-    recipe_from_mapping,
-)
+from raymerge.recipes import ModelReference, Recipe, canonical, load_recipe, parse_recipe, recipe_from_mapping
 
 TEXT = """\
 # weights that sum to one

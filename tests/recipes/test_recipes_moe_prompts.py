@@ -164,11 +164,7 @@ def test_shared_experts_need_no_prompts_and_none_that_the_gate_cannot_use() -> N
 
 
 def test_all_that_is_wrong_with_prompts_comes_at_once() -> None:
-    text = two(
-        "cheap_embed",
-        "prompt_file: x, held_out_prompts: [u]",
-        "copies: 2, negative_prompts: [v]",
-    )
+    text = two("cheap_embed", "prompt_file: x, held_out_prompts: [u]", "copies: 2, negative_prompts: [v]")
     assert [line.split(": ")[0] for line in problems(text)] == [
         "r.yml:4:23",
         "r.yml:4:39",

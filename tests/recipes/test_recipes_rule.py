@@ -117,10 +117,7 @@ def test_a_selector_is_asked_about_a_tensor() -> None:
         ),
         ("methods: [{role: norm, sources: a}]", "r.yml:4:24: sources: 'a' is a text; expected a list."),
         ("methods: [{role: norm, sources: [a, 3]}]", "r.yml:4:37: 3 is a number; expected a model."),
-        (
-            "methods: [{role: norm, parameters: {t: x}}]",
-            "r.yml:4:37: t: 'x' is a text; expected a number.",
-        ),
+        ("methods: [{role: norm, parameters: {t: x}}]", "r.yml:4:37: t: 'x' is a text; expected a number."),
         (
             "methods: [{role: norm, merge_method: slerp, roles: mlp}]",
             "r.yml:4:45: unknown key 'roles'. Did you mean 'role'?",

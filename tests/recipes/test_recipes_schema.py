@@ -251,19 +251,13 @@ def test_a_limit_for_warnings_is_a_positive_number(value: str) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (
-            "dtpye: bfloat16",
-            "r.yml:3:1: unknown key 'dtpye'. Did you mean 'dtype'?",
-        ),
+        ("dtpye: bfloat16", "r.yml:3:1: unknown key 'dtpye'. Did you mean 'dtype'?"),
         ("Base-Model: a", "r.yml:3:1: unknown key 'Base-Model'. Did you mean 'base_model'?"),
         (
             "dtype: int64",
             "r.yml:3:1: dtype: 'int64' holds whole numbers only, and merging makes fractions. Write one of: ",
         ),
-        (
-            "dtype: bfloat",
-            "r.yml:3:1: dtype: 'bfloat' is not a dtype to merge to. Did you mean 'bfloat16'?",
-        ),
+        ("dtype: bfloat", "r.yml:3:1: dtype: 'bfloat' is not a dtype to merge to. Did you mean 'bfloat16'?"),
         ("out_dtype: float8_e4m3fn", "r.yml:3:1: out_dtype: 'float8_e4m3fn' is not a dtype to merge to."),
         ("dtype: 16", "r.yml:3:1: dtype: 16 is a number; expected a text. Put it in quotes."),
         (

@@ -80,11 +80,7 @@ def test_without_a_beginning_the_prompt_alone(tmp_path: Path) -> None:
 
 def test_an_empty_prompt_is_the_beginning_of_a_sequence(tmp_path: Path, base: Source) -> None:
     runs = tokenized(spec_of(base, ExpertPrompts("e", ("",), ("a", ""))))
-    assert [(run.sign, run.tokens) for run in runs] == [
-        (1, ids("<s>")),
-        (-1, ids("<s> a")),
-        (-1, ids("<s>")),
-    ]
+    assert [(run.sign, run.tokens) for run in runs] == [(1, ids("<s>")), (-1, ids("<s> a")), (-1, ids("<s>"))]
     without = make_base(tmp_path / "base", {"tokenizer_class": "PreTrainedTokenizerFast"})
     (problem,) = refused(spec_of(without, ExpertPrompts("e", ("",))))
     assert problem == (

@@ -111,8 +111,7 @@ def test_layers_whose_texts_prove_nothing() -> None:
 
 def test_the_summary_is_over_layers() -> None:
     told = report(
-        LayerReport(0, 2.0, (0.5, 1.0), (0.5, 0.5), 1.0),
-        LayerReport(5, 7.0, (0.7, 0.8), (1.0, 0.0), 3.0),
+        LayerReport(0, 2.0, (0.5, 1.0), (0.5, 0.5), 1.0), LayerReport(5, 7.0, (0.7, 0.8), (1.0, 0.0), 3.0)
     )
     assert told.condition == 7.0
     assert told.ill_conditioned == (5,)

@@ -88,11 +88,7 @@ def test_the_group_of_version_1_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "count"),
-    [
-        (RunOptions(), MOST_CPU_WORKERS),
-        (RunOptions(workers=20), 20),
-        (RunOptions(inline=True), 1),
-    ],
+    [(RunOptions(), MOST_CPU_WORKERS), (RunOptions(workers=20), 20), (RunOptions(inline=True), 1)],
 )
 def test_workers_are_counted_as_they_will_be(options: RunOptions, count: int) -> None:
     assert num_workers(options) == count

@@ -120,10 +120,7 @@ def test_the_hash_seed_changes_no_byte(
 
 @pytest.mark.ray
 def test_ray_workers_change_no_byte(
-    large: Family,
-    wide: Mapping[str, Mapping[str, str]],
-    tmp_path: Path,
-    ray_cluster: Any,
+    large: Family, wide: Mapping[str, Mapping[str, str]], tmp_path: Path, ray_cluster: Any
 ) -> None:
     """One pool carries out all plans, since starting workers takes longer than these merges."""
     from raymerge.runtime.workers.ray_pool import RayPool

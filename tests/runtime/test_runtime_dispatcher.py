@@ -103,9 +103,7 @@ def test_losses_between_which_something_is_made_may_be_many(monkeypatch: pytest.
     assert len(scene.of(WorkerLost)) == 30
 
 
-def test_a_part_that_takes_down_three_workers_is_named_and_ran_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_that_takes_down_three_workers_is_named_and_ran_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, range(4))
     with pytest.raises(IncompleteError, match=r"segment \d took down 3 workers, the last with: it crashed"):
         scene.fail(ActorDiedError("it crashed"), times=3)
@@ -312,12 +310,7 @@ def test_a_lost_worker_is_replaced_where_nobody_else_can_do_its_parts(
 
 def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(
-        monkeypatch,
-        range(2),
-        workers=2,
-        nodes=("node-a", "node-b"),
-        able=[{"node-b"}, {"node-a"}],
-        slots=1,
+        monkeypatch, range(2), workers=2, nodes=("node-a", "node-b"), able=[{"node-b"}, {"node-a"}], slots=1
     )
     scene.handles[0].run.last.answer(receipt(1))
     scene.ray.alive["node-b"] = False

@@ -123,10 +123,7 @@ def test_a_part_that_runs_out_of_memory_is_made_in_the_end_with_less() -> None:
     made = InlinePool("cpu", on_event=events.append).run(work, range(6), Stop())
     assert sorted(each.segment for batch in made for each in batch) == list(range(6))
     assert work.begun[-2:] == [1, 1]
-    assert events == [
-        MemoryShort("inline", 1, 400, "no room"),
-        MemoryShort("inline", 1, 200, "no room"),
-    ]
+    assert events == [MemoryShort("inline", 1, 400, "no room"), MemoryShort("inline", 1, 200, "no room")]
 
 
 def test_a_part_that_no_memory_suffices_for_is_named_after_the_others_are_made() -> None:

@@ -282,10 +282,7 @@ def test_a_gpu_that_was_named_is_taken_by_all(cluster: Callable[..., PaperRay]) 
     ("choice", "asked", "threads"), [(ON_GPU, [(1, 1, "auto")] * 4, 1), (ON_CPU, [(4, 0, "cpu")] * 8, 4)]
 )
 def test_workers_start_on_what_is_chosen(
-    choice: DeviceChoice,
-    asked: list[tuple[int, int, str]],
-    threads: int,
-    cluster: Callable[..., PaperRay],
+    choice: DeviceChoice, asked: list[tuple[int, int, str]], threads: int, cluster: Callable[..., PaperRay]
 ) -> None:
     ray = cluster((16, 2), (16, 2))
     pool = _started(RunOptions())
@@ -458,10 +455,7 @@ def test_parts_that_no_worker_could_do_are_refused_before_anything_is_written(
 ) -> None:
     cluster((4, 1), (2, 0))
     pool = _started(replace(options, device="cuda") if options.device == "auto" else options)
-    sights = {
-        "0": Sight("first", (Seen.SAME, Seen.ABSENT)),
-        "1": Sight("second", (Seen.ABSENT, Seen.SAME)),
-    }
+    sights = {"0": Sight("first", (Seen.SAME, Seen.ABSENT)), "1": Sight("second", (Seen.ABSENT, Seen.SAME))}
     monkeypatch.setattr(pool._nodes, "sights", lambda *_: sights)
     work: Any = _Reading()
     if not said:

@@ -411,10 +411,7 @@ def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
     drivers.append(
         subprocess.Popen(
-            [sys.executable, "-c", _IN_PARTS, *command],
-            cwd=tmp_path,
-            env=settings,
-            stdout=subprocess.DEVNULL,
+            [sys.executable, "-c", _IN_PARTS, *command], cwd=tmp_path, env=settings, stdout=subprocess.DEVNULL
         )
     )
     is_killed = number == signal.SIGKILL

@@ -19,13 +19,7 @@ from kits.merge_cases import INLINE, Family, digests, least_memory, merge, recip
 from safetensors.torch import save_file
 
 from raymerge.api import submit
-from raymerge.errors import (
-    IncompleteError,
-    NonFiniteError,
-    OptionError,
-    RoomError,
-    TargetError,
-)
+from raymerge.errors import IncompleteError, NonFiniteError, OptionError, RoomError, TargetError
 from raymerge.events import Event, Planned, Published, SegmentDone, ShardDone, Started, Stopping, Verified
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.memory import lanes_of
@@ -374,10 +368,7 @@ def test_a_bad_value_removes_what_was_begun(own: tuple[dict[str, Any], Family], 
 
 
 def test_bad_values_in_integers_and_buffers_are_nobodys_fault(tmp_path: Path) -> None:
-    tensors = {
-        "a.weight": torch.ones(4),
-        "b.codes": torch.full((4,), 0x7FC00000, dtype=torch.int32),
-    }
+    tensors = {"a.weight": torch.ones(4), "b.codes": torch.full((4,), 0x7FC00000, dtype=torch.int32)}
     write_checkpoint(tmp_path / "one", tensors, {"architectures": ["Odd"], "model_type": "odd"})
     merge({"merge_method": "passthrough", "models": [{"model": str(tmp_path / "one")}]}, tmp_path / "out")
     assert torch.equal(read_tensors(tmp_path / "out")["b.codes"], tensors["b.codes"])

@@ -177,12 +177,7 @@ def _crash_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int
     ],
 )
 def test_after_a_crash_while_publishing_an_output_is_whole_and_the_command_ends_it(
-    target: Any,
-    name: str,
-    call: int,
-    linear: dict[str, Any],
-    slerp: dict[str, Any],
-    tmp_path: Path,
+    target: Any, name: str, call: int, linear: dict[str, Any], slerp: dict[str, Any], tmp_path: Path
 ) -> None:
     merge(linear, tmp_path / "out")
     old = digests(tmp_path / "out")

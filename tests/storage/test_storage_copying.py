@@ -290,11 +290,7 @@ class TestMounts:
         ],
     )
     def test_kind_and_options_are_found_by_device(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        device: int,
-        found: tuple[str, tuple[str, ...]],
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int, found: tuple[str, tuple[str, ...]]
     ) -> None:
         table = tmp_path / "mountinfo"
         table.write_text(self.MOUNTS)

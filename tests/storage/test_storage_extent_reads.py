@@ -111,10 +111,7 @@ class TestBytes:
             assert all(pool.map(check, range(60)))
 
     def test_after_short_reads(
-        self,
-        store: LocalStore,
-        monkeypatch: pytest.MonkeyPatch,
-        direct_reads: list[tuple[int, int]],
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
         whole = os.preadv
         for most in (ALIGNMENT, 100):  # in the middle of a block only a file's end should be, yet all is read

@@ -282,11 +282,7 @@ def _one_per_block(codes: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("factor", "change", "sample"),
-    [
-        (1e6, torch.zeros_like, 0.01),
-        (4.0, lambda codes: codes / 4, 1.0),
-        (1e6, _one_per_block, 0.01),
-    ],
+    [(1e6, torch.zeros_like, 0.01), (4.0, lambda codes: codes / 4, 1.0), (1e6, _one_per_block, 0.01)],
     ids=["zeros", "coarser", "one code in its place"],
 )
 def test_scales_larger_than_their_blocks_need_are_found(

@@ -314,12 +314,7 @@ def test_a_second_set_beside_weights_without_a_plan_is_found(plain: Path) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("num_hidden_layers", 5),
-        ("torch_dtype", "float16"),
-        ("vocab_size", 99),
-        ("hidden_act", "gelu"),
-    ],
+    [("num_hidden_layers", 5), ("torch_dtype", "float16"), ("vocab_size", 99), ("hidden_act", "gelu")],
 )
 def test_a_config_that_is_not_the_planned_one_is_found(field: str, value: object, merged: Path) -> None:
     _edit(merged / "config.json", lambda config: config.update({field: value}))

@@ -260,11 +260,7 @@ def _waiting(tally: Tally) -> str:
 
 def _worker_table(tally: Tally) -> Table:
     rows = [
-        (
-            name,
-            counted(worker.segments, tally.part),
-            _rate(tally, worker.nbytes),
-        )
+        (name, counted(worker.segments, tally.part), _rate(tally, worker.nbytes))
         for name, worker in tally.workers.items()
         if not worker.is_lost
     ]

@@ -124,11 +124,7 @@ def _of_deletion(strategy: _Fields | None) -> Iterator[_Broken]:
         condition = rule.get("condition", {})
         if ("jobStatus" in condition) == ("jobDeploymentStatus" in condition):
             place = f"{where}.deletionRules[{index}].condition"
-            yield (
-                place,
-                "it has not exactly one state.",
-                "Write jobStatus or jobDeploymentStatus.",
-            )
+            yield (place, "it has not exactly one state.", "Write jobStatus or jobDeploymentStatus.")
 
 
 def _of_cluster(spec: _Fields | None, where: str, *, is_job: bool) -> Iterator[_Broken]:

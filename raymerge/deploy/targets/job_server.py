@@ -202,11 +202,7 @@ class JobServer:
                     "excludes": ["__pycache__"],
                     "env_vars": dict(job.env),
                 },
-                metadata={
-                    RUN_KEY: submission.run,
-                    OUTPUT_KEY: submission.output,
-                    RECIPE_KEY: digest,
-                },
+                metadata={RUN_KEY: submission.run, OUTPUT_KEY: submission.output, RECIPE_KEY: digest},
                 entrypoint_num_cpus=job.num_cpus,
             )
         return submission.run

@@ -40,12 +40,7 @@ _NOUNS = {
     RUNTIME_CLASSES: ("runtime class", "runtime_class"),
 }
 """What people call it, and where the profile names it."""
-_ACTS = (
-    ("create", RAY_JOBS),
-    ("get", RAY_JOBS),
-    ("list", RAY_JOBS),
-    ("create", CONFIG_MAPS),
-)
+_ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create", CONFIG_MAPS))
 """What sending a run takes."""
 
 

@@ -175,10 +175,7 @@ class PlaceRuns:
     """What is known of runs by their output places; a run's name is its place here."""
 
     def __init__(
-        self,
-        records: Callable[[str], RunRecords] = records_of,
-        *,
-        heed_seconds: float = _HEED_SECONDS,
+        self, records: Callable[[str], RunRecords] = records_of, *, heed_seconds: float = _HEED_SECONDS
     ) -> None:
         """
         Args:

@@ -238,11 +238,7 @@ def _is_true_of(declared: Declared, stored: _Stored, known: Mapping[str, Packed]
 
 
 def _with_plain(
-    config: Mapping[str, Any],
-    declared: Declared,
-    stored: _Stored,
-    donor: Source,
-    outputs: Sequence[Output],
+    config: Mapping[str, Any], declared: Declared, stored: _Stored, donor: Source, outputs: Sequence[Output]
 ) -> dict[str, Any]:
     """The config with its tables, which list what is plain now."""
     result = copy.deepcopy(dict(config))

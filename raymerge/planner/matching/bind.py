@@ -15,16 +15,7 @@ from raymerge.methods import Method, Parameter, Settings, Value, is_parameter
 from raymerge.planner.inputs.sources import Path_
 from raymerge.planner.matching.layer_map import Parameters
 from raymerge.planner.matching.method_assignment import AssignedMethod
-from raymerge.recipes import (
-    ModelEntry,
-    OutputSlice,
-    Recipe,
-    Scalar,
-    Setting,
-    Subject,
-    did_you_mean,
-    evaluate,
-)
+from raymerge.recipes import ModelEntry, OutputSlice, Recipe, Scalar, Setting, Subject, did_you_mean, evaluate
 
 NOTHING = Subject("", frozenset(), None)
 """What is asked about where no setting depends on a tensor."""

@@ -398,12 +398,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scales_of_run(
-    packing: Packing,
-    stored: StoredTensor,
-    start: int,
-    count: int,
-    *,
-    of_tensor: StoredTensor | None = None,
+    packing: Packing, stored: StoredTensor, start: int, count: int, *, of_tensor: StoredTensor | None = None
 ) -> Scales:
     """The scales of a run of elements of a packed tensor.
 
@@ -422,11 +417,7 @@ def scales_of_run(
     first, last = (_bands_before(packing, each) for each in (start, start + count))
     per_band = encoding.scales_nbytes(packing.columns)
     found = Scales(
-        encoding,
-        packing.columns,
-        stored.key,
-        stored.offset + first * per_band,
-        (last - first) * per_band,
+        encoding, packing.columns, stored.key, stored.offset + first * per_band, (last - first) * per_band
     )
     size = packing.rows * packing.columns
     matrix = start // size

@@ -185,12 +185,7 @@ def _text(shape: tuple[int, ...], codes: DType | None) -> str:
 
 
 def _check_ends(
-    section: Section,
-    parts: Mapping[int, PlacedTensors],
-    donor: int,
-    findings: Findings,
-    *,
-    by_token: bool,
+    section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings, *, by_token: bool
 ) -> None:
     """What stands before and after the layers, against the donor's, and by the names of the first source."""
     first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]

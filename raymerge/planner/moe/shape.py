@@ -235,10 +235,7 @@ def _hidden(source: Source, dense: Sequence[DenseNames]) -> int:
 
 
 def _routed(
-    recipe: MoeRecipe,
-    found: Mapping[ModelReference, Source],
-    dense: Sequence[DenseNames],
-    target: MoeTarget,
+    recipe: MoeRecipe, found: Mapping[ModelReference, Source], dense: Sequence[DenseNames], target: MoeTarget
 ) -> Iterator[Upcycled]:
     factor = _routing_factor(recipe, target)
     copies = [expert for expert in recipe.experts for _ in range(expert.copies)]

@@ -464,13 +464,7 @@ class OutputBuilder:
             self.fates.settle(store, name, fate)
 
     def _from_lead(
-        self,
-        aligned: Aligned,
-        lead: StoredTensor,
-        written: Written,
-        rule: Rule,
-        *,
-        may_copy: bool = True,
+        self, aligned: Aligned, lead: StoredTensor, written: Written, rule: Rule, *, may_copy: bool = True
     ) -> Output | None:
         """The lead's tensor whatever the method: its bytes, or its values stored in another way."""
         source = aligned.span.lead.source

@@ -10,15 +10,7 @@ from typing import Any
 from raymerge.checkpoints.tokenizer import AddedToken, TokenizerFiles
 from raymerge.errors import Problem
 from raymerge.planner.tokenizer.rows import FixedRow
-from raymerge.recipes import (
-    ModelReference,
-    Recipe,
-    TokenEntry,
-    Tokenizer,
-    TokenRow,
-    ZeroRow,
-    did_you_mean,
-)
+from raymerge.recipes import ModelReference, Recipe, TokenEntry, Tokenizer, TokenRow, ZeroRow, did_you_mean
 
 _SHOWN = 3
 

@@ -97,10 +97,7 @@ def is_kept(merge: PlannedMerge, root: Path, pool: Pool | None = None) -> bool:
 
 
 def _is_made(
-    place: Path,
-    merge: PlannedMerge,
-    sources: Sequence[Source],
-    numerics: Mapping[str, str] | None = None,
+    place: Path, merge: PlannedMerge, sources: Sequence[Source], numerics: Mapping[str, str] | None = None
 ) -> bool:
     """Whether a directory holds, untouched, what a merge makes of these sources; None for any numerics."""
     if digest_at(place) != merge.plan.digest:

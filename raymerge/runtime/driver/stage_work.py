@@ -32,11 +32,7 @@ _EVERY_SECONDS = 0.5
 
 @contextmanager
 def telling(
-    staging: Path,
-    unit: int,
-    aborted: threading.Event,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    staging: Path, unit: int, aborted: threading.Event, *, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
     """What a unit is to call now and then with the bytes that it has read so far.
 
@@ -145,13 +141,7 @@ class StageWork(Protocol):
         """
 
     def unit(
-        self,
-        number: int,
-        *,
-        staging: Path,
-        device: torch.device,
-        budget: int,
-        tell: Callable[[int], None],
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         """Do one unit on a worker and leave its files in ``staging``, durably.
 

@@ -137,11 +137,7 @@ class RayConnection:
     """A connection to Ray: an embedded cluster of our own, or one that runs already."""
 
     def __init__(
-        self,
-        address: str | None,
-        *,
-        num_cpus: int | None = None,
-        on_end: Callable[[str], None] | None = None,
+        self, address: str | None, *, num_cpus: int | None = None, on_end: Callable[[str], None] | None = None
     ) -> None:
         """
         Args:

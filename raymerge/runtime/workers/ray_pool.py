@@ -15,14 +15,7 @@ from raymerge.runtime.workers.placement import Placement, placement_of, stations
 from raymerge.runtime.workers.pool import Receipts, Stop, Work
 from raymerge.runtime.workers.ray_environment import RayConnection
 from raymerge.runtime.workers.ray_nodes import Demand, Nodes
-from raymerge.runtime.workers.sizing import (
-    Layout,
-    Machine,
-    embedded_slots,
-    layout_of,
-    no_gpu,
-    no_room,
-)
+from raymerge.runtime.workers.sizing import Layout, Machine, embedded_slots, layout_of, no_gpu, no_room
 from raymerge.runtime.workers.worker import MergeWorker
 from raymerge.runtime.workers.worker_group import WorkerGroup
 

@@ -176,13 +176,7 @@ class DirectWork:
             raise PlanError(problems)
 
     def unit(
-        self,
-        number: int,
-        *,
-        staging: Path,
-        device: torch.device,
-        budget: int,
-        tell: Callable[[int], None],
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         """Make the rows; on the CPU, whatever the worker has: they are small.
 

@@ -476,13 +476,7 @@ class StreamedWork:
             raise PlanError(problems)
 
     def unit(
-        self,
-        number: int,
-        *,
-        staging: Path,
-        device: torch.device,
-        budget: int,
-        tell: Callable[[int], None],
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         """Have the base read a unit, and leave the rows, or its share of the sums.
 

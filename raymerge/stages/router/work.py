@@ -42,13 +42,7 @@ class GateWork(Protocol):
         """
 
     def unit(
-        self,
-        number: int,
-        *,
-        staging: Path,
-        device: torch.device,
-        budget: int,
-        tell: Callable[[int], None],
+        self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
         """Do one unit and leave its files in ``staging``; returns bytes read and written.
 

@@ -30,11 +30,7 @@ class SnapshotStore(LocalStore):
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        patience: RetryPolicy | None = None,
-        expected: Mapping[str, FileInfo] = NO_FILES,
+        self, root: Path, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
         """
         Args:

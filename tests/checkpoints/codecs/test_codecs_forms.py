@@ -18,21 +18,7 @@ from raymerge.checkpoints.quantisation.encoding import Format
 
 FORMS = {"fp8": codec_of(Format.FP8_BLOCK), "e2m1": codec_of(Format.MXFP4), "int4": codec_of(Format.INT4)}
 codecs = st.sampled_from(sorted(FORMS))
-SPECIAL = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    2.0**-149,
-    -(2.0**-149),
-    2.0**-126,
-    1e30,
-    -1e30,
-    448.0,
-    464.0,
-    480.0,
-    6.0,
-]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149), 2.0**-126, 1e30, -1e30, 448.0, 464.0, 480.0, 6.0]
 
 
 def per_byte(codec: Codec) -> int:
