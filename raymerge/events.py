@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raymerge.merge_plan.duplicates import DuplicateGroup
-    from raymerge.merge_plan.encoding_errors import ErrorsAbove, RoleError
+    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,15 +215,15 @@ def _name(kind: type[Event]) -> str:
 def _value(name: str, value: Any) -> Any:
     """A field as it was before: JSON knows neither tuples nor the values that some events hold."""
     if name in ("groups", "unforeseen"):
-        from raymerge.merge_plan.duplicates import DuplicateGroup
+        from raymerge.merge_plan.report import DuplicateGroup
 
         return tuple(DuplicateGroup(**each) for each in value)
     if name == "roles":
-        from raymerge.merge_plan.encoding_errors import RoleError, TensorError
+        from raymerge.merge_plan.report import RoleError, TensorError
 
         return tuple(RoleError(**{**each, "worst": TensorError(**each["worst"])}) for each in value)
     if name == "above" and value is not None:
-        from raymerge.merge_plan.encoding_errors import ErrorsAbove, TensorError
+        from raymerge.merge_plan.report import ErrorsAbove, TensorError
 
         return ErrorsAbove(**{**value, "worst": TensorError(**value["worst"])})
     return tuple(value) if isinstance(value, list) else value

@@ -16,8 +16,7 @@ from raymerge.merge_plan.columns import RunReader, ints
 from raymerge.merge_plan.expressions import Expression, Read, repeated_reads
 from raymerge.merge_plan.gathers import read_term, read_view
 from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, assembly_need, row_need
-from raymerge.merge_plan.scales import read_scales
-from raymerge.merge_plan.tables import Plan
+from raymerge.merge_plan.tables import Plan, read_scales
 
 Making: TypeAlias = tuple[int, tuple[int, ...]]
 """A row to make, and those rows of the ones that it writes which are to be written."""

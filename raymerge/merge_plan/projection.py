@@ -26,7 +26,7 @@ from raymerge.merge_plan.memory import (
     tiling,
 )
 from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.scales import read_scales
+from raymerge.merge_plan.tables import read_scales
 from raymerge.storage.local.direct_io import BOUNCE_BYTES
 from raymerge.units import format_size
 

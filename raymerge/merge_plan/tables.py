@@ -16,14 +16,54 @@ from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.layout import FileLayout, weight_map_json
 from raymerge.checkpoints.quantisation.encoding import Encoding
 from raymerge.errors import PlanError, Problem
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Fate
-from raymerge.merge_plan.expressions import Expression, Output
+from raymerge.merge_plan.expressions import Expression, Output, Scales
 from raymerge.merge_plan.gathers import AssemblyNumbers
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
-from raymerge.merge_plan.scales import ScaleNumbers
 from raymerge.merge_plan.segments import PlacedRow, Segment
 from raymerge.storage.local.store import LocalStore
+
+
+class ScaleNumbers:
+    """Numbers scales in the order in which inputs name them, and encodings in that of scales."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Scales, int] = {}
+        self._encodings: dict[Encoding, int] = {}
+
+    def number(self, scales: Scales | None) -> int:
+        """Number of some scales; -1 for none."""
+        if scales is None:
+            return -1
+        self._encodings.setdefault(scales.encoding, len(self._encodings))
+        return self._numbers.setdefault(scales, len(self._numbers))
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Rows of the table ``scales``."""
+        return [
+            (
+                self._encodings[each.encoding],
+                each.columns,
+                each.key,
+                each.offset,
+                each.nbytes,
+                each.tensor_key,
+                each.tensor_offset,
+            )
+            for each in self._numbers
+        ]
+
+    def encodings(self) -> list[Encoding]:
+        """What the codes mean, in the order of their numbers."""
+        return list(self._encodings)
+
+
+def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
+    """Scales from their row of ``scales``."""
+    encoding, columns, key, offset, nbytes, tensor_key, tensor_offset = row
+    return Scales(encodings[encoding], columns, key, offset, nbytes, tensor_key, tensor_offset)
+
 
 __all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
 

@@ -11,7 +11,7 @@ from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Assembly, Expression, Part, Read, Scales
 from raymerge.merge_plan.gathers import read_term, read_view
 from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.scales import read_scales
+from raymerge.merge_plan.tables import read_scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def dispatch(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def finish(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Do what the driver does when all segments are in, over shards that are one hole."""
-    from raymerge.merge_plan.duplicates import found_duplicates
+    from raymerge.merge_plan.report import found_duplicates
     from raymerge.merge_plan.tables import load_plan, save_plan
     from raymerge.planner.inputs.sources import open_sources
     from raymerge.publish.finish import check_shards, finish_companions, finish_config, parents_of

@@ -16,7 +16,7 @@ from rich.console import Console
 from raymerge.cli.render.duplicates import duplicate_lines, group_lines
 from raymerge.cli.render.progress import PlainProgress
 from raymerge.events import DuplicatesFound
-from raymerge.merge_plan.duplicates import DuplicateGroup
+from raymerge.merge_plan.report import DuplicateGroup
 
 GROUPS = (
     DuplicateGroup("model.layers.*.mlp.up_proj.weight", 14, 3_000_000),

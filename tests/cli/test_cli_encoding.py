@@ -10,7 +10,7 @@ from rich.console import Console
 from raymerge.cli.render.duplicates import encoding_lines, encoding_warning
 from raymerge.cli.render.progress import PlainProgress
 from raymerge.events import EncodingErrorsFound
-from raymerge.merge_plan.encoding_errors import ErrorsAbove, RoleError, TensorError
+from raymerge.merge_plan.report import ErrorsAbove, RoleError, TensorError
 
 ATTENTION = TensorError("model.layers.0.self_attn.o_proj.weight", "attention", 0.0266)
 EXPERT = TensorError("model.layers.1.mlp.experts.3.up_proj.weight", "expert", 0.031)

@@ -15,7 +15,7 @@ from raymerge.dtypes import DType
 from raymerge.execute.ops import Jobs
 from raymerge.execute.threads import one_thread
 from raymerge.execute.tiles import TileJob
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.expressions import Output, Part, Row
 from raymerge.merge_plan.memory import Lane, Need, Tiling
 from raymerge.merge_plan.plan import Plan

@@ -20,7 +20,7 @@ from raymerge.checkpoints.index import SINGLE_FILE
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.errors import CheckpointError, RaymergeError, TargetError
 from raymerge.execute.output import UNFINISHED
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
 from raymerge.publish.staging import Staging

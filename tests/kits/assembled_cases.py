@@ -9,7 +9,7 @@ import torch
 from kits.assembly_maker import Stock, expression, made, plan_of
 
 from raymerge.dtypes import DType
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.expressions import Output, Part, Read, Row
 from raymerge.merge_plan.plan import Plan
 

@@ -216,33 +216,25 @@ MUTATIONS = (
         "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tensors.py",
     ),
     # What a plan is checked for
-    Mutation("merge_plan/checks/bytes.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
-    Mutation("merge_plan/checks/bytes.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
+    Mutation("merge_plan/check_reads.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
+    Mutation("merge_plan/check_reads.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
     Mutation(
-        "merge_plan/checks/bytes.py",
+        "merge_plan/check_reads.py",
         "((offset + reach >= span) & ~empty)",
         "((offset + reach > span) & ~empty)",
         CHECK,
     ),
-    Mutation("merge_plan/checks/rows.py", "offset != reached", "offset < reached", CHECK),
+    Mutation("merge_plan/check.py", "offset != reached", "offset < reached", CHECK),
     Mutation(
-        "merge_plan/checks/rows.py",
-        "last & (offset + nbytes != end)",
-        "last & (offset + nbytes > end)",
-        CHECK,
+        "merge_plan/check.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
     ),
+    Mutation("merge_plan/check.py", "casts[expression] != dtype[tensor]", "casts[expression] < 0", CHECK),
     Mutation(
-        "merge_plan/checks/rows.py", "casts[expression] != dtype[tensor]", "casts[expression] < 0", CHECK
+        "merge_plan/check.py", 'found.flag("tensors", runs != 1,', 'found.flag("tensors", runs > 1,', CHECK
     ),
+    Mutation("merge_plan/check.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
     Mutation(
-        "merge_plan/checks/rows.py",
-        'found.flag("tensors", runs != 1,',
-        'found.flag("tensors", runs > 1,',
-        CHECK,
-    ),
-    Mutation("merge_plan/checks/rows.py", "return bool(seen.all())", "return bool(seen.any())", CHECK),
-    Mutation(
-        "merge_plan/checks/rows.py",
+        "merge_plan/check.py",
         'found.flag("rows", rows.is_flat & cut,',
         'found.flag("rows", rows.is_flat & cut & False,',
         CHECK,

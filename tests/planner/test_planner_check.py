@@ -16,7 +16,7 @@ from kits.plan_maker import good, header_checkpoint, make_recipe
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import Segment
 from raymerge.methods import BLOCK

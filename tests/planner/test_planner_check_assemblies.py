@@ -19,7 +19,7 @@ from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import AssembledInput
 from raymerge.execute.ops import Jobs
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
 from raymerge.merge_plan.gathers import AssemblyNumbers, input_bytes
 from raymerge.merge_plan.memory import InputNeed, assembly_needs, group_multiple

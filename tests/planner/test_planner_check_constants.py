@@ -12,7 +12,7 @@ from kits.checkpoint_maker import llama_config
 from kits.plan_damage import tampered
 from kits.plan_maker import good, header_checkpoint, llama_specs
 
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import Plan, digest
 from raymerge.merge_plan.tables import load_plan, save_plan
 

@@ -18,9 +18,9 @@ from kits.plan_maker import Specs, good, header_checkpoint
 
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.checks.bytes import Contradictions
-from raymerge.merge_plan.checks.check import check_plan
-from raymerge.merge_plan.checks.scales import check_scales
+from raymerge.merge_plan.check import check_plan
+from raymerge.merge_plan.check_reads import Contradictions
+from raymerge.merge_plan.check_scales import check_scales
 from raymerge.merge_plan.columns import ints
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.tables import load_plan, save_plan

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.merges import MEAN, STACK, make_models
 
-from raymerge.merge_plan.duplicates import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
 from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.report import DuplicateGroup, equal_tensors, found_duplicates, planned_duplicates
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, parse_recipe

@@ -21,8 +21,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import expert_blocks
-from raymerge.planner.moe.expert_moves import Mover
-from raymerge.planner.moe.saliency import Scores, read_scores
+from raymerge.planner.moe.expert_moves import Mover, Scores, read_scores
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
 from raymerge.storage.local.store import LocalStore
 

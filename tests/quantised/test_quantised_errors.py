@@ -19,8 +19,8 @@ from kits.quantised_models import QuantisedModel, deepseek_v3, gpt_oss, kimi_k2_
 from raymerge.api import plan, submit
 from raymerge.errors import RecipeError
 from raymerge.events import EncodingErrorsFound, Event, SegmentDone, Started
-from raymerge.merge_plan.encoding_errors import EncodingErrors, encoding_errors
 from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.report import EncodingErrors, encoding_errors
 
 RECORD = Path("raymerge", "encoding_errors.json")
 _ROUNDED = 0.006

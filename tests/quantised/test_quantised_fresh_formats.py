@@ -19,7 +19,7 @@ from raymerge import api
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
 from raymerge.errors import UserError
-from raymerge.merge_plan.duplicates import equal_tensors
+from raymerge.merge_plan.report import equal_tensors
 from raymerge.options import RunOptions
 from raymerge.planner.explain import tensor_lines
 

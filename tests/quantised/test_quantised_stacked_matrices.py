@@ -14,7 +14,7 @@ from kits.plan_maker import Specs, good, header_checkpoint, refusals
 from raymerge.checkpoints.quantisation.encoding import Format, Packing, usual_packing
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 
 HEADS, EXPERTS = "model.layers.0.self_attn.heads.weight", "model.layers.0.mlp.experts"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -15,7 +15,7 @@ from kits.merge_cases import INLINE, digests, merge
 from raymerge.api import submit
 from raymerge.errors import IncompleteError
 from raymerge.events import DuplicatesFound, Event, SegmentDone, ShardDone, Verified
-from raymerge.merge_plan.duplicates import DuplicateGroup
+from raymerge.merge_plan.report import DuplicateGroup
 from raymerge.publish import shards as shards_module
 
 NORM = "model.layers.{}.input_layernorm.weight"

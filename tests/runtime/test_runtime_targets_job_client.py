@@ -21,8 +21,7 @@ from raymerge.deploy.targets.job_server import JobServer
 from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError
 from raymerge.events import Event
-from raymerge.merge_plan.duplicates import DuplicateGroup
-from raymerge.merge_plan.encoding_errors import ErrorsAbove, RoleError, TensorError
+from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
 
 RUN = "raymerge-0123456789ab"
 ADDRESS = "http://head:8265"

@@ -10,8 +10,7 @@ from raymerge.units import format_size
 
 if TYPE_CHECKING:
     from raymerge.events import DuplicatesFound, EncodingErrorsFound
-    from raymerge.merge_plan.duplicates import DuplicateGroup
-    from raymerge.merge_plan.encoding_errors import ErrorsAbove
+    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove
 
 
 _SHOWN = 2

@@ -47,9 +47,8 @@ from raymerge.planner.matching.logical import Block, LogicalTensors, open_logica
 from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked, expert_blocks
 from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs, marked, renumbered
-from raymerge.planner.moe.expert_moves import Mover, Moves, NewExpert, Origin, regrouped
+from raymerge.planner.moe.expert_moves import Mover, Moves, NewExpert, Origin, read_scores, regrouped
 from raymerge.planner.moe.expert_rows import Share, fate_of, matrix_row, mean_expression, share_row
-from raymerge.planner.moe.saliency import read_scores
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.ties import TieDecision
 from raymerge.planner.tokenizer.sources import TokenizerChanges

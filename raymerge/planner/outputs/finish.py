@@ -12,7 +12,7 @@ from raymerge.checkpoints.layout import FileLayout
 from raymerge.checkpoints.numbers import part_name
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.errors import Problem
-from raymerge.merge_plan.checks.check import check_plan
+from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Fate, Fates
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan

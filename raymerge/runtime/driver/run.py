@@ -35,8 +35,7 @@ from raymerge.events import (
     Verified,
 )
 from raymerge.execute.receipts import Receipt, row_digests
-from raymerge.merge_plan.duplicates import FoundDuplicates, found_duplicates
-from raymerge.merge_plan.encoding_errors import EncodingErrors, encoding_errors
+from raymerge.merge_plan.report import EncodingErrors, FoundDuplicates, encoding_errors, found_duplicates
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import Device, RunOptions
 from raymerge.planner.inputs.source import Source, holdings, reads_far

@@ -15,7 +15,7 @@ import numpy as np
 from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.dtypes import DType
-from raymerge.merge_plan.checks.bytes import Contradictions, outside_files, stored_bits
+from raymerge.merge_plan.check_reads import Contradictions, outside_files, stored_bits
 from raymerge.merge_plan.columns import (
     Flags,
     Ints,

@@ -1,1 +1,0 @@
-"""Proofs, from a plan's tables alone, that it can be carried out."""
