@@ -61,7 +61,7 @@ services: $(VENV)/.installed-dev
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 	@$(BIN)/lint-imports
 
 format: $(VENV)/.installed-dev

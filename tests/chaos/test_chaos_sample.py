@@ -12,9 +12,14 @@ from chaos.nodes import NODE_FAULTS
 from chaos.storage import STORAGE_FAULTS
 from chaos.table import LEAST_KILLS, Row, table, total
 from chaos.yard import Yard, make_yard
+from kits.marks import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = (*FAULTS, *STORAGE_FAULTS, *NODE_FAULTS)
+SAMPLED = [fault for fault in LISTED if fault.sample]
+QUICK = [
+    fault for fault in SAMPLED if fault.inject.__name__ in ("drivers_killed", "disk_full", "disk_errors")
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +27,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Yard:
     return make_yard(tmp_path_factory.mktemp("yard"), layers=12, is_forked=True)
 
 
-@pytest.mark.parametrize(
-    "fault", [fault for fault in LISTED if fault.sample], ids=lambda fault: fault.inject.__name__
-)
+@pytest.mark.parametrize("fault", slow_but(SAMPLED, *QUICK), ids=lambda fault: fault.inject.__name__)
 def test_a_fault_costs_only_what_was_in_work(fault: Fault, yard: Yard) -> None:
     row = tried(fault, yard, times=fault.sample, seed=0)
     if row.skipped:

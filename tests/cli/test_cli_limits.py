@@ -81,6 +81,7 @@ def test_a_full_standard_output(args: list[str], models: Path) -> None:
     assert "what is printed here cannot be written: No space left on device. Free space" in said
 
 
+@pytest.mark.slow
 def test_a_merge_whose_standard_output_is_full_goes_on_by_the_same_command(models: Path) -> None:
     args = ("submit", "recipe.yml", "-o", "full", "--inline")
     code, said = _run(models, *args, stdout="/dev/full")
@@ -113,6 +114,7 @@ def test_a_limit_on_processes(count: int, models: Path) -> None:
     assert "the same command goes on" in said.lower()
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_limit_on_processes_that_ray_cannot_start_within(models: Path) -> None:
     code, said = _run(models, "submit", "recipe.yml", "-o", "none", limit=_process_limit(60))

@@ -81,6 +81,7 @@ def test_a_run_is_watched_and_stopped_by_its_place(recipe: Path, tmp_path: Path)
     assert _say(tmp_path, "logs", "-f", "out").code == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_died_says_so(recipe: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with driver(str(recipe), output, pause=0.4) as process:

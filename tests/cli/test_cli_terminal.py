@@ -67,12 +67,14 @@ def test_a_problem_on_a_terminal_has_its_place_in_bold(folder: Path) -> None:
     assert "→" in shown
 
 
+@pytest.mark.slow
 def test_json_on_a_terminal_is_json(folder: Path) -> None:
     code, shown = _on_a_terminal(folder, "plan", "recipe.yml", "--json")
     assert code == 0
     assert json.loads(shown)["method"] == "linear"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_gets_no_traceback(folder: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)

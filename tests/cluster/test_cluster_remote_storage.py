@@ -43,6 +43,7 @@ def _run(command: str, folder: Path) -> Outcome:
     return run_command(*command.split()[1:], cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
 
 
+@pytest.mark.slow
 def test_its_commands_merge_from_three_places_into_a_fourth(s3: S3Server, folder: Path) -> None:
     commands = re.findall(r"^raymerge .*", PAGE, re.MULTILINE)
     verbs = ("plan", "submit", "status")

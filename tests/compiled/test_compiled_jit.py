@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from raymerge import kernels
 
 _CALLER = """
@@ -73,6 +75,7 @@ def _kept(root: Path) -> list[Path]:
     return sorted((root / "loops" / "__pycache__").glob("*.nbc"))
 
 
+@pytest.mark.slow
 def test_nothing_of_older_sources_is_kept(tmp_path: Path) -> None:
     counts = []
     for factor in (2, 3, 2):
@@ -90,6 +93,7 @@ pathlib.Path.write_bytes = full
 """
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_costs_nothing_but_time(tmp_path: Path) -> None:
     """Above all it leads no later process to what an older release had left."""
     _package(tmp_path, 2)
@@ -100,6 +104,7 @@ def test_a_write_that_fails_costs_nothing_but_time(tmp_path: Path) -> None:
     assert _run(tmp_path) == [31, 1]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_whole_is_compiled_anew(tmp_path: Path) -> None:
     _package(tmp_path, 2)
     _run(tmp_path)
@@ -125,6 +130,7 @@ caching.CacheImpl._locator_classes = []
 """
 
 
+@pytest.mark.slow
 def test_without_a_directory_to_keep_it_in_it_is_compiled_each_time(tmp_path: Path) -> None:
     _package(tmp_path, 2)
     for _ in range(2):
@@ -153,6 +159,7 @@ print(int(mean(numpy.arange(5.0)).sum()), sum(mean.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.slow
 def test_what_is_kept_may_make_arrays(tmp_path: Path) -> None:
     """They come from what numba's own code has ready in memory."""
     _package(tmp_path, 2)

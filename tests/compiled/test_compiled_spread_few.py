@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kits.marks import slow_but
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import BY_SPREAD, NO_CHANCES, Cuts, Picks
@@ -29,7 +30,7 @@ COUNT = 5000
 SPECIAL = (0.0, -0.0, 1e-40, 3.3e38, -3.3e38, math.nan, math.inf, -math.inf)
 KINDS = ("coarse", "smooth", "nearly equal", "special", "large", "small")
 seeds = pytest.mark.parametrize("seed", range(3))
-numbers_of_sources = pytest.mark.parametrize("num_sources", range(2, 7))
+numbers_of_sources = pytest.mark.parametrize("num_sources", slow_but(range(2, 7), 2, 3))
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

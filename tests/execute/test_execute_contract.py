@@ -281,6 +281,7 @@ def _print_table(cases: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{name:22}{each['lanes']:5}{stated:8.0f}{measured:10.0f}{receipt:9.0f}{each['seconds']:14.1f}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_process_grows_by_no_more_than_was_stated(name: str, found: dict[str, dict[str, Any]]) -> None:
     each = found[name]
@@ -293,6 +294,7 @@ def test_a_process_grows_by_no_more_than_was_stated(name: str, found: dict[str, 
 SAMPLE_BYTES = 2 * SAMPLE_RUNS * SAMPLE_LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ROWS_KINDS])
 def test_no_more_is_read_than_every_pass_needs(name: str, found: dict[str, dict[str, Any]]) -> None:
     """What no lane holds is read once for each pass, and its sample beforehand; what fits is read once."""
@@ -302,6 +304,7 @@ def test_no_more_is_read_than_every_pass_needs(name: str, found: dict[str, dict[
     assert each["stored"] <= each["read"] <= (1 + each["passes"]) * each["stored"] + samples
 
 
+@pytest.mark.slow
 def test_methods_with_a_pass_were_measured_with_tensors_that_no_lane_holds(
     found: dict[str, dict[str, Any]],
 ) -> None:

@@ -69,6 +69,7 @@ def _shifted(root: Path, shift: int, seed: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties", "arcee_fusion"])
 def test_elements_at_odd_bytes_take_no_more_memory_and_give_the_same_bytes(
     method: str, tmp_path: Path

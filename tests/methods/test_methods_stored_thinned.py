@@ -159,6 +159,7 @@ def same_words(left: NDArray[np.uint16], right: NDArray[np.uint16]) -> bool:
     return left.shape == right.shape and bool(((left == right) | both_nan).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @some
 @given(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors
+from kits.marks import slow_but
 from kits.moe_maker import FAMILIES, FURTHER, Ancestry, AncestryOf, make_ancestry, read_config
 from kits.moe_reference import Merge, linear, merged_states, slerp, ties
 
@@ -50,7 +51,7 @@ def recipe_of(method: str, roots: tuple[str, ...]) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": roots[0], "models": entries}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, "slerp", "ties"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_merges_as_in_float64(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path

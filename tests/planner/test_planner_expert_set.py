@@ -270,6 +270,7 @@ def test_a_fused_layout_that_is_not_known_is_shared_out(tmp_path: Path) -> None:
     assert "in an order that model_type 'unheard_of' does not tell" in problem
 
 
+@pytest.mark.slow
 def test_deepseek_v3_in_fp8_loses_half_its_experts(tmp_path: Path) -> None:
     config = {**V3_CONFIG, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
     root = sparse_checkpoint(tmp_path / "v3", _thin(deepseek_v3_specs()), config | {"num_hidden_layers": 4})

@@ -167,6 +167,7 @@ def test_a_declared_quantisation_is_named(config: dict[str, Any], declared: str 
     assert _inspected(family.names, family.config | config).declared_quantisation == declared
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_told_whole() -> None:
     specs = [spec for file in deepseek_v3_specs() for spec in file]
     found = _inspected(

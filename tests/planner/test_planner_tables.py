@@ -178,6 +178,7 @@ print(planned(data).plan.digest)
 """
 
 
+@pytest.mark.slow
 def test_plans_do_not_hang_on_the_hash_seed(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a"), llama(tmp_path / "b")
     digests = set()

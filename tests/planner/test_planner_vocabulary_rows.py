@@ -168,6 +168,7 @@ def test_gathering_takes_the_mean_of_the_terms() -> None:
     assert found.tolist() == [[0.0, 1.0], [17.0, 18.0], [0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_compressed() -> None:
     size = 150_000
     moved = np.roll(np.arange(size), 1000)

@@ -137,6 +137,7 @@ def test_codes_of_one_format_become_codes_of_another(form: str, parents: Parents
     assert "weight_block_size" not in _table(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_least_memory_makes_the_same_bytes(parents: Parents, tmp_path: Path) -> None:
     recipe = _mean(*parents.plain, out_format="int4")
     merge(recipe, tmp_path / "one")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
+from kits.marks import slow_but
 from kits.merge_cases import Family, merge, recipes
 from kits.packed_headers import W4, compressed
 from kits.quantised_merges import (
@@ -41,7 +42,7 @@ SELF_MERGED = {
 """What is merged with itself, and by which methods."""
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=slow_but(MAKERS, *SELF_MERGED))
 def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     """A base and two more of its kind."""
     root = tmp_path_factory.mktemp("parents")
@@ -74,7 +75,7 @@ def test_what_is_checked_with_is_right(parents: list[QuantisedModel]) -> None:
         check_merged(base.root, off, parents)
 
 
-@pytest.mark.parametrize("kind", SELF_MERGED)
+@pytest.mark.parametrize("kind", slow_but(SELF_MERGED, "Kimi-K2-Thinking", "DeepSeek-V3 F32"))
 def test_a_model_merged_with_itself_is_itself(kind: str, tmp_path: Path) -> None:
     """To the last byte of codes and scales."""
     same = [MAKERS[kind](tmp_path / f"same{number}", 1).root for number in range(4)]

@@ -440,13 +440,13 @@ def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: 
 @pytest.mark.parametrize("name", ["linear", "ties"])
 def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     recipe = {"merge_method": name, **merge_cases(large)[name][0]}
-    for number, budget in enumerate((_WIDE, _TIGHT, _WIDE, _TIGHT)):
-        bench = make_bench(recipe, tmp_path / f"{number}", budget=budget)
+    for budget in (_WIDE, _TIGHT):
+        # Once unmeasured: what is compiled when it is first needed is no part of what was stated.
+        bench, _ = _made(recipe, tmp_path / f"{budget}", budget)
         with counted_buffers() as buffers, AllocationMeter() as meter:
             for segment in bench.segments:
                 bench.runner.run(segment)
-        # What is compiled when it is first needed is no part of what was stated.
-        assert number < 2 or meter.peak_bytes + buffers.most <= bench.projection.peak + _OBJECTS
+        assert meter.peak_bytes + buffers.most <= bench.projection.peak + _OBJECTS
 
 
 def _stored(model: QuantisedModel) -> list[tuple[str, torch.Tensor]]:

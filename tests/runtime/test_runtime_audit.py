@@ -43,6 +43,7 @@ def _found(verdict: AuditVerdict) -> AuditVerdict:
     return replace(verdict, seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_find_what_one_process_finds(damaged: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import llama_config, read_tensors, tiny_llama, write_checkpoint
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, LEAST_MEMORY, Family, digests, least_memory, merge, recipes
 
 from raymerge.api import plan, read_recipe
@@ -55,6 +56,7 @@ def test_a_forty_times_smaller_budget_changes_no_byte(
     assert digests(tmp_path / "out") == wide[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_where_rows_are_cut_changes_no_byte_of_the_weights(
     method: str,
@@ -71,7 +73,7 @@ def test_where_rows_are_cut_changes_no_byte_of_the_weights(
     assert digests(tmp_path / "out")[key] == wide[method][key]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_a_model_merged_with_itself_is_itself_by_every_method(dtype: torch.dtype, tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base", 3, dtype=dtype)
     tensors = read_tensors(base)
@@ -118,6 +120,7 @@ def test_the_hash_seed_changes_no_byte(
     assert json.loads(done.stdout) == here
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ray_workers_change_no_byte(
     large: Family, wide: Mapping[str, Mapping[str, str]], tmp_path: Path, ray_cluster: Any

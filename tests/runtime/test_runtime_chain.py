@@ -14,6 +14,7 @@ import pytest
 from kits.chains import documents
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.driver_process import driver, wait_for_receipts
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, digests
 
 from raymerge.api import plan_for, submit, verify
@@ -153,6 +154,7 @@ def test_the_pool_is_told_which_work_is_the_last(
     assert [event for event in told if event is None] == [None]
 
 
+@pytest.mark.slow
 def test_the_order_of_the_documents_does_not_matter(chain: list[dict[str, Any]], output: Path) -> None:
     _, events = _submit(chain[::-1], output)
     assert [name for name, _ in _steps(events)] == ["left", "right", ""]
@@ -170,6 +172,7 @@ def test_a_tokenizer_that_a_merge_changes_is_what_the_next_one_is_planned_with(
 # What is left
 
 
+@pytest.mark.slow
 def test_nothing_is_left_beside_the_output_unless_it_is_asked_for(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -335,6 +338,7 @@ def test_what_was_touched_is_compared_with_its_receipts(
     assert _again(chain, output) == KEPT
 
 
+@pytest.mark.slow
 def test_a_copy_is_compared_with_its_receipts_and_taken(chain: list[dict[str, Any]], output: Path) -> None:
     _submit(chain, output)
     left = steps_directory(output) / "left"
@@ -359,6 +363,7 @@ def test_a_file_that_somebody_laid_beside_the_weights_is_named_and_stays(
     assert _again(chain, output) == KEPT
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_was_made_and_changed_by_hand_is_made_again(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -372,6 +377,7 @@ def test_a_tokenizer_that_was_made_and_changed_by_hand_is_made_again(
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_a_touched_result_that_cannot_be_taken_back_is_made_anew(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +398,7 @@ def test_a_touched_result_that_cannot_be_taken_back_is_made_anew(
     assert digests(output) == before
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_goes_on_before_a_touched_result(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +419,7 @@ def test_an_unfinished_run_goes_on_before_a_touched_result(
     assert {**digests(output), **told} == {**before, **told}
 
 
+@pytest.mark.slow
 def test_a_source_that_was_written_again_is_read_again(
     chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
@@ -442,6 +450,7 @@ def test_other_numerics_make_everything_again(
     assert _again(chain, output) == MADE
 
 
+@pytest.mark.slow
 def test_an_unfinished_merge_is_asked_before_results_are_made_again(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +474,7 @@ def test_an_unfinished_merge_is_asked_before_results_are_made_again(
     assert _steps(_submit(chain, output)[1]) == [("left", "kept"), ("right", "kept"), ("", "made")]
 
 
+@pytest.mark.slow
 def test_it_is_told_without_workers_what_is_kept(chain: list[dict[str, Any]], output: Path) -> None:
     assert kept_steps(plan_for(chain, output), output) == frozenset()
     _submit(chain, output)
@@ -510,7 +520,7 @@ class _Interrupter:
                 signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", ["left", "right", ""])
+@pytest.mark.parametrize("step", slow_but(["left", "right", ""], "right"))
 def test_a_stopped_chain_goes_on_where_it_was(
     step: str, chain: list[dict[str, Any]], output: Path, tmp_path: Path
 ) -> None:
@@ -547,6 +557,7 @@ def test_a_killed_chain_goes_on_where_it_was(
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
     chain: list[dict[str, Any]], output: Path
 ) -> None:
@@ -562,6 +573,7 @@ def test_a_change_discards_what_is_unfinished_between_and_asks_about_the_output(
     assert _again(chain, output) == MADE
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_what_is_made(
     chain: list[dict[str, Any]], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,6 +600,7 @@ def test_two_drivers_do_not_make_one_chain(chain: list[dict[str, Any]], output: 
     _submit(chain, output)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_one_ray_pool_makes_all_merges(
     chain: list[dict[str, Any]], output: Path, tmp_path: Path, ray_cluster: Any

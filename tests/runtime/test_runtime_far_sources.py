@@ -187,6 +187,7 @@ def test_a_source_that_changes_while_it_is_read(s3: S3Server, family: Family, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_source_that_vanishes_and_comes_back(
     s3: S3Server, family: Family, near: Near, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_what_is_wrong_shows_before_anything_is_begun(s3: S3Server, family: Fami
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_163_headers_are_read_together_by_one_request_each(s3: S3Server, tmp_path: Path) -> None:
     names = [f"model-{n:05}-of-00163.safetensors" for n in range(1, 164)]
     for number, name in enumerate(names):
@@ -245,6 +247,7 @@ def test_163_headers_are_read_together_by_one_request_each(s3: S3Server, tmp_pat
     assert s3.most_at_once >= 8
 
 
+@pytest.mark.slow
 def test_adapters_and_files_of_tensors(s3: S3Server, family: Family, tmp_path: Path) -> None:
     adapter = tiny_lora(family.base.parent / "adapter", read_tensors(family.base), 1)
     s3.upload(adapter, "adapter")
@@ -265,6 +268,7 @@ def test_adapters_and_files_of_tensors(s3: S3Server, family: Family, tmp_path: P
     _compared(s3, family, (adapted, files), tmp_path)
 
 
+@pytest.mark.slow
 def test_what_transformers_reads_from_a_directory(s3: S3Server, family: Family, tmp_path: Path) -> None:
     """Tokenizers: to match rows by tokens, and to make router rows of prompts."""
     models = [family.base.parent / f"reader{number}" for number in range(3)]
@@ -310,6 +314,7 @@ def test_a_tokenizer_of_older_files_is_converted_from_a_copy(s3: S3Server, famil
     assert not seen[0].exists()
 
 
+@pytest.mark.slow
 def test_an_audit_and_a_replay_ask_a_server_only_for_what_is_named(
     s3: S3Server, family: Family, tmp_path: Path
 ) -> None:

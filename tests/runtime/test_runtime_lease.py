@@ -350,6 +350,7 @@ for child in children:
 """
 
 
+@pytest.mark.slow
 def test_any_number_of_the_same_command_give_one_right_result(
     linear: dict[str, Any], place: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

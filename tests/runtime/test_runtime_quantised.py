@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, digests, least_memory, merge
 from kits.quantised_merges import MAKERS
 
@@ -34,7 +35,7 @@ def _recipes(parents: Sequence[Path]) -> Recipes:
     }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_but(KINDS, "DeepSeek-V3 F32", "Kimi-K2-Thinking"))
 def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipes, Path]:
     """Recipes of three parents, and a folder with their outputs, made inline with the usual memory."""
     root = tmp_path_factory.mktemp("parents")
@@ -59,6 +60,7 @@ def test_the_least_memory_changes_no_byte(cases: tuple[Recipes, Path], tmp_path:
         assert digests(tmp_path / name) == digests(expected / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_bytes", [1 << 12, 1 << 40])
 def test_where_rows_are_cut_changes_no_byte_of_the_weights(
     most_bytes: int, cases: tuple[Recipes, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def test_a_segment_that_kills_three_workers_is_named(
     assert merged.of(Started)[0].done_segments > 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_drains_the_workers(
     medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_gpu_that_the_cluster_lacks_is_refused(small: Family, tmp_path: Path, 
         submit(recipes(small)["linear"], tmp_path / "out", RunOptions(device="cuda"))
 
 
+@pytest.mark.slow
 def test_a_cluster_that_was_there_is_left_open(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
     submit(recipes(small)["linear"], tmp_path / "out", TWO)
     assert ray_cluster.is_initialized()

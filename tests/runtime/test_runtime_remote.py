@@ -19,6 +19,7 @@ import moto.s3.models as moto_s3
 import pytest
 from kits.checkpoint_maker import read_tensors, tiny_llama, write_checkpoint
 from kits.command_line import run_command
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, NOT_REPRODUCED, Family, digests, merge, recipes
 from kits.quantised_merges import MAKERS
 from kits.s3_server import ENVIRONMENT, S3Server, s3_server
@@ -138,6 +139,7 @@ def test_an_output_is_that_of_a_local_run_and_its_index_comes_last(
     assert (verdict.path, verdict.against_plan, verdict.problems) == ("s3://models/out", True, ())
 
 
+@pytest.mark.slow
 def test_a_model_of_one_file_has_its_config_last(s3: S3Server, medium: Family, tmp_path: Path) -> None:
     whole = recipes(medium)["linear"]
     merge(whole, tmp_path / "out")
@@ -165,6 +167,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {name: _case(name, root / name.split()[0]) for name in CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most_early"),
     [("duplicates", 0), ("duplicates", 1 << 20), ("DeepSeek-V3 F32", 0), ("gpt-oss", 1 << 20)],
@@ -202,6 +205,7 @@ def test_every_byte_of_a_shard_is_made_once_and_little_is_kept(
     assert sum(len(makings) for order in orders for _, makings in order.steps) < len(rows)
 
 
+@pytest.mark.slow
 def test_scratch_holds_a_shard_until_it_is_uploaded(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
 ) -> None:
@@ -238,6 +242,7 @@ def test_uploads_are_in_the_memory_that_is_promised(
 # Faults
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts")
 def test_a_store_that_fails_now_and_then_changes_no_byte(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
@@ -250,6 +255,7 @@ def test_a_store_that_fails_now_and_then_changes_no_byte(
     assert LEASE not in s3.objects("out/")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts")
 def test_what_fails_in_the_middle_of_a_shard_leaves_none_of_it(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -336,6 +342,7 @@ def _again(s3: S3Server, key: str, data: bytes) -> None:
     s3.client().put_object(Bucket=s3.bucket, Key=key, Body=data, Metadata={"raymerge": stamp})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts")
 def test_a_shard_that_another_worker_of_the_run_completes_late_is_as_good(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str]
@@ -349,6 +356,7 @@ def test_a_shard_that_another_worker_of_the_run_completes_late_is_as_good(
     assert _digests(s3) == expected
 
 
+@pytest.mark.slow
 def test_a_shard_that_does_not_begin_as_planned_is_told(s3: S3Server, recipe: dict[str, Any]) -> None:
     first = "out/model-00001-of-00008.safetensors"
 
@@ -393,7 +401,7 @@ main()
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_a_driver_that_was_killed_or_told_to_end_is_resumed_by_any_machine(
     number: signal.Signals, s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], tmp_path: Path
 ) -> None:
@@ -588,6 +596,7 @@ def test_nobody_writes_over_what_another_recorded(s3: S3Server, tmp_path: Path) 
 # What is there
 
 
+@pytest.mark.slow
 def test_a_place_with_a_checkpoint_is_replaced_only_when_asked(
     s3: S3Server, small: Family, recipe: dict[str, Any], expected: dict[str, str]
 ) -> None:
@@ -606,6 +615,7 @@ def test_a_place_with_a_checkpoint_is_replaced_only_when_asked(
     assert s3.objects("out-2/") == {"out-2/config.json": b"a neighbour"}
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_of_another_plan_is_told_and_discarded_only_when_asked(
     s3: S3Server, recipe: dict[str, Any], expected: dict[str, str], medium: Family
 ) -> None:
@@ -694,6 +704,7 @@ def test_an_adapter_wants_a_directory(s3: S3Server, small: Family) -> None:
 # The command line
 
 
+@pytest.mark.slow
 def test_the_command_line(
     s3: S3Server, recipe: dict[str, Any], expected: Mapping[str, str], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def _until(is_so: Callable[[], bool]) -> None:
 # The journal
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_is_told(recipe: dict[str, Any], place: str) -> None:
     def fail(event: Event) -> None:
         if isinstance(event, SegmentDone):
@@ -150,6 +151,7 @@ def test_a_store_that_hangs_keeps_nobody_who_asks_for_requests(
     assert not request.is_made()
 
 
+@pytest.mark.slow
 def test_a_request_that_comes_too_late_stays_nowhere(
     s3: S3Server, recipe: dict[str, Any], place: str
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_store_that_refuses_to_write_what_is_not_there(place: str) -> None:
 # The directory for shards
 
 
+@pytest.mark.slow
 def test_a_worker_sweeps_and_looks_for_room_where_it_is(
     recipe: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +312,7 @@ def test_how_shards_are_made_is_worked_out_once(
     assert len(times) == 1
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_tried_with_is_not_published(
     s3: S3Server, recipe: dict[str, Any], place: str, tmp_path: Path
 ) -> None:

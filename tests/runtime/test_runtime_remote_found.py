@@ -106,6 +106,7 @@ def test_what_a_run_copied_is_replaced_and_what_comes_meanwhile_stays(
     assert s3.objects() == late
 
 
+@pytest.mark.slow
 def test_what_others_keep_below_a_place_outlives_a_run_there(s3: S3Server, recipe: dict[str, Any]) -> None:
     others = ("place/below/old.safetensors", "place/raymerge/below/notes.txt")
 
@@ -138,6 +139,7 @@ def test_a_run_that_was_killed_before_it_began_is_told(s3: S3Server) -> None:
     assert PlaceRuns().report(place).state is RunState.UNKNOWN
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_says_so_itself(s3: S3Server) -> None:
     place, runs = s3.place("place").replace("//models/", "//absent/"), PlaceRuns()
     for ask in (runs.report, runs.stop, lambda run: list(runs.logs(run, follow=False))):

@@ -18,6 +18,7 @@ from typing import Any
 import moto.s3.models as moto_s3
 import pytest
 import torch
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, Family, merge, recipes
 from kits.s3_server import S3Server, s3_server
 
@@ -40,6 +41,7 @@ from raymerge.storage.retry import RetryPolicy
 INDEX = "out/model.safetensors.index.json"
 LEASE = "out/raymerge/lease.json"
 BEGUN = "out/raymerge/begun"
+LEDGER = "out/raymerge/ledger.jsonl"
 MANIFEST = "out/raymerge/plan/manifest.json"
 FIRST = "out/model-00001-of-00003.safetensors"
 _PART = 4 << 10
@@ -103,6 +105,7 @@ def _same(s3: S3Server, published: dict[str, bytes]) -> None:
     assert {key for key in published if found.get(key) != published[key]} == set()
 
 
+@pytest.mark.slow
 def test_a_shard_of_one_part_that_comes_late_is_refused(
     s3: S3Server, recipe: dict[str, Any], another: dict[str, Any]
 ) -> None:
@@ -130,7 +133,7 @@ def test_an_upload_that_is_completed_late_was_aborted(
     assert 404 in {each.status for each in s3.asked("POST", FIRST)}
 
 
-@pytest.mark.parametrize("held", [INDEX, "out/config.json", MANIFEST, BEGUN, "out/raymerge/ledger.jsonl"])
+@pytest.mark.parametrize("held", slow_but([INDEX, "out/config.json", MANIFEST, BEGUN, LEDGER], BEGUN, LEDGER))
 def test_a_small_file_that_comes_late_is_refused(s3: S3Server, recipe: dict[str, Any], held: str) -> None:
     published: dict[str, bytes] = {}
 
@@ -147,6 +150,7 @@ def test_a_small_file_that_comes_late_is_refused(s3: S3Server, recipe: dict[str,
     assert s3.objects("out/") == published
 
 
+@pytest.mark.slow
 def test_uploads_are_aborted_once_their_run_is_known_to_be_gone(
     s3: S3Server, recipe: dict[str, Any], another: dict[str, Any]
 ) -> None:
@@ -172,6 +176,7 @@ def _fail_at_the_first_segment(event: Event) -> None:
         raise IncompleteError("as the test has it")
 
 
+@pytest.mark.slow
 def test_of_deletions_that_come_late_only_the_first_takes_anything(
     s3: S3Server, recipe: dict[str, Any], another: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +201,7 @@ def test_of_deletions_that_come_late_only_the_first_takes_anything(
 # Makings of one run
 
 
+@pytest.mark.slow
 def test_a_shard_that_another_kind_of_device_made_is_made_again(s3: S3Server, recipe: dict[str, Any]) -> None:
     """A worker with a GPU was given up, and its shard comes after the processor's, which has the receipt."""
     late: list[bytes] = []
@@ -296,6 +302,7 @@ def test_what_is_made_is_passed_on_no_further_once_the_run_ends(recipe: dict[str
         patience.have(fail, path="out", doing="writing", again=lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_scratch", [False, True])
 @pytest.mark.usefixtures("parts")
 def test_a_stop_does_not_wait_for_uploads(

@@ -37,6 +37,7 @@ def test_a_killed_driver_is_resumed(medium: Family, tmp_path: Path, expected: di
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_driver_killed_again_and_again_ends(
     medium: Family, tmp_path: Path, expected: dict[str, str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_sigterm_ends_a_run_within_three_seconds_whatever_is_in_hand(
     _goes_on(recipe, output, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_sigterm_ends_a_run_on_its_own_ray_within_three_seconds(
     recipe: str, expected: dict[str, str], tmp_path: Path

@@ -758,6 +758,7 @@ def _on_ray(merges: Any, output: Path, options: RunOptions = TWO, **settings: An
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_one_or_two_workers_make_the_same_bytes(
     recipe: dict[str, Any], output: Path, tmp_path: Path, cluster: Any

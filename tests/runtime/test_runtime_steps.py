@@ -150,6 +150,7 @@ def _began(events: list[Event]) -> int:
 # The bytes
 
 
+@pytest.mark.slow
 def test_stages_and_merges_towards_a_store_give_the_bytes_of_a_local_output(
     s3: S3Server, staged: Recipes, options: RunOptions, steps: Path, tmp_path: Path
 ) -> None:
@@ -279,6 +280,7 @@ def _run_at_once(start: Callable[[threading.Thread], None]) -> Callable[[threadi
 # What can be proved of it
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_audited_and_used_again(
     s3: S3Server, chain: Recipes, options: RunOptions, steps: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kits.chains import documents
 from kits.checkpoint_maker import tiny_llama
+from kits.marks import slow_but
 from kits.merge_cases import INLINE, digests
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
@@ -112,7 +113,7 @@ def _is_as_fresh(recipes: Recipes, output: Path) -> bool:
 LEFT_ALONE = [("left", "made"), ("right", "kept")]
 
 
-@pytest.mark.parametrize("harm", [_flip, _exchange, _edit, _spoil])
+@pytest.mark.parametrize("harm", slow_but([_flip, _exchange, _edit, _spoil], _exchange, _spoil))
 def test_one_that_is_touched_while_another_is_made_is_made_again(
     harm: Harm, chain: Recipes, output: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_what_is_laid_beside_one_is_not_copied_from_it(chain: Recipes, output: P
     assert _is_as_fresh(chain, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "kind", "least"), [(_flip, SegmentDone, 1), (_exchange, SegmentDone, 1), (_exchange, Started, 0)]
 )
@@ -149,6 +151,7 @@ def test_there_is_no_receipt_of_what_is_read_of_a_touched_one(
     assert _is_as_fresh(chain, output)
 
 
+@pytest.mark.slow
 def test_one_that_is_removed_while_it_is_read_is_made_again(chain: Recipes, output: Path) -> None:
     left = steps_directory(output) / "left"
     with pytest.raises(IncompleteError, match=r"left: .* gone since .* the same command makes it again\."):
@@ -158,7 +161,7 @@ def test_one_that_is_removed_while_it_is_read_is_made_again(chain: Recipes, outp
     assert _is_as_fresh(chain, output)
 
 
-@pytest.mark.parametrize("harm", [_flip, _edit])
+@pytest.mark.parametrize("harm", slow_but([_flip, _edit], _edit))
 def test_one_that_is_touched_when_all_is_made_is_not_published_of(
     harm: Harm, chain: Recipes, output: Path
 ) -> None:
@@ -172,6 +175,7 @@ def test_one_that_is_touched_when_all_is_made_is_not_published_of(
     assert _is_as_fresh(chain, output)
 
 
+@pytest.mark.slow
 def test_what_was_made_of_one_is_read_of_no_other(chain: Recipes, output: Path) -> None:
     """One that others use in turn is not published of a touched one either."""
     one, two = chain[0]["models"]
@@ -183,6 +187,7 @@ def test_what_was_made_of_one_is_read_of_no_other(chain: Recipes, output: Path) 
     assert _is_as_fresh(recipes, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "after"), [(StepStarted, 1), (UnitDone, 1)])
 def test_a_stage_is_not_made_of_a_touched_one(
     kind: type[Event], after: int, tmp_path: Path, output: Path
@@ -221,6 +226,7 @@ def _other_companions(models: Path) -> None:
         _edit(models / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_nudge, _other_companions])
 def test_what_was_made_of_other_contents_does_not_go_on(
     change: Harm, chain: Recipes, output: Path, tmp_path: Path

@@ -119,6 +119,7 @@ def test_planning_reads_headers_only(hub: HubServer, family: Family) -> None:
         assert len(of_model) <= 2 + 2 * 2 + 3 * len(list(model.glob("*.safetensors")))
 
 
+@pytest.mark.slow
 def test_faults_on_the_way_change_nothing(
     hub: HubServer, family: Family, local: Path, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_branch_that_moves_changes_nothing_in_a_run_and_in_what_resumes_it(
     assert not [each for each in hub.asked if repository.refs["main"] in each.path]
 
 
+@pytest.mark.slow
 def test_a_run_towards_an_object_store_goes_on_with_its_commits(
     hub: HubServer, family: Family, local: Path
 ) -> None:
@@ -397,6 +399,7 @@ def test_the_token_and_signed_addresses_are_nowhere(
         assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with(
     hub: HubServer, family: Family, tmp_path: Path
 ) -> None:
@@ -423,6 +426,7 @@ def test_several_merges_go_on_with_the_commits_that_the_first_of_them_began_with
     assert merges[-1].sources[1].checkpoint.root == f"hf://org/tune3@{now}"
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_several_merges_keeps_no_commits(
     hub: HubServer, family: Family, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_codes_are_proved(make: Any, tmp_path: Path) -> None:
 # What is not looked at
 
 
+@pytest.mark.slow
 def test_router_rows_are_told_unless_they_were_kept(
     quickstart: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_router_rows_are_told_unless_they_were_kept(
     assert_proved(kept)
 
 
+@pytest.mark.slow
 def test_results_of_other_merges_are_told_unless_they_were_kept(tmp_path: Path) -> None:
     make_models(tmp_path, layers=1)
     asked = documents(root=str(tmp_path))
