@@ -22,8 +22,9 @@ CHAOS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # Installs quietly. Errors are shown; only pip's remark on a configured package folder that is absent is not.
+# Python compiles what is imported when it is imported, a small part of what is installed.
 define pip_install
-set -o pipefail; $(PIP) install --quiet -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
+set -o pipefail; $(PIP) install --quiet --no-compile -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
 .PHONY: help quickstart test test-all services check format docs conformance gates bench trace mutations golden chaos fuzz

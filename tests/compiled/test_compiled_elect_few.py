@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.marks import slow_but
 from numpy.typing import NDArray
 
 from raymerge.kernels.elect import BY_CHANCE, BY_SIZE, NO_CHANCES, NO_CUTS, Chances, Cuts, Picks, Sum
@@ -76,7 +77,7 @@ def sums(draw: st.DrawFn, num_sources: int) -> Sum:
     return Sum(each(0.5, -0.3, 0.0, 1.1, np.inf), each(1.0, 0.2), weights, factor, elects, divides)
 
 
-@pytest.mark.parametrize("num_sources", range(1, MOST + 1))
+@pytest.mark.parametrize("num_sources", slow_but(range(1, MOST + 1), 1, 2, 3))
 @settings(deadline=None, max_examples=25)
 @given(
     data=st.data(),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from kits.assembly_maker import Stock, expression, make_stock, plan_of, whole
 from kits.checkpoint_maker import sparse_checkpoint, write_checkpoint
+from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import Family, recipes
 from kits.segment_bench import Bench, counted_buffers, make_bench
@@ -71,6 +72,7 @@ def _need(name: str) -> tuple[int, float]:
     return method.state_bytes, method.scratch + 2 * method.scratch_per_source
 
 
+QUICK = ("linear", "slerp", "ties", "model_stock", "passthrough", "copy")
 WATCHED = tuple({_kind(name): name for name in sorted(methods(), key=_need)}.values())
 """Of each kind of methods the one that takes most."""
 CASES = (*WATCHED, *(f"{name} by row" for name in WISE), "copy", *ROWS_KINDS)
@@ -330,7 +332,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return found
 
 
-@pytest.mark.parametrize("name", [*methods(), *(f"{name} by row" for name in WISE), "copy"])
+@pytest.mark.parametrize("name", slow_but([*methods(), *(f"{name} by row" for name in WISE), "copy"], *QUICK))
 def test_every_method_has_no_more_in_use_than_was_stated(
     name: str, streamed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

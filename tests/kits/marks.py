@@ -1,4 +1,4 @@
-"""Marks for some of the values that a test is tried with."""
+"""Which of the values that a test is tried with are left to the slow tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,15 @@ import pytest
 
 
 def slow_but(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """The same values, of which all but some are tried only where slow tests run."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """The same values, of which all but those that are named are tried only where slow tests run."""
+    return [value if value in kept else _slow(value) for value in values]
+
+
+def one_in(number: int, values: Iterable[Any]) -> list[Any]:
+    """The same values, of which all but the first of so many are tried only where slow tests run."""
+    return [_slow(value) if index % number else value for index, value in enumerate(values)]
+
+
+def _slow(value: Any) -> Any:
+    values = value if type(value) is tuple else (value,)
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.marks import one_in
 from kits.model_parents import Parents, State, assert_same_state, load_as_strictly, save
 from kits.model_types import ModelType
 from kits.model_types_decoders import DECODERS
@@ -31,7 +32,7 @@ def test_every_group_is_there() -> None:
         assert sum(group in kind.groups for kind in ALL.values()) >= 8, group
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", one_in(3, ALL))
 def test_the_mean_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = ALL[name], parents_of(ALL[name])
     recipe = {"merge_method": "linear", "models": parents.entries(weight=0.5)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors
+from kits.marks import one_in
 from kits.model_parents import Parents, load_as_strictly
 from kits.model_types import ModelType
 from kits.model_types_others import OTHERS
@@ -48,7 +49,7 @@ PARTS: Mapping[str, Mapping[str, str | tuple[str, ...]]] = {
 CASES = [(name, module) for name, parts in PARTS.items() for module in parts]
 
 
-@pytest.mark.parametrize(("name", "module"), CASES)
+@pytest.mark.parametrize(("name", "module"), one_in(3, CASES))
 def test_one_module_is_merged_and_the_others_copied(
     name: str, module: str, parents_of: ParentsOf, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.marks import one_in
 from kits.model_parents import Parents, load_as_strictly
 from kits.model_types import ModelType
 from kits.model_types_decoders import BOUND, DENSE, RECURRENT, SPARSE
@@ -35,7 +36,7 @@ def stacked(pieces: Sequence[tuple[Path, tuple[int, int]]]) -> dict[str, object]
     return {"merge_method": "passthrough", "slices": slices}
 
 
-@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("name", one_in(4, STACKED))
 def test_layers_of_two_models(name: str, parents_of: ParentsOf, tmp_path: Path) -> None:
     kind, parents = STACKED[name], parents_of(STACKED[name])
     recipe = stacked([(parents.one, (0, 2)), (parents.two, (1, 3))])

@@ -51,7 +51,7 @@ def recipe_of(method: str, roots: tuple[str, ...]) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": roots[0], "models": entries}
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, "slerp", "ties"))
+@pytest.mark.parametrize("method", slow_but(METHODS, "ties"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_merges_as_in_float64(
     name: str, method: str, ancestry_of: AncestryOf, tmp_path: Path

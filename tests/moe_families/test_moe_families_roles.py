@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors, tiny_llama
+from kits.marks import one_in
 from kits.moe_maker import AncestryOf
 
 import raymerge
@@ -86,7 +87,7 @@ def test_the_assembly_of_the_guide(name: str, ancestry_of: AncestryOf, tmp_path:
 
 
 @pytest.mark.parametrize("policy", ["merge", "base", "other"])
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", one_in(3, ROUTED))
 def test_routers_by_policy(name: str, policy: str, ancestry_of: AncestryOf, tmp_path: Path) -> None:
     base, other = roots = ancestry_of(name).roots[:2]
     recipe = mean_of(roots, base_model=base, router=other if policy == "other" else policy)

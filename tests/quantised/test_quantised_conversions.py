@@ -31,7 +31,7 @@ from kits.quantised_numbers import Values
 
 from raymerge.api import conversion
 
-FEW = slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss")
+FEW = slow_but(MAKERS, "DeepSeek-V3 F32", "gpt-oss")
 EXACT = ("DeepSeek-V3 ue8m0 F32", "DeepSeek-V3 U8", "gpt-oss")
 """Layouts whose scales are powers of two, so that bfloat16 holds whatever the codes mean."""
 _TOKENS = torch.tensor([[3, 4, 5, 9]])

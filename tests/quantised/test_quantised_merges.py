@@ -42,7 +42,7 @@ SELF_MERGED = {
 """What is merged with itself, and by which methods."""
 
 
-@pytest.fixture(scope="module", params=slow_but(MAKERS, *SELF_MERGED))
+@pytest.fixture(scope="module", params=slow_but(MAKERS, "Kimi-K2-Thinking", "DeepSeek-V3 F32"))
 def parents(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[QuantisedModel]:
     """A base and two more of its kind."""
     root = tmp_path_factory.mktemp("parents")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors
+from kits.marks import slow_but
 from kits.memory_meter import AllocationMeter
 from kits.merge_cases import INLINE, Family, digests, merge, recipes
 from kits.quantised_merges import (
@@ -437,7 +438,7 @@ def test_tiles_change_no_byte(name: str, large: list[QuantisedModel], tmp_path: 
         assert {key: bytes(each) for key, each in tiled.written()} == stored
 
 
-@pytest.mark.parametrize("name", ["linear", "ties"])
+@pytest.mark.parametrize("name", slow_but(["linear", "ties"], "ties"))
 def test_no_more_is_in_use_than_was_stated(name: str, large: list[QuantisedModel], tmp_path: Path) -> None:
     recipe = {"merge_method": name, **merge_cases(large)[name][0]}
     for budget in (_WIDE, _TIGHT):

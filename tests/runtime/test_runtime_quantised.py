@@ -35,7 +35,7 @@ def _recipes(parents: Sequence[Path]) -> Recipes:
     }
 
 
-@pytest.fixture(scope="module", params=slow_but(KINDS, "DeepSeek-V3 F32", "Kimi-K2-Thinking"))
+@pytest.fixture(scope="module", params=slow_but(KINDS, "Kimi-K2-Thinking"))
 def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipes, Path]:
     """Recipes of three parents, and a folder with their outputs, made inline with the usual memory."""
     root = tmp_path_factory.mktemp("parents")
