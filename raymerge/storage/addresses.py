@@ -49,7 +49,6 @@ class Address:
     text: str
     """A local path; else what stands behind ``://``, without options: ``bucket/prefix``."""
     options: StoreOptions = NO_OPTIONS
-    """How an object store is reached."""
 
     @property
     def bucket(self) -> str:
@@ -62,7 +61,6 @@ class Address:
         return self.text.partition("/")[2]
 
     def __str__(self) -> str:
-        """The place, with its options."""
         if self.scheme == _FILE:
             return self.text
         query = urlencode(options_as_text(self.options))
@@ -210,7 +208,6 @@ def shown(place: str) -> str:
 
 
 def _check_scheme(place: str, scheme: str) -> None:
-    """See that an address is of a scheme that is supported, before anything is opened."""
     if scheme in _WEB:
         what = "is an address of the web, where directories cannot be listed."
         remedy = "Write ORG/NAME or hf://ORG/NAME for a model of the Hub; copy others to a directory."

@@ -35,8 +35,6 @@ class ArrowStore(FarStore):
     ) -> None:
         """
         Args:
-            place: the address of a directory.
-            patience: how often to try again; None for the usual.
             expected: files as they must be when they are opened; others may be as they like.
 
         Raises:
@@ -57,7 +55,6 @@ class ArrowStore(FarStore):
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close what is open; the store may be used again afterwards."""
         with self._lock:
             # Those in use are closed by the collector when their last reader is done.
             self._open.clear()
@@ -66,11 +63,6 @@ class ArrowStore(FarStore):
         return self._top if path == "." else f"{self._top}/{path}"
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every file below the place, sorted by key; what lies in hidden directories is left out.
-
-        Raises:
-            CheckpointError: it cannot be listed.
-        """
         from pyarrow.fs import FileSelector
 
         def listed() -> list[FileInfo]:
@@ -81,34 +73,20 @@ class ArrowStore(FarStore):
             return tuple(sorted(self._tried(listed, self._top, "listing"), key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
-        """One file as it is now; None where there is none."""
         path, location = self._path(key), self.location(key)
         with reading(location, 0):
             found = self._tried(lambda: self._system.get_file_info(path), location, "looking")
         return _info(key, found) if found.is_file else None
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        """Several files as they are now; None for those that are not there."""
         return {key: self.info(key) for key in keys}
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``.
-
-        Raises:
-            UnreadableError: the file cannot be read.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the storage failed for longer than is waited.
-        """
         view, location = as_bytes(buffer), self.location(key)
         for start in range(0, len(view), _PIECE_NBYTES):
             self._fill(key, location, offset + start, view[start : start + _PIECE_NBYTES])
 
     def check_expected(self) -> None:
-        """See that the files which were read are still those that were expected.
-
-        Raises:
-            CheckpointError: one was written to meanwhile, or another took its place.
-        """
         with self._lock:
             read = tuple(self._open)
         for key in read:
@@ -173,8 +151,6 @@ class ArrowStore(FarStore):
         *,
         key: str | None = None,
     ) -> _Result:
-        """The result of an attempt, or of a later one with the file ``key`` opened anew."""
-
         def asked() -> _Result:
             try:
                 return attempt()

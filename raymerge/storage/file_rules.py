@@ -13,7 +13,6 @@ class FileRule:
     """Files that are left out for one reason."""
 
     name: str
-    """What plans call the rule."""
     files: tuple[str, ...] = ()
     """Patterns of file names, in any directory."""
     directories: tuple[str, ...] = ()

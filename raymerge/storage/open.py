@@ -24,7 +24,6 @@ def open_store(
     """The store that a place is read from: a local path, or an address; nothing is asked of it yet.
 
     Args:
-        place: as ``storage.addresses`` describes it.
         patience: how often to try again what fails for a moment; None for the usual.
         expected: files as they must be when they are read; others may be as they like.
 
@@ -97,9 +96,6 @@ def resolve_source(
     address of the Hub (``hf://``) becomes the one of a commit, and nothing is fetched.
 
     Args:
-        path: a directory, a Hub name or an address.
-        revision: what is named behind ``@``, or apart from the path.
-        lookup: how it is found.
         pickled: whether a model that has no safetensors is fetched with its pickled weights.
 
     Raises:

@@ -39,11 +39,6 @@ class StoreOptions:
     """Whether the account of the credentials pays for requests on S3, as some buckets ask for."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            OptionError: the endpoint is no address of a server, holds a user, or needs ``allow_http``; or
-                nobody pays; or what goes into requests as it stands is no name.
-        """
         for name, value in (("region", self.region), ("kms_key", self.kms_key)):
             if value is not None and _NAME.fullmatch(value) is None:
                 what = "is empty, or holds spaces or other characters that no such name has."

@@ -50,7 +50,6 @@ class OwnDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
         _remove(self._root)
         os.close(self._descriptor)
 

@@ -11,9 +11,7 @@ class Range:
     """Some bytes of one file that are wanted."""
 
     offset: int
-    """First byte."""
     nbytes: int
-    """Number of bytes; 0 is allowed."""
 
     @property
     def end(self) -> int:
@@ -28,7 +26,6 @@ class Extent:
     offset: int
     """First byte."""
     nbytes: int
-    """Number of bytes, holes included."""
     members: tuple[int, ...]
     """Positions in the given sequence of the ranges it holds, by their offset."""
 

@@ -29,7 +29,6 @@ def size_limit() -> str:
 
 @contextmanager
 def reading(path: str, offset: int) -> Iterator[None]:
-    """Says of a failure which file could not be read."""
     try:
         yield
     except OSError as error:
@@ -77,7 +76,6 @@ def changed(path: str) -> Problem:
 
 
 def unlistable(directory: Path, error: OSError) -> Problem:
-    """A directory that cannot be looked into."""
     if isinstance(error, FileNotFoundError):
         return Problem(str(directory), "there is no such directory.", "Check the path.")
     what = f"cannot be listed: {error.strerror}."

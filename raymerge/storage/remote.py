@@ -20,7 +20,6 @@ class FarStore(ABC):
 
     @property
     def is_far(self) -> bool:
-        """Requests go to a server."""
         return True
 
     def __enter__(self) -> Self:
@@ -32,8 +31,7 @@ class FarStore(ABC):
         self.close()
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back what is held open; the store may be used again afterwards."""
+    def close(self) -> None: ...
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -134,7 +132,6 @@ class Pieces:
             future.result()
 
     def close(self) -> None:
-        """End the threads; they are started again when they are needed."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:

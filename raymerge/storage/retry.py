@@ -68,9 +68,6 @@ class RetryPolicy:
 
         Args:
             attempt: may be called several times.
-            path: the file that it is about.
-            doing: ``reading`` or ``writing``, for the message.
-            offset: the first byte of the file that it is about.
             again: called with the path before each further attempt.
 
         Raises:

@@ -18,7 +18,6 @@ class FileInfo:
     key: str
     """Path relative to the store's root, with forward slashes."""
     nbytes: int
-    """Size in bytes."""
     version: str
     """Changes whenever the file is written again; two readings with equal versions saw one file."""
 
@@ -54,14 +53,16 @@ class ReadStore(Protocol):
         """Several files, by as few requests as may be."""
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before.
-        """
+        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``; raises as ``read`` does."""
+        """Fill the whole ``buffer`` from ``offset``.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+            CheckpointError: it ends before the buffer is full, or is not the one expected.
+            TransientError: the storage failed for longer than is waited.
+        """
 
     def read_extent(
         self,
@@ -78,10 +79,6 @@ class ReadStore(Protocol):
         What the buffer holds besides them afterwards is not said.
 
         Args:
-            key: the file.
-            offset: the first byte.
-            nbytes: how many.
-            buffer: for them.
             again: whether they will be read once more, so that a store which can keep them at hand does.
             like: where in a file they will be written. If that costs nothing they begin in a page of memory
                 where they will begin in a block of that file, and so can be written from where they lie.
@@ -90,7 +87,7 @@ class ReadStore(Protocol):
             Position of the first byte in the buffer.
 
         Raises:
-            CheckpointError: as ``read`` does.
+            CheckpointError: as ``read_into`` does.
             ValueError: the buffer is too small.
         """
 
@@ -101,11 +98,9 @@ class ReadStore(Protocol):
             CheckpointError: one was written to meanwhile, or another took its place.
         """
 
-    def close(self) -> None:
-        """Give back what is held open; the store may be used again afterwards."""
+    def close(self) -> None: ...
 
-    def __enter__(self) -> Self:
-        """Itself; it is closed when the block ends."""
+    def __enter__(self) -> Self: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -225,12 +225,7 @@ def check(
     """Refuse what could not run in pods, before anything is sent.
 
     Args:
-        profile: one with a section ``kubernetes``.
-        recipe_text: the recipe, as its file has it.
-        output: place of the new checkpoint.
-        name: the run's.
         recipe_name: what messages call the recipe.
-        flags: as ``rayjob`` has them.
         exists: whether a text is a local directory, which pods do not have.
 
     Raises:

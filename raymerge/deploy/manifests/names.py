@@ -31,13 +31,7 @@ def render_name(*texts: str) -> str:
 
 
 def labels_of(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Labels that Kubernetes recommends, over those of the profile.
-
-    Args:
-        name: the run's.
-        component: what part of it this is.
-        more: the profile's.
-    """
+    """Labels that Kubernetes recommends, over those of the profile."""
     return {**more, "app.kubernetes.io/name": "raymerge", **pod_labels(name, component, {})}
 
 

@@ -29,10 +29,7 @@ def rayjob(
     """What makes a run: the config map with its recipe and profile, and the RayJob that uses it.
 
     Args:
-        profile: one with a section ``kubernetes``.
-        recipe_text: the recipe, as its file has it.
         output: place of the new checkpoint, as pods see it.
-        name: the run's, which both objects have.
         flags: of ``raymerge submit``, those that no profile has.
 
     Raises:
@@ -60,10 +57,6 @@ def rayjob(
 
 def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
     """A cluster that stands until it is deleted, for target ``job``.
-
-    Args:
-        profile: one with a section ``kubernetes``.
-        name: the cluster's.
 
     Raises:
         ProfileError: no section ``kubernetes``.

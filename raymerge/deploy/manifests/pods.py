@@ -20,8 +20,6 @@ def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Mani
     """The pod of Ray's head, which runs the driver.
 
     Args:
-        kubernetes: the profile's section.
-        name: the run's.
         config: config map with recipe and profile; None: there is none.
     """
     head = kubernetes.head
@@ -162,7 +160,6 @@ class _Dumper(yaml.SafeDumper):
     """Writes texts of several lines as blocks, and repeats what occurs twice."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """An alias saves lines and hides what a reader looks for."""
         del data
         return True
 

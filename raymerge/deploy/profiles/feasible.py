@@ -69,13 +69,7 @@ def _out_of_reach(kubernetes: Kubernetes, output: str) -> Iterator[Fault]:
 
 
 def steps_faults(run: RunSettings, output: str, num_merges: int) -> Iterator[Fault]:
-    """Why a machine elsewhere could not have results between; of stages, of which recipes do not tell, none.
-
-    Args:
-        run: how to run.
-        output: the output place.
-        num_merges: in the recipe's file.
-    """
+    """Why a machine elsewhere could not have results between merges; recipes do not tell of stages."""
     if run.steps is None:
         if num_merges > 1 and is_object_place(output):
             yield Fault(("output",), *STEPS_WANTED)

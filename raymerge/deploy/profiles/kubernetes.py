@@ -33,16 +33,13 @@ class Toleration(MapEntry):
     """A taint of nodes that pods put up with."""
 
     key: Text | None = None
-    """The taint's key; None with ``Exists``: every taint."""
     operator: Annotated[Literal["Exists", "Equal"], by(choice_of("Exists", "Equal"))] = "Equal"
     """Whether the value counts."""
     value: Text | None = None
-    """The taint's value, with ``Equal``."""
     effect: Annotated[
         Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None,
         by(choice_of("NoSchedule", "PreferNoSchedule", "NoExecute")),
     ] = None
-    """The taint's effect; None: every one."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterator[Fault]:
@@ -71,23 +68,18 @@ class Volume(MapEntry):
     """A directory that pods mount, from one source."""
 
     name: Label
-    """Its name in the pods."""
     mount_path: AbsolutePath
     """Where containers see it."""
     read_only: Switch = False
-    """Whether nothing can be written to it."""
     pvc: ObjectName | None = None
     """A persistent volume claim; ReadWriteMany, for pods on several nodes."""
     sub_path: SubPath | None = None
     """A directory of the claim that is mounted in place of all of it; None: all."""
     empty_dir: EmptyDir | None = None
-    """A directory of each pod's own."""
     host_path: AbsolutePath | None = None
     """A directory of each node; that of a shared file system where nodes are to see the same."""
     secret: ObjectName | None = None
-    """Files that a secret holds."""
     config_map: ObjectName | None = None
-    """Files that a config map holds."""
 
     @property
     def is_shared(self) -> bool:
@@ -96,7 +88,6 @@ class Volume(MapEntry):
 
     @property
     def is_writable(self) -> bool:
-        """Whether files can be written to it."""
         return not self.read_only and self.secret is None and self.config_map is None
 
     @classmethod
@@ -117,24 +108,17 @@ class Head(MapEntry):
     """The pod that runs Ray's head and the driver; it computes nothing."""
 
     cpu: Quantity = "2"
-    """Processors."""
     memory: MemoryQuantity = "8Gi"
-    """Bytes."""
     node_selector: Labels = {}
-    """Labels of nodes that it may be on."""
     tolerations: tuple[Toleration, ...] = ()
-    """Taints that it puts up with."""
     affinity: Affinity | None = None
-    """Nodes and pods that it is to be near or far from, as Kubernetes writes it."""
     runtime_class: ObjectName | None = None
-    """What runs its containers; None: what runs all."""
 
 
 class WorkerGroup(MapEntry):
     """Pods that are alike."""
 
     name: Label
-    """Its name in the cluster."""
     replicas: Count = 1
     """Pods; with autoscaling, those at the beginning."""
     min_replicas: Count | None = None
@@ -142,11 +126,8 @@ class WorkerGroup(MapEntry):
     max_replicas: Annotated[int | None, by(between(1))] = None
     """The most pods with autoscaling; None: ``replicas``."""
     cpu: Quantity
-    """Processors of a pod."""
     memory: MemoryQuantity
-    """Bytes of a pod."""
     gpus: Count = 0
-    """GPUs of a pod."""
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """What Kubernetes calls them."""
     labels: Labels = {}
@@ -194,22 +175,17 @@ class Autoscaling(MapEntry):
     """Whether pods come and go with what is to be done."""
 
     enabled: Switch = False
-    """Whether they do."""
     idle_timeout_seconds: Positive = 60
-    """Seconds after which an idle pod goes."""
     upscaling_mode: Annotated[
         Literal["Default", "Conservative", "Aggressive"], by(choice_of(*_UPSCALING))
     ] = "Default"
-    """How fast pods come."""
 
 
 class SecurityContext(MapEntry):
     """Whom processes in containers run as. That is never root."""
 
     run_as_user: Annotated[int, by(between(1))] = 1000
-    """Id of the user."""
     run_as_group: Annotated[int, by(between(1))] = 100
-    """Id of the group."""
     fs_group: Annotated[int | None, by(between(1))] = 100
     """Id of the group that mounted volumes are given to; None: they are left as they are."""
 
@@ -218,19 +194,15 @@ class Kubernetes(MapEntry):
     """``kubernetes``: a Ray cluster that is made for a run, by KubeRay's operator."""
 
     namespace: Label = "default"
-    """Where everything is."""
     image: Annotated[str, by(_image)]
     """Image with Ray, raymerge and what it needs, with its tag or digest."""
     image_pull_policy: Annotated[Literal["IfNotPresent", "Always", "Never"], by(choice_of(*_PULLING))] = (
         "IfNotPresent"
     )
-    """When nodes pull it."""
     image_pull_secrets: tuple[ObjectName, ...] = ()
-    """Secrets that open its registry."""
     service_account: ObjectName | None = None
     """Whom pods are to the cluster and, by workload identity, to object stores."""
     ray_version: Annotated[str, by(_version)]
-    """Version of Ray in the image."""
     submission_mode: Annotated[Literal["HTTPMode", "K8sJobMode", "SidecarMode"], by(choice_of(*_MODES))] = (
         "HTTPMode"
     )
@@ -240,13 +212,9 @@ class Kubernetes(MapEntry):
     token_secret: ObjectName | None = None
     """A secret that has it, below ``auth_token``; None: the operator makes one."""
     head: Head = Head()
-    """The head's pod."""
     workers: tuple[WorkerGroup, ...]
-    """Groups of workers' pods."""
     autoscaling: Autoscaling = Autoscaling()
-    """Whether pods come and go."""
     volumes: tuple[Volume, ...] = ()
-    """What all pods mount."""
     env: Environment = {}
     """Environment variables of all containers; no secrets."""
     env_from_secrets: tuple[ObjectName, ...] = ()
@@ -254,7 +222,6 @@ class Kubernetes(MapEntry):
     queue: ObjectName | None = None
     """A local queue of Kueue that runs wait in; None: they begin at once."""
     priority_class: ObjectName | None = None
-    """Priority class of all pods."""
     ttl_seconds: Count = 300
     """Seconds after its end at which a run's pods go."""
     backoff_limit: Count = 2
@@ -264,8 +231,5 @@ class Kubernetes(MapEntry):
     termination_grace_seconds: Annotated[int, by(between(1))] = 60
     """Seconds from SIGTERM to SIGKILL of a pod."""
     labels: Labels = {}
-    """Labels of everything that is made."""
     annotations: Annotations = {}
-    """Annotations of everything that is made."""
     security: SecurityContext = SecurityContext()
-    """Whom processes run as."""

@@ -29,9 +29,6 @@ PROFILE = DocumentKind(
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile in a YAML file.
 
-    Args:
-        path: the file; messages name it as given.
-
     Raises:
         ProfileError: all that is wrong with it, each with ``file:line:column`` and what to write instead.
     """

@@ -32,7 +32,6 @@ class RunSettings(MapEntry):
     memory: Bytes | None = None
     """Bytes that a worker may use beyond an idle one."""
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, by(choice_of("auto", "cpu", "cuda"))] = None
-    """Where arithmetic runs."""
     patience: Annotated[float | None, by(read_positive)] = None
     """Seconds after which a worker that does not get on is replaced."""
     scratch: Directory | None = None

@@ -25,19 +25,13 @@ class Profile(MapEntry):
     """Where and how to run. Nothing in it changes a byte of a result."""
 
     target: Annotated[TargetName, by(choice_of(*_TARGETS))] = "local"
-    """Where runs are."""
     output: Place | None = None
     """Where the new checkpoint goes, unless the command line says."""
     run: RunSettings = RunSettings()
-    """Options of a submission; flags of the command line win."""
     storage: Storage = NO_OPTIONS
-    """How object stores are reached."""
     cluster: ClusterSection = ClusterSection()
-    """The cluster of target ``cluster``."""
     job: JobSection = JobSection()
-    """The cluster of target ``job``."""
     kubernetes: Kubernetes | None = None
-    """What target ``kubernetes`` makes."""
 
     _places: Places = PrivateAttr(default_factory=lambda: Places("profile"))
 
@@ -70,7 +64,6 @@ class Profile(MapEntry):
         """What runs inside the cluster: the same run, on the cluster that it is in.
 
         Args:
-            output: place of the new checkpoint.
             autoscaling: whether that cluster adds nodes for workers that wait; None: as ``cluster`` says.
         """
         grows = self.cluster.autoscaling if autoscaling is None else autoscaling

@@ -36,7 +36,6 @@ _AFFINITY_RULES = (
 
 
 def read_bytes(value: object) -> int:
-    """Bytes, written like ``8GiB``; at least one."""
     try:
         size = parse_size(value) if isinstance(value, (int, str)) else 0
     except ValueError as error:

@@ -20,20 +20,13 @@ class Where:
     """Where a run is."""
 
     target: TargetName
-    """The kind of target."""
     address: str | None
     """Of its Ray cluster or its dashboard; None for the targets without."""
     profile: Profile
-    """What else is to be known of it."""
 
 
 def choose(profile: Profile | None, target: TargetName | None, address: str | None) -> Where:
     """The target that is meant. Flags win over the profile; an address of a dashboard means ``job``.
-
-    Args:
-        profile: the user's; None for none.
-        target: ``--target``.
-        address: ``--address``.
 
     Raises:
         OptionError: they contradict each other, or an address is missing.
@@ -58,7 +51,6 @@ def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
     """What runs are sent to; None where they are made by this very process.
 
     Args:
-        where: where they are.
         environment: variables that headers are taken from.
 
     Raises:

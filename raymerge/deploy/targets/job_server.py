@@ -145,10 +145,7 @@ class JobServer:
     ) -> None:
         """
         Args:
-            address: of the dashboard, like ``http://head:8265``.
             headers: of every request; they may hold a token and are kept nowhere else.
-            connect: makes the client; None for Ray's own.
-            poll_seconds: between two looks at what goes on.
             away_seconds: how long a server may not answer before somebody who follows a run gives up.
         """
         self._address = address
@@ -311,12 +308,7 @@ class JobServer:
 
     @contextmanager
     def _asking(self) -> Iterator[Any]:
-        """The client; what it raises is told in words.
-
-        Raises:
-            LookupError: the server knows no such thing.
-            OptionError: it does not answer, or refuses.
-        """
+        """The client; what it raises is told in words."""
         try:
             if self._made is None:
                 self._made = self._connect(self._address, self._headers)

@@ -47,7 +47,6 @@ class KubernetesTarget:
     """Runs as RayJobs of one namespace."""
 
     server: Server
-    """Where they are."""
     poll_seconds: float = _POLL_SECONDS
     """Between two looks at what has not changed."""
     ending_seconds: float = _ENDING_SECONDS
@@ -56,7 +55,6 @@ class KubernetesTarget:
     """How long the server may not answer before somebody who follows a run gives up."""
 
     def check(self, submission: Submission) -> None:
-        """Find all that can be refused before anything is sent; raises OptionError with every reason."""
         config, job = self._manifests(submission)
         with _in_words(self.server):
             problems = list(missing(self.server, job, config["metadata"]["name"]))
@@ -65,9 +63,6 @@ class KubernetesTarget:
 
     def submit(self, submission: Submission) -> str:
         """Send a run; where one is on its way that makes the same output, this is that one.
-
-        Returns:
-            The run's name.
 
         Raises:
             OptionError: the server refuses it, or does not answer.
@@ -142,7 +137,6 @@ class KubernetesTarget:
         return replace(found, state=RunState.STOPPED, message=message)
 
     def find(self, output: str) -> str | None:
-        """Name of the newest run that makes this output; None where there is none."""
         with _in_words(self.server):
             made = self._making(output)
         return made[-1]["metadata"]["name"] if made else None

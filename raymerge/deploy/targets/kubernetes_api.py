@@ -39,9 +39,7 @@ class Kind:
     group: str
     """API group; "" for the core."""
     version: str
-    """Of the group."""
     plural: str
-    """In addresses."""
     namespaced: bool = True
     """Whether each namespace has its own."""
 
@@ -88,17 +86,11 @@ class Server:
     client: Any
     """HTTP client of lightkube, with the server's address, TLS and credentials."""
     namespace: str
-    """Of all namespaced objects that are asked for."""
     url: str
     """The server's address, for messages."""
 
     def read(self, kind: Kind, name: str) -> Json | None:
-        """An object; None where there is none of this name.
-
-        Raises:
-            AnswerError: it may not be read.
-            OptionError: the server does not answer.
-        """
+        """An object; None where there is none of this name."""
         try:
             return self._asked("GET", self._path(kind, name))
         except AnswerError as error:
@@ -185,9 +177,7 @@ class Server:
 
         Args:
             name: service and port, ``NAME:PORT``.
-            path: what to ask for, without a slash before it.
             headers: the server takes ``Authorization`` for itself, and forwards the others.
-            method: of HTTP.
         """
         address = f"/api/v1/namespaces/{self.namespace}/services/{name}/proxy/{path}"
         try:
@@ -242,9 +232,6 @@ class Server:
 
 def open_server(namespace: str | None) -> Server:
     """The server that the standard chain leads to: ``KUBECONFIG``, ``~/.kube/config``, or that of this pod.
-
-    Args:
-        namespace: where objects go; None takes that of the configuration.
 
     Raises:
         OptionError: lightkube is not installed, or there is no configuration that it can use.

@@ -46,8 +46,6 @@ _ACTS = (("create", RAY_JOBS), ("get", RAY_JOBS), ("list", RAY_JOBS), ("create",
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """An object that has to exist."""
-
     kind: Kind
     name: str
 
@@ -56,7 +54,6 @@ def needs(job: Json, own: str) -> list[Need]:
     """The objects that a RayJob names, each once, in the order of their kinds and names.
 
     Args:
-        job: its manifest.
         own: the config map that comes with it.
     """
     cluster = job["spec"]["rayClusterSpec"]
@@ -73,11 +70,6 @@ def needs(job: Json, own: str) -> list[Need]:
 
 def missing(server: Server, job: Json, own: str) -> Iterator[Problem]:
     """Everything that stands in the way of a RayJob in a namespace.
-
-    Args:
-        server: where it is to go.
-        job: its manifest.
-        own: the config map that comes with it.
 
     Raises:
         OptionError: the server does not answer.

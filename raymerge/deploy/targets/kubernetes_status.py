@@ -56,11 +56,7 @@ _JOB_STATES: Mapping[str, RunState] = {
 
 
 def reported(job: Json) -> RunReport:
-    """How far a run is, as its RayJob says.
-
-    Args:
-        job: the object, with its status.
-    """
+    """How far a run is, as its RayJob says."""
     status = job.get("status", {})
     deployment, driver = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = _state(job, deployment, driver)
@@ -76,7 +72,6 @@ def given_up(report: RunReport, error: Mapping[str, Any]) -> RunReport:
     """A run whose job was stopped, with what its driver said: it does that itself where nobody can go on.
 
     Args:
-        report: of the run.
         error: the event that tells of a failure; empty for none.
     """
     if error.get("exit_code") != 2:
@@ -214,10 +209,6 @@ class DriverLog:
 
     def read(self, server: Server, job: Json) -> str:
         """Read all that the driver of a RayJob has said up to now; why that could not be, or "".
-
-        Args:
-            server: where the RayJob is.
-            job: the object, with its status.
 
         Raises:
             OptionError: the server does not answer.

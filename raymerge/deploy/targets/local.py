@@ -40,13 +40,11 @@ class Done:
     """How far an unfinished run is."""
 
     segments: int
-    """Segments that are made."""
     nbytes: int
     """Bytes that were read and written for them."""
     of_segments: int | None
     """Segments of the whole; None where the record does not say."""
     of_nbytes: int | None
-    """Bytes of the whole."""
     stage: str
     """The stage or merge before it that was begun last; "" for none."""
     ended: Mapping[str, Any] | None
@@ -177,25 +175,14 @@ class PlaceRuns:
     def __init__(
         self, records: Callable[[str], RunRecords] = records_of, *, heed_seconds: float = _HEED_SECONDS
     ) -> None:
-        """
-        Args:
-            records: those of a place.
-            heed_seconds: how long a run is waited for that was asked to stop.
-        """
         self._records = records
         self._heed_seconds = heed_seconds
 
     def report(self, run: str) -> RunReport:
-        """How far it is; ``UNKNOWN`` where there is nothing.
-
-        Raises:
-            OptionError: the place cannot be looked at.
-        """
         with _looking(run):
             return report_of(self._records(run))
 
     def logs(self, run: str, *, follow: bool) -> Iterator[str]:
-        """The lines of its journal: each an event as JSON."""
         with _looking(run):
             yield from journal_lines(self._records(run), follow=follow)
 

@@ -17,11 +17,7 @@ _STOP_SECONDS = 30.0
 
 
 def own_job(environment: Mapping[str, str]) -> str:
-    """Name of the job that this process is the driver of; "" where it is that of none.
-
-    Args:
-        environment: variables of this process.
-    """
+    """Name of the job that this process is the driver of; "" where it is that of none."""
     try:
         return str(json.loads(environment[_CONFIG])["metadata"]["job_submission_id"])
     except (KeyError, ValueError, TypeError):
@@ -32,9 +28,6 @@ def end_for_good(environment: Mapping[str, str]) -> None:
     """Have Ray stop this process's own job: KubeRay begins jobs again that failed, and none that was stopped.
 
     Ray sends SIGTERM, so that this returns only where there is no job, or it could not be stopped.
-
-    Args:
-        environment: variables of this process.
     """
     if not (job := own_job(environment)):
         return

@@ -40,11 +40,7 @@ def sending_problems(
     """Paths that mean nothing on another machine; all of them.
 
     Args:
-        text: of the recipe.
-        name: what messages call it.
-        output: the output place.
         along: a directory that is sent with it, and is the current one there.
-        run: how it is to be run.
 
     Raises:
         RecipeError: the recipe is not valid.
@@ -82,15 +78,12 @@ class RunNote:
     """What is kept of one run. There is no secret in it: a profile has none."""
 
     run: str
-    """Its name."""
     target: str
-    """Kind of its target."""
     address: str
     """Address of it; "" for targets without."""
     output: str
     """The output place, as the cluster sees it."""
     profile: str
-    """The profile, as YAML."""
     submitted: str
     """When, in UTC."""
 
@@ -99,10 +92,6 @@ class RunNotes:
     """The notes in a directory, one file a run. What cannot be written there is not remembered."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Args:
-            directory: where they are; made when it is needed.
-        """
         self._directory = directory
 
     def keep(self, note: RunNote) -> None:

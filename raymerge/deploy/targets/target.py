@@ -22,7 +22,6 @@ class RunState(StrEnum):
     QUEUED = "queued"
     """Accepted; its driver does not run yet."""
     RUNNING = "running"
-    """Its driver runs."""
     SUCCEEDED = "succeeded"
     """The checkpoint is published."""
     FAILED = "failed"
@@ -45,11 +44,9 @@ class Submission:
     recipe_text: str
     """The recipe, as its file has it."""
     recipe_name: str
-    """What messages call it."""
     output: str
     """The output place, as the cluster sees it."""
     profile: Profile
-    """How and where to run."""
     run: str
     """Its name, ``raymerge-`` and 12 hexadecimal digits."""
     flags: tuple[str, ...] = ()
@@ -63,7 +60,6 @@ class RunReport:
     run: str
     """Its name; where no server knows it, its output place."""
     state: RunState
-    """How far it is."""
     output: str
     """Its output place; "" where that is not known."""
     message: str
@@ -73,7 +69,6 @@ class RunReport:
     ``exit_code`` is that of its driver, where it is known."""
 
     def to_json(self) -> dict[str, Any]:
-        """It as an event."""
         return {
             "event": "run",
             "run": self.run,

@@ -81,11 +81,6 @@ def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
     """As ``order_of``, where neighbours that make a group stay together.
 
     A group belongs with the one that costs least when their members are matched.
-
-    Args:
-        costs: ``[n, n]``, n a multiple of ``num_groups``.
-        num_groups: groups of ``n / num_groups`` neighbours.
-        step: two total costs that differ by less are equal.
     """
     size = len(costs) // num_groups
     between = np.zeros((num_groups, num_groups))
@@ -102,7 +97,6 @@ def group_order(costs: Costs, num_groups: int, *, step: float = 1.0) -> Order:
 
 
 def total_cost(costs: Costs, order: Order) -> float:
-    """The cost of an order."""
     return float(costs[np.arange(len(order)), order].sum())
 
 
@@ -200,10 +194,7 @@ def outputs(
     """What a network makes of some inputs.
 
     Args:
-        network: the network.
-        tensors: its tensors by their logical names, of any float dtype.
         inputs: float64 ``[n, width]`` on the device of the tensors.
-        act: its activation function.
 
     Returns:
         float64 ``[n, width]``; the same for every order of neurons, to rounding.
@@ -227,8 +218,6 @@ def with_neurons(part: Part, tensor: torch.Tensor, order: torch.Tensor) -> torch
     """A network's tensor with its neurons in another order.
 
     Args:
-        part: which tensor it is.
-        tensor: its elements in logical shape, in any dtype.
         order: int64 ``[neurons]``, for each place the neuron that comes there.
     """
     if part.projection == "down":
@@ -261,11 +250,9 @@ class BlockReport:
     """How one layer's experts were aligned."""
 
     layer: int
-    """Its number."""
     block: str
     """Canonical path of its experts and router."""
     experts: int
-    """How many experts it has."""
     experts_moved: int
     """How many changed places."""
     neurons_moved: float
@@ -305,7 +292,6 @@ class AlignWork:
 
     @property
     def num_units(self) -> int:
-        """Layers that are matched."""
         return len(self._spec.layers)
 
     def costs(self) -> tuple[int, ...]:
@@ -317,16 +303,10 @@ class AlignWork:
         return _SLACK_NBYTES + max((_least(pair) for pairs in self._pairs for pair in pairs), default=0)
 
     def staging_nbytes(self, *, budget: int, busy: int) -> int:
-        """Bytes of disk: the result, into which every layer writes its own part."""
         del budget, busy
         return self._stage.layout.nbytes
 
     def check(self) -> None:
-        """Find what stands in the way.
-
-        Raises:
-            PlanError: with all problems.
-        """
         if self._problems:
             raise PlanError(self._problems)
 

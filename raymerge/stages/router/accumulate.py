@@ -73,7 +73,6 @@ class _Means:
         self._sums = torch.zeros(2, schedule.num_experts, hidden_size, dtype=torch.float64, device=device)
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """Add the run's vector."""
         match self._mode:
             case "router_input":
                 vector = router_input.double().mean(0)
@@ -84,7 +83,6 @@ class _Means:
         self._sums[0 if use.sign > 0 else 1, use.expert] += vector
 
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """The sums."""
         return {"sums": self._sums}
 
 
@@ -95,13 +93,11 @@ class _Directions:
         self._sums = torch.zeros(schedule.num_experts, hidden_size, dtype=torch.float64, device=device)
 
     def add(self, use: Use, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """Add the directions of the run's router inputs."""
         vectors = router_input.double()
         vectors /= vectors.norm(dim=1, keepdim=True).clamp_min_(FLOOR)
         self._sums[use.expert] += vectors.sum(0)
 
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """The sums."""
         return {"directions": self._sums}
 
 
@@ -127,7 +123,6 @@ class _Moments:
                 self._tiles[half].add(vectors, (weight / self._schedule.num_routed) ** 0.5)
 
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """The matrices and the means."""
         for tile in self._tiles:
             tile.multiply()
         return {"gram": self._gram, "means": self._means}

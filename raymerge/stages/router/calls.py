@@ -20,9 +20,7 @@ class Call:
     hidden: torch.Tensor
     """What goes through the layers: ``[1, T, hidden]``."""
     args: tuple[Any, ...]
-    """What follows it by position."""
     kwargs: Mapping[str, Any]
-    """What is given by name."""
     is_named: bool
     """Whether ``hidden`` is given by name as well."""
 
@@ -47,8 +45,6 @@ def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple
     """How ``run`` calls layers, none of which does anything but to hand on its hidden states.
 
     Args:
-        run: calls the model.
-        layers: its layers.
         as_tuple: whether the layers answer with a tuple of the states, as older families expect.
     """
     calls: list[Call] = []

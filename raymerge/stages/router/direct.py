@@ -105,10 +105,7 @@ def random_rows(mode: str, seed: int, name: str, shape: tuple[int, int]) -> torc
     Each element is a function of seed, name and index: no two rows are alike, whatever their experts are.
 
     Args:
-        mode: ``random`` or ``uniform_random``.
-        seed: of the recipe.
         name: of the tensor in the stage's result.
-        shape: experts and H.
 
     Returns:
         float32 of ``shape``.
@@ -127,11 +124,6 @@ class DirectWork:
     """One unit, which makes the result at once. Pickles as the stage alone, without the prompts' tokens."""
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
-        """
-        Args:
-            stage: whose result.
-            spec: what it asks for.
-        """
         self._stage = stage
         self._spec = spec
 
@@ -143,11 +135,9 @@ class DirectWork:
 
     @property
     def num_units(self) -> int:
-        """One."""
         return 1
 
     def costs(self) -> tuple[int, ...]:
-        """Bytes read: rows of the embedding."""
         return (0 if self._is_random else embed_nbytes(self._spec, self._runs),)
 
     def least_budget(self) -> int:
@@ -178,12 +168,7 @@ class DirectWork:
     def unit(
         self, number: int, *, staging: Path, device: torch.device, budget: int, tell: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Make the rows; on the CPU, whatever the worker has: they are small.
-
-        Raises:
-            CheckpointError: the embedding cannot be read.
-            NonFiniteError: it holds NaN or infinity.
-        """
+        """Make the rows; on the CPU, whatever the worker has: they are small."""
         rows: Rows | None = None
         read_bytes = 0
         with LocalStore(staging) as store:

@@ -113,11 +113,7 @@ def _tried(
 
 
 def _solved(gram: torch.Tensor, targets: torch.Tensor, penalty: float) -> torch.Tensor:
-    """``targets (gram + lambda I)^-1``; the matrix gets the penalty.
-
-    Raises:
-        ArithmeticError: the matrix cannot be inverted in float64.
-    """
+    """``targets (gram + lambda I)^-1``; the matrix gets the penalty."""
     diagonal = gram.diagonal()
     diagonal += penalty * diagonal.mean()
     factor, failed = torch.linalg.cholesky_ex(gram)
@@ -163,10 +159,7 @@ def rows_of(spec: GateSpec, schedule: Schedule, parts: Mapping[str, torch.Tensor
     """The rows of a layer.
 
     Args:
-        spec: what is asked.
-        schedule: what was read.
         parts: the sums of all units, as ``Accumulator.parts`` gives them; may be overwritten.
-        layer: for messages.
 
     Raises:
         PlanError: ridge with so small a penalty, or with so large a scale, that rows are no sane numbers.
@@ -189,8 +182,6 @@ def mean_rows(vectors: torch.Tensor, num_routed: int, *, centred: bool) -> torch
     """Vectors of length 1, float64 ``[E + S, H]``.
 
     Args:
-        vectors: one an expert.
-        num_routed: routed experts among them.
         centred: whether what all routed experts have in common is taken from theirs first.
     """
     vectors = vectors.clone()

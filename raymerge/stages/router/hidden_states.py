@@ -26,12 +26,7 @@ class HiddenStates(Protocol):
 
 
 def kept_nbytes(lengths: Sequence[int], width: int) -> int:
-    """Bytes of the states of all runs.
-
-    Args:
-        lengths: tokens of each run.
-        width: elements of one token's state.
-    """
+    """Bytes of the states of all runs."""
     return sum(lengths) * width * torch.float32.itemsize
 
 

@@ -30,7 +30,6 @@ class TokenRun:
     sign: int
     """1 for a positive prompt, -1 for a negative one, 0 for a text that only the report uses."""
     tokens: tuple[int, ...]
-    """Ids of the tokens."""
 
 
 def tokenized(spec: GateSpec) -> tuple[TokenRun, ...]:
@@ -121,11 +120,7 @@ class _Tokenizing:
 
 
 def _load_tokenizer(base: Source) -> Any:
-    """The tokenizer in the base's own directory; code that comes with the model is not run.
-
-    Raises:
-        PlanError: there is none that can be loaded so.
-    """
+    """The tokenizer in the base's own directory; code that comes with the model is not run."""
     # Slow to import, and only wanted where there are prompts.
     from transformers import AutoTokenizer
 

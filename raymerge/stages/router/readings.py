@@ -27,7 +27,6 @@ class Use(NamedTuple):
     """What a run counts towards."""
 
     expert: int
-    """Number of the expert."""
     sign: int
     """1 for it, -1 against it."""
     first: int
@@ -52,15 +51,11 @@ class Schedule:
     """All readings."""
 
     units: tuple[tuple[Reading, ...], ...]
-    """Readings in order; those of a unit go through the layers together."""
     num_routed: int
     """Routed experts; shared ones follow them."""
     num_positive: tuple[int, ...]
-    """Positive runs of each expert, routed and shared."""
     num_negative: tuple[int, ...]
-    """Negative runs of each expert."""
     num_tokens: tuple[int, ...]
-    """Positive tokens of each expert."""
     num_first: tuple[int, ...]
     """Those of them that are in the first half."""
     num_kept: tuple[int, ...]
@@ -91,12 +86,6 @@ def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_s
 
     Equal runs are read once. The report looks at 256 tokens of each routed expert, evenly taken (fewer where
     there are more than 32 experts), of its held-out texts or else of its own.
-
-    Args:
-        runs: those of all experts, in order.
-        mode: ``gate_mode`` of the recipe.
-        num_routed: routed experts.
-        num_shared: shared experts that have gates.
     """
     signs = (1,) if mode in NO_NEGATIVES else (1, -1)
     held_out = {run.expert for run in runs if not run.sign}

@@ -33,7 +33,6 @@ class LayerReport:
     """The rows of one layer."""
 
     layer: int
-    """Its number."""
     condition: float
     """Largest over smallest singular value of the rows' differences; infinite where some are the same."""
     routing: tuple[float, ...] | None = None
@@ -58,11 +57,8 @@ class GateReport:
     """The rows of all layers."""
 
     mode: str
-    """``gate_mode``."""
     experts: tuple[str, ...]
-    """What the routed experts are called."""
     layers: tuple[LayerReport, ...]
-    """Layer by layer."""
     num_judged: tuple[int, ...] = ()
     """Tokens of each expert whose routing was looked at in each layer; empty where no text was run."""
     on_own: tuple[int, ...] = ()
@@ -160,9 +156,6 @@ def condition_of(rows: torch.Tensor) -> float:
 
     What all rows have in common changes no choice and no weight of a softmax, so it is taken away first.
 
-    Args:
-        rows: float32 ``[E, H]``.
-
     Returns:
         1 for a single row; infinite where the differences of E rows span less than E - 1 dimensions.
     """
@@ -178,7 +171,6 @@ def choices_of(rows: torch.Tensor, inputs: torch.Tensor, owners: Sequence[int]) 
     """Where rows send tokens.
 
     Args:
-        rows: float32 ``[E, H]``.
         inputs: router inputs, float32 ``[n, H]``.
         owners: the expert of each.
     """
@@ -201,10 +193,7 @@ def layer_report(
     """What to say of a layer.
 
     Args:
-        layer: its number.
-        rows: of its routed experts, float32 ``[E, H]``.
         choices: of at least one token of every expert; None where no text was run.
-        separation: that of ridge's rows.
     """
     condition = condition_of(rows)
     if choices is None:

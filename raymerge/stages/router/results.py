@@ -18,30 +18,18 @@ from raymerge.stages.router.tensor_files import Piece
 from raymerge.storage.local.store import LocalStore
 
 CHOICES_FILE = "choices.safetensors"
-"""Where the routing is noted, beside the result."""
 
 
 class Result:
     """The result file, written and read layer by layer."""
 
     def __init__(self, store: LocalStore, stage: Stage, spec: GateSpec) -> None:
-        """
-        Args:
-            store: the staging directory.
-            stage: whose result.
-            spec: what it asks for.
-        """
         self._piece = Piece(store, RESULT_FILE, stage.layout)
         self._spec = spec
         self.nbytes = stage.layout.nbytes
         """Size of the file."""
 
     def create(self) -> None:
-        """Begin the file.
-
-        Raises:
-            OptionError: the file system has no room for it.
-        """
         self._piece.create()
 
     def write(self, layer: int, rows: Rows) -> None:
@@ -66,11 +54,6 @@ class ChoicesFile:
     """The choices of every layer."""
 
     def __init__(self, store: LocalStore, spec: GateSpec) -> None:
-        """
-        Args:
-            store: the staging directory.
-            spec: what the stage asks for.
-        """
         count = len(spec.experts)
         specs = [TensorSpec(f"first.{layer}", DType.F64, (count, count)) for layer in spec.layers]
         specs += [TensorSpec(f"margins.{layer}", DType.F64, (count,)) for layer in spec.layers]
@@ -81,26 +64,18 @@ class ChoicesFile:
         """Size of the file."""
 
     def create(self) -> None:
-        """Begin the file.
-
-        Raises:
-            OptionError: the file system has no room for it.
-        """
         self._piece.create()
 
     def write(self, layer: int, choices: Choices, separation: float | None) -> None:
-        """Put in the choices of a layer, and the separation of its rows."""
         told = math.nan if separation is None else separation
         self._piece.write(f"separation.{layer}", torch.tensor([told], dtype=torch.float64))
         self._piece.write(f"first.{layer}", choices.first)
         self._piece.write(f"margins.{layer}", choices.margins)
 
     def finish(self) -> None:
-        """Return once the file is safe."""
         self._piece.sync()
 
     def read(self, layer: int) -> Choices:
-        """The choices of a layer."""
         return Choices(self._piece.read(f"first.{layer}"), self._piece.read(f"margins.{layer}"))
 
     def separation(self, layer: int) -> float | None:

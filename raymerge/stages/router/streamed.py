@@ -45,7 +45,6 @@ class LayerVisitor(Protocol):
         """One run at one layer; runs in order, for layer after layer.
 
         Args:
-            layer: number of the layer.
             run: place of the run among those that are streamed.
             hidden: what the layer is given, float32 ``[T, hidden]`` on the device.
             router_input: what its feed-forward network, and so a router there, is given: as ``hidden``.
@@ -59,10 +58,6 @@ class LayerStream:
     """
 
     def __init__(self, base: Source) -> None:
-        """
-        Args:
-            base: the model.
-        """
         self._base = base
         self._spare: StreamedModel | None = None
 
@@ -103,9 +98,6 @@ class LayerStream:
         """Show a visitor the states of every run at every layer, with one layer in memory at a time.
 
         Args:
-            runs: what the model reads.
-            visitor: is shown the states.
-            device: where the arithmetic is done.
             budget: bytes of memory to use; what does not fit between layers goes to a file.
             spill: directory for that file, of this call alone.
             tell: called after each layer with the bytes read so far; what it raises ends the reading.
@@ -148,19 +140,12 @@ class _Calls:
     """How layers are called, which depends on the number of tokens only; the latest are kept."""
 
     def __init__(self, model: StreamedModel, device: torch.device, *, limit: int) -> None:
-        """
-        Args:
-            model: whose layers.
-            device: where their arguments are wanted.
-            limit: bytes that arguments may take; those that were asked for last are kept in any case.
-        """
         self.device = device
         self._model = model
         self._limit = limit
         self._found: OrderedDict[int, tuple[Call, ...]] = OrderedDict()
 
     def of(self, length: int) -> tuple[Call, ...]:
-        """How the layers are called for a run of ``length`` tokens."""
         if length not in self._found:
             taken = sum(map(self._model.call_bytes, (*self._found, length)))
             while self._found and taken > self._limit:
@@ -228,14 +213,6 @@ class Collector:
         device: torch.device,
         on_layer: OnLayer,
     ) -> None:
-        """
-        Args:
-            spec: what is asked.
-            schedule: what all units read.
-            readings: those of this unit.
-            device: where the sums are made.
-            on_layer: is handed finished layers, in order.
-        """
         self._spec = spec
         self._schedule = schedule
         self._readings = readings
@@ -248,7 +225,6 @@ class Collector:
         self._num_kept = 0
 
     def layer(self, layer: int, run: int, hidden: torch.Tensor, router_input: torch.Tensor) -> None:
-        """One reading at one layer; as ``LayerVisitor.layer``."""
         if layer not in self._wanted:
             return
         if layer != self._current or self._sums is None:
@@ -288,8 +264,7 @@ class Sink(Protocol):
     def nbytes(self) -> int:
         """Size of what it writes."""
 
-    def create(self) -> None:
-        """Begin its files."""
+    def create(self) -> None: ...
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
         """A finished layer: its sums, and the router inputs that were kept, float32 ``[n, H]``."""
@@ -304,14 +279,6 @@ class RowSink:
     def __init__(
         self, store: LocalStore, stage: Stage, spec: GateSpec, *, schedule: Schedule, owners: Sequence[int]
     ) -> None:
-        """
-        Args:
-            store: the staging directory.
-            stage: whose result.
-            spec: what it asks for.
-            schedule: what was read.
-            owners: the expert of each router input that is kept.
-        """
         self._spec = spec
         self._schedule = schedule
         self._owners = owners
@@ -320,11 +287,9 @@ class RowSink:
 
     @property
     def nbytes(self) -> int:
-        """Size of the result and of the choices."""
         return self._result.nbytes + self._choices.nbytes
 
     def create(self) -> None:
-        """Begin both files."""
         self._result.create()
         self._choices.create()
 
@@ -335,7 +300,6 @@ class RowSink:
         self._choices.write(layer, choices_of(rows.routed, kept, self._owners), rows.separation)
 
     def finish(self) -> None:
-        """Return once both files are safe."""
         self._result.finish()
         self._choices.finish()
 
@@ -351,14 +315,6 @@ class SumSink:
     def __init__(
         self, store: LocalStore, spec: GateSpec, number: int, *, schedule: Schedule, num_kept: int
     ) -> None:
-        """
-        Args:
-            store: the staging directory.
-            spec: what is asked.
-            number: of the unit.
-            schedule: what all units read.
-            num_kept: router inputs that this unit keeps of each layer.
-        """
         self._shapes = part_shapes(spec.mode, schedule.num_experts, spec.hidden_size)
         specs = [
             TensorSpec(f"{part}.{layer}", DType.F64, shape)
@@ -374,17 +330,14 @@ class SumSink:
         """Size of the file."""
 
     def create(self) -> None:
-        """Begin the file."""
         self._piece.create()
 
     def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
-        """Write the sums of a layer."""
         for part in self._shapes:
             self._piece.write(f"{part}.{layer}", parts[part])
         self._piece.write(f"kept.{layer}", kept)
 
     def finish(self) -> None:
-        """Return once the file is safe."""
         self._piece.sync()
 
     def add_to(self, totals: Mapping[str, torch.Tensor], layer: int) -> None:
@@ -393,7 +346,6 @@ class SumSink:
             total += self._piece.read(f"{part}.{layer}")
 
     def zeros(self) -> Mapping[str, torch.Tensor]:
-        """Sums of nothing."""
         return {part: torch.zeros(shape, dtype=torch.float64) for part, shape in self._shapes.items()}
 
     def kept(self, layer: int) -> torch.Tensor:
@@ -410,11 +362,6 @@ class StreamedWork:
     """
 
     def __init__(self, stage: Stage, spec: GateSpec) -> None:
-        """
-        Args:
-            stage: whose result.
-            spec: what it asks for.
-        """
         self._stage = stage
         self._spec = spec
         self._stream = LayerStream(spec.base)
@@ -481,11 +428,6 @@ class StreamedWork:
         """Have the base read a unit, and leave the rows, or its share of the sums.
 
         ``tell`` is called after each layer with the bytes read so far.
-
-        Raises:
-            CheckpointError: the base cannot be read.
-            NonFiniteError: it gives NaN or infinity.
-            OptionError: there is no room in ``staging``.
         """
         readings = self._schedule.units[number]
         # Those of attempts that were killed take room. One that was given up but is still alive has its file
@@ -516,7 +458,6 @@ class StreamedWork:
             shutil.rmtree(spill, ignore_errors=True)
 
     def files(self, number: int) -> Mapping[str, Sequence[Range]]:
-        """The result and the choices, or the sums; whole files."""
         keys = (RESULT_FILE, CHOICES_FILE) if self.num_units == 1 else (sums_file(number),)
         return dict.fromkeys(keys, ())
 

@@ -36,13 +36,11 @@ class Parameter:
     name: str
     """Its name within the part of the model that it is loaded into."""
     shape: tuple[int, ...]
-    """Its shape."""
     parts: tuple[tuple[str, View | None], ...]
     """Logical tensors and where each lies within the parameter; None for one that is all of it."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in float32."""
         return prod(self.shape) * torch.float32.itemsize
 
     @property
@@ -67,7 +65,6 @@ class Parameter:
         return found
 
     def read_bytes(self, weights: Weights) -> int:
-        """Stored bytes that loading reads."""
         return sum(weights.nbytes(logical) for logical, _ in self.parts)
 
 
@@ -77,8 +74,6 @@ class ParameterFinder:
     def __init__(self, base: Source, weights: Weights, prefix: str) -> None:
         """
         Args:
-            base: the checkpoint.
-            weights: its tensors.
             prefix: beginning of names that a checkpoint of the bare model lacks, such as ``model.``.
         """
         self._base = base
@@ -139,13 +134,11 @@ class ModuleLayout:
     decoder: Any
     """The model without its head: a model of transformers."""
     embedding: nn.Embedding
-    """The module that tokens go into."""
     embedding_name: str
     """Logical name of its matrix."""
     word: str
     """Name of the list of layers in the decoder."""
     layers: Sequence[nn.Module]
-    """The layers in order."""
     outside: tuple[Parameter, ...]
     """What the decoder has around its layers, by name within the decoder; the embedding not counted."""
     inside: tuple[tuple[Parameter, ...], ...]
@@ -156,11 +149,6 @@ class ModuleLayout:
 
 def dissect(base: Source, model: Any, weights: Weights) -> ModuleLayout:
     """Find the parts of the base's model.
-
-    Args:
-        base: the checkpoint.
-        model: what ``bare_model`` made of it.
-        weights: its tensors.
 
     Raises:
         PlanError: with all of the reasons why the checkpoint cannot be read layer by layer.
@@ -186,8 +174,6 @@ class _Search:
     def __init__(self, base: Source, finder: ParameterFinder, path: str) -> None:
         """
         Args:
-            base: the checkpoint.
-            finder: finds its tensors.
             path: beginning of the names of everything in the decoder.
         """
         self._base = base
@@ -288,9 +274,6 @@ def _decoder(base: Source, model: Any) -> tuple[Any, str]:
 
     It is what the model calls its decoder, unless that is something else: then the first model within that
     has as many layers as the config says.
-
-    Raises:
-        PlanError: none has.
     """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     main = base.layer_stack(None)
@@ -314,10 +297,8 @@ def compute_buffers(decoder: Any, part: nn.Module, *, but: str | None, device: t
     read a checkpoint.
 
     Args:
-        decoder: the model.
         part: the decoder itself, or one of its layers.
         but: name of a child of ``part`` that is passed over.
-        device: where they are wanted.
 
     Returns:
         Names of the buffers that nothing computes.
@@ -363,14 +344,6 @@ class StreamedModel:
     """
 
     def __init__(self, base: Source, weights: Weights) -> None:
-        """
-        Args:
-            base: the checkpoint.
-            weights: its tensors.
-
-        Raises:
-            PlanError: it cannot be run layer by layer, for all the reasons given.
-        """
         self._base = base
         self._weights = weights
         # Whoever holds the decoder holds the layers; the head goes.
@@ -382,7 +355,6 @@ class StreamedModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self._anatomy.layers)
 
     @property
@@ -445,11 +417,7 @@ class StreamedModel:
             return_free_memory()
 
     def _try(self) -> tuple[Call, ...]:
-        """Call the model with random numbers around its layers; returns how it calls them.
-
-        Raises:
-            PlanError: its layers are no plain chain, or it cannot be called.
-        """
+        """Call the model with random numbers around its layers; returns how it calls them."""
         decoder = self._anatomy.decoder
         numbers = torch.Generator().manual_seed(0)
         state = {each.name: _random(each.shape, numbers) for each in self._anatomy.outside}
@@ -551,12 +519,6 @@ class Resident:
     """A layer that is in memory."""
 
     def __init__(self, module: nn.Module, feed_forward: Sequence[nn.Module], read_bytes: int) -> None:
-        """
-        Args:
-            module: the layer.
-            feed_forward: the modules in it that hold its feed-forward network.
-            read_bytes: bytes read to fill it.
-        """
         self.read_bytes = read_bytes
         self._module = module
         self._feed_forward = feed_forward

@@ -13,23 +13,12 @@ class Piece:
     """One such file."""
 
     def __init__(self, store: LocalStore, key: str, layout: FileLayout) -> None:
-        """
-        Args:
-            store: its directory.
-            key: the file.
-            layout: all of it but the data.
-        """
         self._store = store
         self._key = key
         self._layout = layout
         self._tensors = {tensor.name: tensor for tensor in layout.tensors}
 
     def create(self) -> None:
-        """Make the file, with its header.
-
-        Raises:
-            OptionError: the file system has no room for it.
-        """
         self._store.create(self._key, self._layout.nbytes)
         self._store.write_at(self._key, 0, self._layout.header)
 
@@ -52,11 +41,6 @@ class Piece:
         self._store.sync_directory()
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as it was written.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
         placed = self._tensors[name]
         buffer = torch.empty(placed.nbytes, dtype=torch.uint8)
         self._store.read_into(self._key, placed.offset, buffer.numpy().data)

@@ -28,7 +28,6 @@ class HubPlace:
     """A directory of a repository of models."""
 
     repository: str
-    """``org/name``."""
     revision: str = USUAL_REVISION
     """A branch, a tag or a commit."""
     directory: str = ""
@@ -48,7 +47,6 @@ class HubPlace:
         return f"{self.directory}/{key}" if self.directory else key
 
     def __str__(self) -> str:
-        """The address, from which ``hub_place`` makes the place again."""
         behind = f"/{self.directory}" if self.directory else ""
         is_plain = _PLAIN.fullmatch(self.revision) is not None
         revision = self.revision if is_plain else quote(self.revision, safe="")
@@ -64,7 +62,6 @@ def hub_place(text: str, revision: str | None = None) -> HubPlace:
     """The place that an address means.
 
     Args:
-        text: ``hf://org/name``, with ``@revision`` behind the name and a directory behind that or not.
         revision: what a recipe has behind the first ``@``: ``main``, or ``main/directory``.
 
     Raises:

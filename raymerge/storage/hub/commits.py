@@ -32,12 +32,6 @@ class SnapshotStore(LocalStore):
     def __init__(
         self, root: Path, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
     ) -> None:
-        """
-        Args:
-            root: the directory.
-            patience: how often to try again; None for the usual.
-            expected: files as they must be when they are opened to be read; others may be as they like.
-        """
         super().__init__(root, patience=patience, expected=expected)
         self._first: dict[str, tuple[int, int]] = {}
 

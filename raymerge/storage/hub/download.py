@@ -78,8 +78,6 @@ def blob_digest(root: str, key: str, version: str) -> str | None:
     """SHA-256 of a file of the Hub, which names large files by it; None where it does not say.
 
     Args:
-        root: where it was read.
-        key: the file.
         version: the store's version of it.
     """
     if root.startswith("hf://"):
@@ -97,7 +95,6 @@ def unfetched_files(root: str, files: Sequence[FileInfo]) -> tuple[FileInfo, ...
     Nothing for other places, and where the Hub's cache does not know.
 
     Args:
-        root: where the snapshot is.
         files: those that are there.
     """
     found = _CACHED.fullmatch(Path(root).as_posix())

@@ -46,10 +46,6 @@ _Result = TypeVar("_Result")
 def asked(request: Callable[[], _Result], where: str) -> _Result:
     """The result of a request to the Hub.
 
-    Args:
-        request: may raise anything that the Hub's client does.
-        where: what it is about, for messages.
-
     Raises:
         OSError: with a number of ``patience.TRANSIENT``: another attempt may do.
         UnreadableError: the Hub refuses it, or this machine may not ask.

@@ -38,34 +38,19 @@ class HubFiles:
     """
 
     def __init__(self, place: HubPlace) -> None:
-        """
-        Args:
-            place: of a commit.
-        """
         self._place = place
         self._lock = threading.Lock()
         self._finding: dict[str, threading.Lock] = {}
         self._found: dict[str, str] = {}
 
     def listing(self) -> tuple[FileInfo, ...]:
-        """Every file below the place, sorted by key; hidden directories are left out.
-
-        Raises:
-            OSError: another attempt may do.
-            CheckpointError: the Hub does not tell.
-        """
+        """Every file below the place, sorted by key; hidden directories are left out."""
         told = asked(lambda: repository_info(self._place, files=True), str(self._place))
         found = (self._info(each) for each in told.siblings or ())
         return tuple(sorted((each for each in found if each is not None), key=lambda info: info.key))
 
     def chunks(self, info: FileInfo, offset: int, nbytes: int) -> Iterator[bytes]:
-        """``nbytes`` bytes from ``offset`` of a file, or fewer where it ends before or the connection does.
-
-        Raises:
-            OSError: another attempt may do.
-            UnreadableError: the Hub does not give them.
-            CheckpointError: the file is not the one that is expected, or the server gives other bytes.
-        """
+        """Bytes of a range of a file: fewer where it ends before, or the connection does."""
         where = self.where(info.key)
         with self._opened(info, f"bytes={offset}-{offset + nbytes - 1}") as response:
             _check_range(response, offset, nbytes, where)
@@ -76,11 +61,9 @@ class HubFiles:
                 left -= len(chunk[:left])
 
     def where(self, key: str) -> str:
-        """A file, for messages."""
         return f"{self._place}/{key}"
 
     def forget(self, key: str) -> None:
-        """Ask the Hub anew where a file is."""
         with self._lock:
             self._found.pop(key, None)
 
@@ -115,13 +98,7 @@ class HubFiles:
                 del self._found[key]
 
     def _resolved(self, info: FileInfo) -> str:
-        """Where the Hub says that the bytes of a file are.
-
-        Raises:
-            OSError: another attempt may do.
-            UnreadableError: the Hub does not give the file.
-            CheckpointError: it has another file there.
-        """
+        """Where the Hub says that the bytes of a file are."""
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
         place, where = self._place, self.where(info.key)
@@ -149,11 +126,7 @@ class HubFiles:
 
 
 def repository_info(place: HubPlace, *, files: bool, seconds: float = _LOOK_SECONDS) -> Any:
-    """What the Hub tells of a repository at a revision, with sizes and contents of its files or without.
-
-    Raises:
-        Exception: whatever the Hub's client raises.
-    """
+    """What the Hub tells of a repository at a revision, with sizes and contents of its files or without."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -191,12 +164,7 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _check_range(response: Any, offset: int, nbytes: int, where: str) -> None:
-    """See that an answer has the bytes that were asked for, or as many of them as the file has.
-
-    Raises:
-        OSError: another attempt may do.
-        CheckpointError: it has not.
-    """
+    """See that an answer has the bytes that were asked for, or as many of them as the file has."""
     status = int(response.status_code)
     if status == 416:
         what = f"it has no byte {offset}."
@@ -228,11 +196,6 @@ class HubStore(FarStore):
         expected: Mapping[str, FileInfo] = NO_FILES,
     ) -> None:
         """
-        Args:
-            place: of a commit.
-            patience: how often to try again; None for the usual.
-            expected: files as they must be when they are read; others may be as they like.
-
         Raises:
             ValueError: the place is of a branch or a tag.
         """
@@ -254,38 +217,22 @@ class HubStore(FarStore):
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def close(self) -> None:
-        """End the threads; the store may be used again afterwards."""
         self._pieces.close()
 
     def _named(self, path: str) -> str:
         return self.root if path == "." else self._files.where(path)
 
     def files(self) -> tuple[FileInfo, ...]:
-        """Every file, sorted by key; what lies in hidden directories is left out.
-
-        Raises:
-            CheckpointError: the Hub does not tell.
-            TransientError: it failed for longer than is waited.
-        """
         return tuple(self._listing().values())
 
     def info(self, key: str) -> FileInfo | None:
-        """One file; None where there is none. Raises as ``files`` does."""
         self.location(key)
         return self._listing().get(key)
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        """Several files; None for those that are not there. Raises as ``files`` does."""
         return {key: self.info(key) for key in keys}
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``, of long ranges several pieces at once.
-
-        Raises:
-            UnreadableError: the Hub does not give the file.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the Hub failed for longer than is waited.
-        """
         view = as_bytes(buffer)
         if not len(view):
             return
@@ -295,8 +242,7 @@ class HubStore(FarStore):
             raise CheckpointError(ends_before(place, offset, wanted=len(view), nbytes=info.nbytes))
         self._pieces.fetch(lambda begin, piece: self._fetch(info, begin, piece), offset, view)
 
-    def check_expected(self) -> None:
-        """A commit stays what it is: there is nothing to look at."""
+    def check_expected(self) -> None: ...
 
     def _listing(self) -> Mapping[str, FileInfo]:
         with self._lock:
@@ -308,11 +254,6 @@ class HubStore(FarStore):
             return self._listed
 
     def _wanted(self, key: str) -> FileInfo:
-        """A file that is to be read: as it is expected, else as it is listed.
-
-        Raises:
-            UnreadableError: there is none.
-        """
         where, info = self.location(key), self._expected.get(key) or self._listing().get(key)
         if info is None:
             with reading(where, 0):

@@ -95,5 +95,4 @@ class BufferPool:
                 self._idle.append(buffer)
 
     def clear(self) -> None:
-        """Give back the memory of the buffers that nobody uses."""
         self._idle.clear()

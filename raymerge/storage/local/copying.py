@@ -24,13 +24,6 @@ _MOST_NBYTES = 16 << 20
 def share_extents(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> int:
     """Let two equal byte ranges of open files share their storage.
 
-    Args:
-        source: descriptor open for reading.
-        offset: first byte there.
-        target: descriptor open for writing.
-        target_offset: first byte there.
-        nbytes: length of both.
-
     Returns:
         Bytes that share storage now: 0 where the filesystem cannot, where the ranges lie differently within
         blocks, or where they are not equal.
@@ -89,15 +82,7 @@ class RangeCopier:
         self._ways: dict[tuple[int, int], _Way] = {}
 
     def copy_blocks(self, source: int, source_offset: int, target: int, offset: int, nbytes: int) -> bool:
-        """Copy whole blocks between open files; False where that cannot be, and then nothing is promised.
-
-        Args:
-            source: descriptor open for reading.
-            source_offset: first byte there, a multiple of BLOCK_NBYTES.
-            target: descriptor open for writing.
-            offset: first byte there, a multiple of BLOCK_NBYTES.
-            nbytes: length, a multiple of BLOCK_NBYTES.
-        """
+        """Copy whole blocks between open files; False where that cannot be, and then nothing is promised."""
         pair = os.fstat(source).st_dev, os.fstat(target).st_dev
         way = self._ways.get(pair, _Way.CLONE)
         if way is _Way.CLONE:

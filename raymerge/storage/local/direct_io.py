@@ -90,8 +90,6 @@ class ExtentReader:
         """Read bytes of a file into a buffer.
 
         Args:
-            path: the file.
-            wanted: bytes of it.
             buffer: at least ``room_for(wanted.nbytes)`` bytes; not aligned, it is filled through the cache.
             again: the bytes will be read once more, and so should be in the cache afterwards.
             like: through the cache they come to ``like % ALIGNMENT`` in the buffer; past it, or where None is
@@ -100,10 +98,6 @@ class ExtentReader:
         Returns:
             Position of the first byte in the buffer, and bytes read: fewer than wanted only at the end of the
             file.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the buffer is too small.
         """
         if buffer.nbytes < room_for(wanted.nbytes):
             raise ValueError(f"{buffer.nbytes} bytes of buffer are too few for {wanted.nbytes} to read")
@@ -158,15 +152,10 @@ class ExtentWriter:
         self._can_direct = hasattr(os, "O_DIRECT")
 
     def close(self) -> None:
-        """Give back the memory that is held; the writer may be used again afterwards."""
         self._bounces.clear()
 
     def write_in_place(self, path: str, offset: int, view: memoryview) -> None:
-        """Write a view: directly if it consists of whole blocks where it lies, else through the cache.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a view: directly if it consists of whole blocks where it lies, else through the cache."""
         is_whole = not offset % ALIGNMENT and not len(view) % ALIGNMENT
         if is_whole and len(view) >= _DIRECT_WRITE_MIN and lies_like(offset, view):
             self.write(path, offset, view)
@@ -174,11 +163,7 @@ class ExtentWriter:
             self._write_cached(path, offset, view)
 
     def write(self, path: str, offset: int, view: memoryview) -> None:
-        """Write a view, its whole blocks directly, from a copy where its memory lies differently.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a view, its whole blocks directly, from a copy where its memory lies differently."""
         lead = -offset % ALIGNMENT
         inner = max(0, len(view) - lead) // ALIGNMENT * ALIGNMENT
         if inner < _DIRECT_WRITE_MIN or not self._can_direct:

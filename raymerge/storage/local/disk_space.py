@@ -14,9 +14,6 @@ def check_room(place: Path, wanted: int, *, what: str = "the output", option: st
 
     Args:
         place: need not exist.
-        wanted: bytes.
-        what: what takes them.
-        option: which says where that is.
 
     Raises:
         OptionError: it has less room.

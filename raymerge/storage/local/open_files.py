@@ -33,7 +33,6 @@ class OpenFiles:
     ) -> None:
         """
         Args:
-            limit: descriptors kept open while idle.
             opened: given the path and the descriptor of a file that was opened to be read; may raise.
             opened_to_write: called after a file was opened to be written to; may raise.
         """

@@ -92,8 +92,6 @@ class LocalStore:
     ) -> None:
         """
         Args:
-            root: the directory.
-            patience: how often to try again; None for the usual.
             expected: files as they must be when they are opened to be read; others may be as they like.
             guard: called after a file was opened to be written to; may raise.
         """
@@ -123,7 +121,6 @@ class LocalStore:
         self.close()
 
     def close(self) -> None:
-        """Close what is open; the store may be used again afterwards."""
         self._open_files.close()
         self._writer.close()
 
@@ -159,7 +156,6 @@ class LocalStore:
         return tuple(sorted(self._walk(self.root, ""), key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
-        """One file as it is now, without a look at the others; None where there is none."""
         path = self.location(key)
         try:
             status = self._tried(lambda: os.stat(path), path, "looking")
@@ -168,23 +164,14 @@ class LocalStore:
         return self._info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        """Several files as they are now; None for those that are not there."""
         return {key: self.info(key) for key in keys}
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""
         data = bytearray(nbytes)
         self.read_into(key, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``.
-
-        Raises:
-            UnreadableError: the file cannot be read.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the storage failed for longer than is waited.
-        """
         path, view = self.location(key), as_bytes(buffer)
 
         def read() -> int:
@@ -231,11 +218,6 @@ class LocalStore:
         return begin
 
     def check_expected(self) -> None:
-        """See that the files which were read are still those that were expected.
-
-        Raises:
-            CheckpointError: one was written to meanwhile, or another took its place.
-        """
         for path in tuple(self._met):
             # What is gone was read whole all the same; whoever wants more of it will say so.
             with suppress(OSError):
@@ -244,11 +226,7 @@ class LocalStore:
     # Writing
 
     def create(self, key: str, nbytes: int) -> None:
-        """Make a file of exactly ``nbytes`` bytes with its space reserved; bytes already there stay.
-
-        Raises:
-            RoomError: the file system has no room for it.
-        """
+        """Make a file of exactly ``nbytes`` bytes with its space reserved; bytes already there stay."""
         path = self.location(key)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -261,12 +239,7 @@ class LocalStore:
                 raise room_error(path, nbytes - size, error) from error
 
     def write_at(self, key: str, offset: int, buffer: Buffer) -> None:
-        """Write all of ``buffer`` at ``offset`` of a created file.
-
-        Raises:
-            RoomError: the file system has no room for it.
-            TransientError: the storage failed for longer than is waited.
-        """
+        """Write all of ``buffer`` at ``offset`` of a created file."""
         path, view = self.location(key), as_bytes(buffer)
         with writing(path, len(view)):
             self._tried(lambda: self._writer.write_in_place(path, offset, view), path, "writing", offset)
@@ -372,7 +345,6 @@ class LocalStore:
         self.sync(key)
 
     def sync_directory(self, key: str = ".") -> None:
-        """Return once the names in the directory ``key`` would survive a power cut."""
         descriptor = os.open(self.location(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -380,7 +352,6 @@ class LocalStore:
             os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another key, replacing what was there, in one step."""
         source, target = self.location(old), self.location(new)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.replace(source, target)
@@ -388,18 +359,12 @@ class LocalStore:
         self._open_files.forget(target)
 
     def remove(self, key: str) -> None:
-        """Delete a file; one that is not there is fine."""
         path = self.location(key)
         Path(path).unlink(missing_ok=True)
         self._open_files.forget(path)
 
     def write_atomic(self, key: str, data: bytes) -> None:
-        """Write a small file durably: readers see the old bytes or the new, never a part.
-
-        Raises:
-            RoomError: the file system has no room for it.
-            TransientError: the storage failed for longer than is waited.
-        """
+        """Write a small file durably: readers see the old bytes or the new, never a part."""
         parent, name = os.path.split(PurePosixPath(key))
         part = str(PurePosixPath(parent) / f".{name}.{uuid.uuid4().hex[:12]}.part")
         try:

@@ -28,7 +28,6 @@ _CHAINS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, the files of gcloud, and the service account of the machine",
     "az": "the AZURE_STORAGE_* variables, a workload identity, and the managed identity of the machine",
 }
-"""Where each store's own chain looks for credentials, in words."""
 _VARIABLES = {
     "s3": "the variables AWS_*",
     "gs": "the variables GOOGLE_*",
@@ -71,7 +70,6 @@ class ObjectClient:
     """Path of the place in the bucket, without slashes at its ends; "" for the bucket itself."""
 
     def path(self, key: str) -> str:
-        """Path of a key in the bucket."""
         return f"{self.prefix}/{key}" if self.prefix else key
 
     def listed(self) -> Iterator[FileInfo]:
@@ -108,7 +106,6 @@ def object_client(
     """A connection to the bucket of an address; nothing is sent yet.
 
     Args:
-        address: of a scheme in ``OBJECT_SCHEMES``.
         read_seconds: how long the server may be silent before a request is given up.
         retries: how often the client repeats a request by itself.
         whole_seconds: how long one request may take.
@@ -252,7 +249,6 @@ def no_credentials(address: Address, said: str = "") -> Problem:
     """Says that there are none for a place.
 
     Args:
-        address: of the place.
         said: what whoever gives them has answered, if anybody.
     """
     told = f" ({said})" if said else ""

@@ -42,7 +42,6 @@ def asking(place: str, location: str) -> Iterator[None]:
 
     Args:
         place: the place that is asked, with its options.
-        location: the object, or the place itself, for messages.
 
     Raises:
         OSError: what may be tried again, with a number that ``RetryPolicy`` knows; or the object is gone.

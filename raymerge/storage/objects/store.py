@@ -47,8 +47,6 @@ class ObjectStore(FarStore):
     ) -> None:
         """
         Args:
-            place: an address in an object store, with its options.
-            patience: how often to try again what the client has given up; None for the usual.
             expected: objects as they must be when they are read; others may be as they like.
             read_seconds: how long the server may be silent before a request is given up.
 
@@ -72,7 +70,6 @@ class ObjectStore(FarStore):
         self.__init__(state[0], expected=state[1])  # type: ignore[misc]
 
     def close(self) -> None:
-        """Drop the connections; the store may be used again afterwards."""
         self._pieces.close()
         with self._lock:
             self._client = None
@@ -94,12 +91,6 @@ class ObjectStore(FarStore):
         return tuple(sorted(found, key=lambda info: info.key))
 
     def info(self, key: str) -> FileInfo | None:
-        """One object as it is now; None where there is none.
-
-        Raises:
-            CheckpointError: it may not be looked at.
-            TransientError: the server failed for longer than is waited.
-        """
         import obstore
 
         client, location = self._connected(), self.location(key)
@@ -117,20 +108,12 @@ class ObjectStore(FarStore):
         return found
 
     def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        """Several objects as they are now, by one listing; None for those that are not there."""
         if len(keys) <= _FEW:
             return {key: self.info(key) for key in keys}
         found = {info.key: info for info in self.files()}
         return {key: found.get(key) for key in keys}
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill the whole ``buffer`` from ``offset``.
-
-        Raises:
-            UnreadableError: the object cannot be read.
-            CheckpointError: it ends before the buffer is full, or is not the one expected.
-            TransientError: the server failed for longer than is waited.
-        """
         view = as_bytes(buffer)
         if not len(view):
             return
@@ -139,8 +122,7 @@ class ObjectStore(FarStore):
             raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=wanted.nbytes))
         self._pieces.fetch(lambda at, piece: self._fetch(wanted, location, at, piece), offset, view)
 
-    def check_expected(self) -> None:
-        """Nothing is left to see: every answer was of the version that was asked for."""
+    def check_expected(self) -> None: ...
 
     def _connected(self) -> ObjectClient:
         with self._lock:
@@ -180,7 +162,6 @@ class ObjectStore(FarStore):
     def _chunks(
         self, client: ObjectClient, wanted: FileInfo, location: str, span: tuple[int, int]
     ) -> Iterator[memoryview]:
-        """The bytes of a span as they come."""
         import obstore
 
         # A weak one cannot be asked for; it is compared with what the answer says.

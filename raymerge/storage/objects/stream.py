@@ -41,11 +41,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 def stream_bytes(nbytes: int) -> int:
-    """Bytes of memory that a stream takes at most, besides what comes early.
-
-    Args:
-        nbytes: of the object.
-    """
+    """Bytes of memory that a stream takes at most, besides what comes early."""
     if nbytes <= part_bytes(nbytes):
         # Ours, and the client's of the one request.
         return 2 * nbytes + 2 * _AT_ONCE
@@ -61,11 +57,6 @@ class ObjectStream(ABC):
     """
 
     def __init__(self, location: str, nbytes: int) -> None:
-        """
-        Args:
-            location: the object, for messages.
-            nbytes: how long it will be.
-        """
         self._location = location
         self._nbytes = nbytes
         self._early: dict[int, bytes] = {}
@@ -124,28 +115,19 @@ class ObjectStream(ABC):
         self._drop()
 
     @abstractmethod
-    def _send(self, view: memoryview) -> None:
-        """Take the next bytes; they count as done."""
+    def _send(self, view: memoryview) -> None: ...
 
     @abstractmethod
-    def _complete(self) -> None:
-        """Have the object there, all of whose bytes were sent."""
+    def _complete(self) -> None: ...
 
     @abstractmethod
-    def _drop(self) -> None:
-        """Have the store forget what was sent; raises nothing."""
+    def _drop(self) -> None: ...
 
 
 class OneRequest(ObjectStream):
     """An object of one part, kept until it is whole."""
 
     def __init__(self, put: Callable[[bytearray], None], location: str, nbytes: int) -> None:
-        """
-        Args:
-            put: writes the whole object.
-            location: the object, for messages.
-            nbytes: how long it will be.
-        """
         super().__init__(location, nbytes)
         self._put = put
         self._data = bytearray(nbytes)
@@ -167,14 +149,6 @@ class Upload(ObjectStream):
     def __init__(
         self, writer: Any, place: str, location: str, nbytes: int, guard: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            writer: of obstore.
-            place: where it lies, with its options.
-            location: the object, for messages.
-            nbytes: how long it will be.
-            guard: called just before the store is to have it for good.
-        """
         super().__init__(location, nbytes)
         self._writer = writer
         self._place = place

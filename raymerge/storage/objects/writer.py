@@ -48,7 +48,6 @@ class ObjectInfo:
     """An object that is there."""
 
     nbytes: int
-    """Its size."""
     version: str
     """What ``put_over`` knows it by; some stores give another with each write of the same bytes, or none."""
     stamp: str
@@ -67,8 +66,6 @@ class ObjectWriter:
     ) -> None:
         """
         Args:
-            place: with its options.
-            patience: with a store that fails for a moment.
             seconds: how long one request may take, which is then not made again; None for as long as usual.
 
         Raises:
@@ -99,7 +96,6 @@ class ObjectWriter:
         return self._patient
 
     def location(self, key: str) -> str:
-        """The full name of a key, for messages."""
         return f"{shown(self.place)}/{key}" if key else shown(self.place)
 
     def files(self) -> tuple[FileInfo, ...]:
@@ -162,8 +158,6 @@ class ObjectWriter:
         Where an answer was lost and the request was repeated, the one that is there may be this one.
 
         Args:
-            key: of the object.
-            data: all of it.
             stamp: what ``info`` is to say of who wrote it.
         """
         return self._put_if(key, data, "create", stamp)
@@ -183,8 +177,6 @@ class ObjectWriter:
         what was under way when its machine was suspended.
 
         Args:
-            key: of the object.
-            data: all of it.
             guard: raises where nothing more is to be written; called before each request that writes.
             stamp: what ``info`` is to say of who wrote it. One of this size that bears it already is as good.
 
@@ -243,8 +235,6 @@ class ObjectWriter:
         What is at the key stays until then. One of a single part is written as ``put_only`` does.
 
         Args:
-            key: of the object.
-            nbytes: how long it will be.
             stamp: what ``info`` is to say of who wrote it.
             guard: called just before the store is to have it for good; raises where it is not to.
         """
@@ -281,12 +271,7 @@ class ObjectWriter:
         return self._patience.have(attempt, path=self.location(""), doing="listing", again=lambda _: None)
 
     def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
-        """The result of a request that is made again where the store fails for a moment.
-
-        Raises:
-            TransientError: it failed for a while.
-            TargetError: it will be refused again.
-        """
+        """The result of a request that is made again where the store fails for a moment."""
         location = self.location(key)
 
         def tried() -> _Result:
@@ -337,8 +322,6 @@ def abort_uploads(address: Address, objects: ObjectClient, is_ours: Callable[[st
     Without boto3, and for who may not list uploads, there are none: the bucket's lifecycle clears them away.
 
     Args:
-        address: on S3.
-        objects: what it is written with.
         is_ours: whether an upload to a key below the place may be aborted.
 
     Raises:
