@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from raymerge.checkpoints.adapters import is_adapter
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.documents.faults import FaultError
+from raymerge.documents.fields import FaultError
 from raymerge.documents.yaml_text import in_order
 from raymerge.errors import CheckpointError, OptionError, PlanError, Problem, RecipeError
 from raymerge.events import Event, OnEvent

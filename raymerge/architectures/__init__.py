@@ -1,42 +1,47 @@
 """Names and roles: what the tensors of a checkpoint are, from their names and the config alone."""
 
-from raymerge.architectures.canonical import (
-    CanonicalNames,
-    FusedLayout,
-    canonical_block,
-    fused_layout,
-    logical_name,
-    logical_names,
-    other_names,
-)
-from raymerge.architectures.dense_models import DenseModel, dense_mlp, dense_model
 from raymerge.architectures.depth import restack_config
 from raymerge.architectures.layers import Stack, rename_layer, stacks
-from raymerge.architectures.moe_output import (
+from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
+from raymerge.architectures.moe_targets import (
     AddedTensor,
+    DenseModel,
     FusedExperts,
+    Layout,
+    MoeTarget,
     added_tensors,
+    dense_mlp,
+    dense_model,
     expert_names,
     fused_names,
     is_fused,
     moe_config,
+    named_targets,
     router_name,
     shared_gate_name,
     shared_names,
+    targets,
     trunk_name,
 )
-from raymerge.architectures.moe_refusals import Mixture, Refusal, refusals
-from raymerge.architectures.moe_targets import Layout, MoeTarget, named_targets, targets
 from raymerge.architectures.roles import (
+    CanonicalNames,
+    FusedLayout,
     NameReader,
     TensorInfo,
+    TiedPair,
+    canonical_block,
+    declared_tie,
     describe,
+    fused_layout,
     joined_matrix,
+    logical_name,
+    logical_names,
     module_finder,
     module_of,
+    other_names,
+    tied_pair,
 )
 from raymerge.architectures.rules import LayoutKind, Projection, Role, Rules, load_rules
-from raymerge.architectures.ties import TiedPair, declared_tie, tied_pair
 
 __all__ = [
     "AddedTensor",

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from raymerge.architectures.dense_models import DenseModel, whole
-from raymerge.architectures.moe_output import rotary, trunk_name
-from raymerge.architectures.moe_targets import Layout, MoeTarget, TrunkTensors
+from raymerge.architectures.moe_targets import (
+    DenseModel,
+    Layout,
+    MoeTarget,
+    TrunkTensors,
+    rotary,
+    trunk_name,
+    whole,
+)
 from raymerge.architectures.rules import Role
 
 _MIXED = frozenset({Role.EXPERT, Role.SHARED_EXPERT, Role.ROUTER, Role.ROUTER_BIAS, Role.SHARED_EXPERT_GATE})

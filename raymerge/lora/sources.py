@@ -7,7 +7,7 @@ import os
 from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
-from raymerge.documents.faults import FaultError
+from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, Problem
 from raymerge.planner.inputs.sources import open_adapter_reference
 from raymerge.planner.inputs.unread import refuse_unread, unread_problem

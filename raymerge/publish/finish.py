@@ -8,7 +8,7 @@ from typing import Any
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.errors import Problem, VerificationError
 from raymerge.merge_plan.tables import Plan, index_bytes
-from raymerge.planner.config.fields import config_bytes
+from raymerge.planner.config.config import config_bytes
 from raymerge.planner.inputs.source import Source
 from raymerge.publish.card import Parent, model_card
 from raymerge.publish.companions import copy_companions

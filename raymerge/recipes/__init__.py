@@ -37,10 +37,22 @@ from raymerge.recipes.schema import (
     OutputSlice,
     Recipe,
     SliceSource,
+    TokenEntry,
+    Tokenizer,
+    TokenRow,
+    ZeroRow,
 )
-from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
-from raymerge.recipes.settings import Choice, Conditional, Gradient, Scalar, Setting, evaluate
-from raymerge.recipes.tokenizer import TokenEntry, Tokenizer, TokenRow, ZeroRow
+from raymerge.recipes.settings import (
+    ROLE_NAMES,
+    Choice,
+    Conditional,
+    Gradient,
+    Scalar,
+    Selector,
+    Setting,
+    Subject,
+    evaluate,
+)
 
 __all__ = [
     "RANDOM_GATES",

@@ -9,8 +9,19 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import PlainSerializer, PlainValidator, PrivateAttr, ValidationInfo
 
-from raymerge.documents.faults import DocumentKind, Fault, FaultError, FieldPath, show
-from raymerge.documents.fields import MapEntry, by, closest, did_you_mean, read_integer, read_text
+from raymerge.documents.fields import (
+    DocumentKind,
+    Fault,
+    FaultError,
+    FieldPath,
+    MapEntry,
+    by,
+    closest,
+    did_you_mean,
+    read_integer,
+    read_text,
+    show,
+)
 from raymerge.documents.yaml_text import Places
 from raymerge.dtypes import DType, config_name, dtype_names, parse_dtype
 from raymerge.errors import RecipeError

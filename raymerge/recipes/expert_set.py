@@ -9,8 +9,18 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVa
 
 from pydantic import PlainSerializer
 
-from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.fields import between, by, did_you_mean, read_integer
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt,
+    between,
+    by,
+    did_you_mean,
+    kind,
+    read_each,
+    read_integer,
+    show,
+)
 from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDType, Reference, ShardSize, Text
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
 

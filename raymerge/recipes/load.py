@@ -17,17 +17,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raymerge.documents.faults import Fault, FaultError, FieldPath, faults_of, kind
-from raymerge.documents.fields import choice_of, did_you_mean
-from raymerge.documents.secrets import check_text, secrets_in
+from raymerge.documents.fields import Fault, FaultError, FieldPath, choice_of, did_you_mean, faults_of, kind
 from raymerge.documents.yaml_text import (
     Located,
     Part,
     Places,
     check_length,
+    check_text,
     in_order,
     read_document,
     read_file,
+    secrets_in,
     split_documents,
     spot,
 )
@@ -36,11 +36,9 @@ from raymerge.recipes.entry import RECIPE, Reading
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.order import AnyRecipe, order_problems
-from raymerge.recipes.out_format import OUT_FORMATS
 from raymerge.recipes.reference import Exists
 from raymerge.recipes.schema import Recipe
-from raymerge.recipes.selector import ROLE_NAMES
-from raymerge.recipes.settings import Scalar
+from raymerge.recipes.settings import OUT_FORMATS, ROLE_NAMES, Scalar
 
 UNREADABLE = Scalar(math.nan)
 """Stands for a setting that is there and cannot be read."""

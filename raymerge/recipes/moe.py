@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from raymerge.documents.faults import Fault, FaultError, FieldPath, show
 from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    FieldPath,
     between,
     by,
     choice_of,
@@ -16,6 +18,7 @@ from raymerge.documents.fields import (
     read_number,
     read_positive,
     read_switch,
+    show,
 )
 from raymerge.documents.yaml_text import Places
 from raymerge.recipes.entry import (

@@ -9,13 +9,20 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
-from raymerge.documents.faults import FieldPath
+from raymerge.documents.fields import FieldPath
 from raymerge.errors import Problem, RecipeError
 from raymerge.recipes.expert_set import ExpertSetRecipe
 from raymerge.recipes.moe import MoeRecipe
 from raymerge.recipes.reference import Exists, ModelReference
-from raymerge.recipes.schema import MethodRule, ModelEntry, ModuleEntry, Recipe, SliceSource
-from raymerge.recipes.tokenizer import Tokenizer, TokenRow
+from raymerge.recipes.schema import (
+    MethodRule,
+    ModelEntry,
+    ModuleEntry,
+    Recipe,
+    SliceSource,
+    Tokenizer,
+    TokenRow,
+)
 from raymerge.storage.addresses import as_path
 
 AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe

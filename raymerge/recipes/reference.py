@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raymerge.documents.faults import Fault, FaultError, attempt, kind, show
-from raymerge.documents.fields import closest, did_you_mean, read_text
+from raymerge.documents.fields import Fault, FaultError, attempt, closest, did_you_mean, kind, read_text, show
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]

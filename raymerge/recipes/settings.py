@@ -1,14 +1,213 @@
-"""A parameter's setting: one number, a gradient over the layers, or a choice by tensor."""
+"""What a recipe says of tensors one by one: selectors, settings of parameters, and formats of the output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
-from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
-from raymerge.documents.fields import closest, did_you_mean, read_number
-from raymerge.recipes.selector import SELECTOR_KEYS, Selector, Subject, plain_selector, read_selector
+from pydantic import PlainSerializer, PlainValidator
+
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt,
+    choice_of,
+    closest,
+    did_you_mean,
+    kind,
+    read_each,
+    read_integer,
+    read_number,
+    read_text,
+    show,
+)
+
+SELECTOR_KEYS = ("filter", "glob", "role", "layers")
+"""The keys that make a selector, wherever one is written."""
+
+# The values of architectures.Role, which recipes may not import; a test holds the two together.
+ROLE_NAMES = (
+    "embedding",
+    "head",
+    "norm",
+    "attention",
+    "mlp",
+    "expert",
+    "shared_expert",
+    "router",
+    "router_bias",
+    "shared_expert_gate",
+    "mtp",
+    "vision",
+    "buffer",
+    "other",
+)
+"""What a tensor may do in a model."""
+
+_EVERYTHING = (None, "*")
+_PAIRS = {
+    "gate_up": {"gate_proj": "gate", "up_proj": "up"},
+    "gate_and_up": {"gate_proj": "gate", "up_proj": "up"},
+    "w13": {"gate_proj": "w1", "up_proj": "w3"},
+}
+"""What layouts call gate and up where they store them as one, and what stands for each of the two in it."""
+_RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
+_LAYER_FORMS = "Write a layer like 10, a range like 10..20 with both ends in it, or a list of those."
+
+T = TypeVar("T")
+
+
+class Subject(NamedTuple):
+    """A tensor, as far as a selector is interested in it."""
+
+    name: str
+    """Its name."""
+    roles: frozenset[str]
+    """What it does in the model, of ``ROLE_NAMES``; a tensor may have several, such as an expert of a
+    multi-token-prediction module."""
+    layer: int | None
+    """Its layer's number; None outside the layers."""
+    aliases: tuple[str, ...] = ()
+    """What else it is called where the same model is stored in another layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What a tensor must be to be spoken of; all that is given must hold."""
+
+    filter: str | None = None
+    """A plain part of the name; None and ``*`` match every name."""
+    glob: str | None = None
+    """A pattern of the whole name, with ``*``, ``?`` and ``[...]``, in which case counts."""
+    roles: tuple[str, ...] = ()
+    """Roles, one of which the tensor must have; empty for any."""
+    layers: tuple[tuple[int, int], ...] = ()
+    """First and last layer of each range, one of which the tensor must be in; empty for any place."""
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether it says what tensors are called, and not only what they do and where."""
+        return self.glob is not None or self.filter not in _EVERYTHING
+
+    def matches(self, subject: Subject) -> bool:
+        """Whether this speaks of ``subject``. A tensor outside the layers is in no range of them."""
+        return (
+            (not self.roles or not subject.roles.isdisjoint(self.roles))
+            and (not self.layers or self._is_within(subject.layer))
+            and any(self._names(name, subject) for name in (subject.name, *subject.aliases))
+        )
+
+    def _names(self, name: str, subject: Subject) -> bool:
+        if not (self._has_part(name) and self._has_whole(name)):
+            return False
+        pair = next((each for each in _PAIRS if each in name), None)
+        half = None if pair is None else _PAIRS[pair].get(_projection(subject))
+        if pair is None or half is None:
+            return True
+        # "gate_up_proj" also means "up_proj" by its letters: gate is meant only by what has the pair's name.
+        own = name.replace(pair, half)
+        return (pair in (self.filter or "") or self._has_part(own)) and (
+            pair in (self.glob or "") or self._has_whole(own)
+        )
+
+    def _has_part(self, name: str) -> bool:
+        return self.filter is None or self.filter == "*" or self.filter in name
+
+    def _has_whole(self, name: str) -> bool:
+        return self.glob is None or fnmatchcase(name, self.glob)
+
+    def _is_within(self, layer: int | None) -> bool:
+        return layer is not None and any(first <= layer <= last for first, last in self.layers)
+
+
+def _projection(subject: Subject) -> str:
+    """``gate_proj`` or ``up_proj`` where the tensor is that matrix of a network; empty for any other."""
+    words = (word for name in (subject.name, *subject.aliases) for word in name.split("."))
+    return next((word for word in words if word in ("gate_proj", "up_proj")), "")
+
+
+def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
+    """The selector that a map's keys of ``SELECTOR_KEYS`` mean; what is wrong is added to ``faults``."""
+
+    def given(key: str, read: Callable[[object], T]) -> T | None:
+        part = value.get(key)
+        return None if part is None else attempt(read, part, (key,), faults)
+
+    return Selector(
+        given("filter", read_text),
+        given("glob", read_text),
+        given("role", read_roles) or (),
+        given("layers", read_layers) or (),
+    )
+
+
+def plain_selector(selector: Selector) -> dict[str, object]:
+    """The selector's keys as a recipe writes them."""
+    plain = {
+        "filter": selector.filter,
+        "glob": selector.glob,
+        "role": list(selector.roles),
+        "layers": plain_layers(selector.layers),
+    }
+    return {key: value for key, value in plain.items() if value is not None and value != []}
+
+
+def read_roles(value: object) -> tuple[str, ...]:
+    """One role or a list of them, in the order of ``ROLE_NAMES``.
+
+    Raises:
+        FaultError: every one that is no role, and an empty list.
+    """
+    given = _read_listed(choice_of(*ROLE_NAMES), value, f"Write one of: {', '.join(ROLE_NAMES)}.")
+    return tuple(role for role in ROLE_NAMES if role in given)
+
+
+def read_layers(value: object) -> tuple[tuple[int, int], ...]:
+    """A layer, a range of layers with both ends in it, or a list of those; in the order of layers.
+
+    Raises:
+        FaultError: every one that is no layer, and an empty list.
+    """
+    return tuple(sorted(set(_read_listed(_read_range, value, _LAYER_FORMS))))
+
+
+def plain_layers(layers: Sequence[tuple[int, int]]) -> list[object]:
+    """Layers as a recipe writes them."""
+    return [first if first == last else f"{first}..{last}" for first, last in layers]
+
+
+def _read_listed(read: Callable[[object], T], value: object, remedy: str) -> tuple[T, ...]:
+    if not isinstance(value, (list, tuple)):
+        return (read(value),)
+    if not value:
+        raise FaultError(Fault((), "the list is empty.", remedy))
+    return read_each(read, value)
+
+
+def _read_range(value: object) -> tuple[int, int]:
+    match = _RANGE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        layer = _read_layer(value)
+        return layer, layer
+    first, last = int(match[1]), int(match[2])
+    if last < first:
+        raise FaultError(Fault((), f"the range {value} runs backwards.", f"Write {last}..{first}."))
+    return first, last
+
+
+def _read_layer(value: object) -> int:
+    try:
+        layer = read_integer(value)
+    except FaultError:
+        what = f"{show(value)} is {kind(value)}; expected layers."
+        raise FaultError(Fault((), what, _LAYER_FORMS)) from None
+    if layer < 0:
+        raise FaultError(Fault((), f"{layer} is below layer 0.", "Layers count from 0."))
+    return layer
+
 
 _CHOICE_KEYS = (*SELECTOR_KEYS, "value")
 _FORMS = "Write a number, a list of numbers, or a list of {filter: TEXT, value: NUMBER}."
@@ -140,3 +339,82 @@ def _unknown(key: str) -> Fault:
 
 def _plain_choice(choice: Choice) -> dict[str, object]:
     return {**plain_selector(choice.selector), "value": plain_setting(choice.value)}
+
+
+OUT_FORMATS = ("same", "bf16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4")
+"""``same``: as the checkpoint has it that the output's names come from; ``bf16``: plain numbers."""
+
+_FORMAT_FORMS = f"Write one of {', '.join(OUT_FORMATS)}, or a list of {{role: expert, value: fp8_block}}."
+
+
+@dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """One line: a format for some tensors."""
+
+    selector: Selector | None
+    """Which tensors it speaks of; None for all that are usually quantised."""
+    value: str
+    """One of ``OUT_FORMATS``."""
+
+    def selects(self, subject: Subject) -> bool:
+        """Whether it speaks of a tensor."""
+        return self.selector is None or self.selector.matches(subject)
+
+    def is_for(self, subjects: Sequence[Subject]) -> bool:
+        """Whether it speaks of all these tensors."""
+        return all(map(self.selects, subjects))
+
+
+@dataclass(frozen=True, slots=True)
+class OutFormats:
+    """Formats by tensor."""
+
+    choices: tuple[FormatChoice, ...]
+    """At least one, in the recipe's order; the first that speaks of a tensor holds for it."""
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether some lines say what tensors are called."""
+        return any(each.selector is not None and each.selector.is_by_name for each in self.choices)
+
+    def matching(self, subjects: Sequence[Subject]) -> Iterator[FormatChoice]:
+        """The lines that select some of the logical tensors of an output, in order."""
+        return (each for each in self.choices if any(map(each.selects, subjects)))
+
+
+def _read_formats(value: object) -> OutFormats | None:
+    if value is None or isinstance(value, OutFormats):
+        return value
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise FaultError(Fault((), "the list is empty.", _FORMAT_FORMS))
+        return OutFormats(read_each(_read_format_choice, value))
+    return OutFormats((_read_format_choice(value),))
+
+
+def _read_format_choice(value: object) -> FormatChoice:
+    if isinstance(value, str):
+        return FormatChoice(None, choice_of(*OUT_FORMATS)(value))
+    if not isinstance(value, Mapping):
+        raise FaultError(Fault((), f"{show(value)} is {kind(value)} and no format.", _FORMAT_FORMS))
+    faults = [_unknown(str(key)) for key in value if key not in _CHOICE_KEYS]
+    selector = read_selector(value, faults)
+    form = attempt(choice_of(*OUT_FORMATS), value.get("value"), ("value",), faults)
+    if faults or form is None:
+        raise FaultError(faults)
+    given = any(value.get(key) is not None for key in SELECTOR_KEYS)
+    return FormatChoice(selector if given else None, form)
+
+
+def _plain_formats(formats: OutFormats | None) -> object:
+    if formats is None:
+        return None
+    return [
+        {**(plain_selector(each.selector) if each.selector is not None else {}), "value": each.value}
+        for each in formats.choices
+    ]
+
+
+OutFormat: TypeAlias = Annotated[
+    OutFormats | None, PlainValidator(_read_formats), PlainSerializer(_plain_formats)
+]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.architectures import load_rules, restack_config
-from raymerge.architectures.depth import count_mtp_layers
-from raymerge.architectures.parents import Parent
+from raymerge.architectures.depth import Parent, count_mtp_layers
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Pieces = list[tuple[dict[str, Any], int, int]]

@@ -18,7 +18,7 @@ import raymerge.api
 from raymerge.dtypes import DType, config_name
 from raymerge.events import Event, SegmentDone
 from raymerge.options import RunOptions
-from raymerge.recipes.out_format import OUT_FORMATS
+from raymerge.recipes.settings import OUT_FORMATS
 
 
 class StopHere(Exception):  # noqa: N818 - it is no error

@@ -6,16 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.faults import Fault, FaultError, attempt, kind, read_each, show
 from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    attempt,
     between,
     choice_of,
+    kind,
+    read_each,
     read_fraction,
     read_integer,
     read_number,
     read_positive,
     read_switch,
     read_text,
+    show,
 )
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.documents.faults import DocumentKind
-from raymerge.documents.secrets import check_text, secrets_in
+from raymerge.documents.fields import DocumentKind
 from raymerge.documents.yaml_text import (
     MAX_TEXT_BYTES,
     check_length,
+    check_text,
     read_document,
     read_file,
+    secrets_in,
     split_documents,
 )
 from raymerge.errors import PlanError

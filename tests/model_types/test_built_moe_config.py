@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raymerge.architectures import dense_model, moe_config, targets
-from raymerge.architectures.dense_models import dense_families, full_config, windows
+from raymerge.architectures.moe_targets import dense_families, full_config, windows
 
 BASES = tuple(sorted({family for target in targets().values() for family in target.bases}))
 PAIRS = tuple(

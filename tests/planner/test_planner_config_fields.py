@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.dtypes import DType
-from raymerge.planner.config.fields import config_bytes, output_config, vocabulary_size
+from raymerge.planner.config.config import config_bytes, output_config, vocabulary_size
 
 
 def test_nothing_to_change_gives_an_equal_copy() -> None:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from kits.model_types_decoders import SPARSE
 
 from raymerge.architectures import load_rules
-from raymerge.architectures.dense_fields import dense_config, dense_counterpart, dense_objections
 from raymerge.architectures.expert_fields import (
     ExpertFields,
     Field,
+    dense_config,
+    dense_counterpart,
+    dense_objections,
     expert_fields,
     with_expert_count,
     with_expert_names,

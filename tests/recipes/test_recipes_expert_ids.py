@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.faults import Fault, FaultError
+from raymerge.documents.fields import Fault, FaultError
 from raymerge.recipes import PerLayer
 from raymerge.recipes.expert_set import plain_per_layer, read_groups, read_id, read_ids, read_per_layer
 

@@ -26,7 +26,7 @@ from raymerge.recipes import (
     merge_order,
     parse_recipes,
 )
-from raymerge.recipes.selector import SELECTOR_KEYS
+from raymerge.recipes.settings import SELECTOR_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.faults import Fault
+from raymerge.documents.fields import Fault
 from raymerge.documents.yaml_text import (
     MAX_DOCUMENTS,
     MAX_NODES,

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.faults import Fault, FaultError
+from raymerge.documents.fields import Fault, FaultError
 from raymerge.recipes.reference import ModelReference, parse_reference, plain_reference, read_reference
 
 PIECES = st.text("abc/.-_+@ ", min_size=1, max_size=8).filter(lambda text: bool(text.strip()))

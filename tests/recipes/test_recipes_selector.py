@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.architectures import Role
-from raymerge.documents.faults import Fault, FaultError
-from raymerge.recipes.selector import (
+from raymerge.documents.fields import Fault, FaultError
+from raymerge.recipes.settings import (
     ROLE_NAMES,
     Selector,
     Subject,

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.documents.faults import Fault, FaultError
-from raymerge.recipes.selector import ROLE_NAMES, Selector, Subject
+from raymerge.documents.fields import Fault, FaultError
 from raymerge.recipes.settings import (
+    ROLE_NAMES,
     Choice,
     Conditional,
     Gradient,
     Scalar,
+    Selector,
     Setting,
+    Subject,
     evaluate,
     plain_setting,
     read_setting,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from raymerge.deploy.profiles.kubernetes import Kubernetes, Volume, WorkerGroup
 from raymerge.deploy.profiles.run import RunSettings
 from raymerge.deploy.profiles.values import Labels, amount
-from raymerge.documents.faults import Fault, FieldPath
+from raymerge.documents.fields import Fault, FieldPath
 from raymerge.options import STEPS_WANTED
 from raymerge.storage.addresses import as_path, is_object_place, is_remote, shown
 

@@ -23,8 +23,7 @@ from raymerge.deploy.profiles.values import (
     Switch,
     Text,
 )
-from raymerge.documents.faults import Fault, FaultError, show
-from raymerge.documents.fields import MapEntry, between, by, choice_of, read_text
+from raymerge.documents.fields import Fault, FaultError, MapEntry, between, by, choice_of, read_text, show
 
 _SOURCES = ("pvc", "empty_dir", "host_path", "secret", "config_map")
 

@@ -9,9 +9,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from raymerge.deploy.profiles.schema import Profile
-from raymerge.documents.faults import DocumentKind, Fault, faults_of
-from raymerge.documents.secrets import check_text, secrets_in
-from raymerge.documents.yaml_text import Places, check_length, read_document, read_file, split_documents, spot
+from raymerge.documents.fields import DocumentKind, Fault, faults_of
+from raymerge.documents.yaml_text import (
+    Places,
+    check_length,
+    check_text,
+    read_document,
+    read_file,
+    secrets_in,
+    split_documents,
+    spot,
+)
 from raymerge.errors import Problem, ProfileError
 
 PROFILE = DocumentKind(

@@ -10,8 +10,18 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
 from raymerge.deploy.profiles.values import Bytes, Directory, Environment, Switch, Text, read_header_sources
-from raymerge.documents.faults import Fault, FaultError, faults_of, show
-from raymerge.documents.fields import MapEntry, between, by, choice_of, read_positive, read_text
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    MapEntry,
+    between,
+    by,
+    choice_of,
+    faults_of,
+    read_positive,
+    read_text,
+    show,
+)
 from raymerge.errors import OptionError
 from raymerge.storage.options import NO_OPTIONS, StoreOptions
 

@@ -12,8 +12,7 @@ from raymerge.deploy.profiles.feasible import faults_between
 from raymerge.deploy.profiles.kubernetes import Kubernetes
 from raymerge.deploy.profiles.run import ClusterSection, JobSection, RunSettings, Storage
 from raymerge.deploy.profiles.values import Place
-from raymerge.documents.faults import Fault, FaultError
-from raymerge.documents.fields import MapEntry, by, choice_of
+from raymerge.documents.fields import Fault, FaultError, MapEntry, by, choice_of
 from raymerge.documents.yaml_text import Places
 from raymerge.storage.options import NO_OPTIONS
 

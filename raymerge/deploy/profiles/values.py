@@ -7,8 +7,17 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, TypeAlias
 
-from raymerge.documents.faults import Fault, FaultError, FieldPath, kind, show
-from raymerge.documents.fields import between, by, read_switch, read_text
+from raymerge.documents.fields import (
+    Fault,
+    FaultError,
+    FieldPath,
+    between,
+    by,
+    kind,
+    read_switch,
+    read_text,
+    show,
+)
 from raymerge.storage.addresses import is_path, shown
 from raymerge.units import parse_size
 

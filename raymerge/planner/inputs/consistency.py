@@ -26,8 +26,8 @@ from raymerge.architectures import (
     tied_pair,
 )
 from raymerge.architectures.depth import count_mtp_layers
+from raymerge.architectures.roles import TiedPair
 from raymerge.architectures.sections import class_names, config_int, text_section
-from raymerge.architectures.ties import TiedPair
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint, main_dtype
 from raymerge.dtypes import DType, config_name

@@ -113,8 +113,9 @@ def _differences(
 
     The donor is before all others.
     """
+    configs = list(_configs(sections, sources, donor))
     for rule in field_rules():
-        for said in _configs(sections, sources, donor) if rule.verdict == verdict else ():
+        for said in configs if rule.verdict == verdict else ():
             values = [(source, _at(config, rule.field)) for source, config in said]
             stated = [(source, value) for source, value in values if value is not None]
             for source, value in stated[1:]:
@@ -130,9 +131,10 @@ def _unstated(
 
     Null says no more than a field that is absent.
     """
+    configs = list(_configs(sections, sources, donor))
     for rule in field_rules():
         reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
-        for (_, given), *others in _configs(sections, sources, donor):
+        for (_, given), *others in configs:
             own = _at(given, rule.field)
             for source, config in others:
                 value = _at(config, rule.field)

@@ -13,16 +13,17 @@ from math import prod
 from typing import Any
 
 from raymerge.architectures import Role
-from raymerge.architectures.moe_output import (
+from raymerge.architectures.moe_targets import (
+    MoeTarget,
     expert_names,
     fused_names,
+    implied_tokenizer_class,
     is_fused,
     router_name,
     shared_gate_name,
     shared_names,
     trunk_name,
 )
-from raymerge.architectures.moe_targets import MoeTarget, implied_tokenizer_class
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.source import natural_key
 from raymerge.dtypes import DType
@@ -32,13 +33,12 @@ from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_
 from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
 from raymerge.planner.collector import collector_paused
-from raymerge.planner.config.fields import output_config, vocabulary_size, with_fields
+from raymerge.planner.config.config import output_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.quantised import PlainNumbers
 from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
 from raymerge.planner.matching.align import Aligned
 from raymerge.planner.moe.expert_rows import ExpertRows, Matrix, repeated_rows
-from raymerge.planner.moe.gates import gate_stage, router_tensor, shared_gate_tensor
-from raymerge.planner.moe.shape import MoeShape, shape_of
+from raymerge.planner.moe.shape import MoeShape, gate_stage, router_tensor, shape_of, shared_gate_tensor
 from raymerge.planner.outputs.bound_output import choose, output_subject, output_subjects
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context

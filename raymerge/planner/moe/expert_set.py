@@ -15,16 +15,14 @@ from math import prod
 from typing import Any
 
 from raymerge.architectures import Role, logical_name
-from raymerge.architectures.dense_fields import (
+from raymerge.architectures.expert_fields import (
     DenseCounterpart,
     dense_config,
     dense_counterpart,
     dense_objections,
-    families_with_dense,
-)
-from raymerge.architectures.expert_fields import (
     expert_fields,
     expert_meaning,
+    families_with_dense,
     with_expert_count,
     with_expert_names,
 )
@@ -36,7 +34,7 @@ from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.collector import collector_paused
-from raymerge.planner.config.fields import output_config
+from raymerge.planner.config.config import output_config
 from raymerge.planner.config.quantised import config_of_copies
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import declared_dtype

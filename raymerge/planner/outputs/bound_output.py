@@ -13,7 +13,7 @@ from raymerge.planner.matching.layer_map import Member
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.matching.method_assignment import AssignedMethod
 from raymerge.recipes import Conditional, Recipe, Selector, Subject
-from raymerge.recipes.selector import plain_selector
+from raymerge.recipes.settings import plain_selector
 
 
 class Chosen(NamedTuple):

@@ -20,8 +20,7 @@ from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.collector import collector_paused
-from raymerge.planner.config.config import plan_config
-from raymerge.planner.config.fields import vocabulary_size, with_fields
+from raymerge.planner.config.config import plan_config, vocabulary_size, with_fields
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.source import Source
@@ -132,7 +131,9 @@ def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     builder.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
     _settle_rest(context)
-    config, objections = plan_config(recipe, donor, sources, context.resolver.logical, sections, outputs, tie)
+    config, objections = plan_config(
+        recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
+    )
     for objection in objections:
         findings.add(objection)
     resized = builder.embeddings.settle(outputs, donor)

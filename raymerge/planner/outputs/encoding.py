@@ -25,7 +25,7 @@ from raymerge.planner.matching.align import Aligned
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.outputs.bound_output import output_subject, output_subjects
 from raymerge.recipes import Recipe
-from raymerge.recipes.out_format import FormatChoice
+from raymerge.recipes.settings import FormatChoice
 
 
 def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:

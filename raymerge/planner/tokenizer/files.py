@@ -24,7 +24,7 @@ from raymerge.checkpoints.tokenizer import (
     token_text,
 )
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.config.fields import VOCABULARY_KEY, row_counts
+from raymerge.planner.config.config import VOCABULARY_KEY, row_counts
 from raymerge.planner.tokenizer.tokens import TokenSet
 
 # Fields of configs that hold the id of a token, or a list of such.

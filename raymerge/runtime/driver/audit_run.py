@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from raymerge.checkpoints.header import read_header
-from raymerge.documents.faults import FaultError
+from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, IncompleteError, OptionError, Problem, UserError
 from raymerge.events import OnEvent, Planned, SegmentDone, Started
 from raymerge.execute.receipts import Receipt, row_digests

@@ -17,7 +17,7 @@ from raymerge.methods import normal, random_key, uniform
 from raymerge.planner.inputs.source import GateSpec, Source, Stage
 from raymerge.planner.inputs.stages import RESULT_FILE
 from raymerge.planner.inputs.weights import Weights
-from raymerge.planner.moe.gates import router_tensor, shared_gate_tensor
+from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.recipes import RANDOM_GATES
 from raymerge.stages.router.gates import Rows, check_finite, unit
 from raymerge.stages.router.prompts import TokenRun, tokenized

@@ -11,7 +11,7 @@ from raymerge.dtypes import DType
 from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.inputs.source import GateSpec, Stage
 from raymerge.planner.inputs.stages import RESULT_FILE
-from raymerge.planner.moe.gates import router_tensor, shared_gate_tensor
+from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.stages.router.gates import Rows
 from raymerge.stages.router.report import Choices
 from raymerge.stages.router.tensor_files import Piece
