@@ -29,9 +29,7 @@ class Parent:
     """A model that gives layers to a stack."""
 
     name: str
-    """What messages call it."""
     config: Mapping[str, Any]
-    """Its ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,7 @@ class Said:
     """What one model's config says of its layers."""
 
     name: str
-    """What messages call the model."""
     config: Mapping[str, Any]
-    """The whole config."""
     section: Mapping[str, Any]
     """Its part on the text decoder."""
     count: int | None
@@ -49,7 +45,6 @@ class Said:
     mtp: int
     """Multi-token-prediction layers that it counts behind them."""
     depth: DepthRules
-    """Which fields hang on depth."""
 
     def per_layer(self, key: str) -> Sequence[Any] | None:
         """The list (or string) of a field with one entry a layer; None where the field is no such list."""
@@ -71,7 +66,6 @@ class Said:
         return frozenset(number - first for number in value)
 
     def at(self, path: Path) -> Any:
-        """The value of a field of the section, or None."""
         value: Any = self.section
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -83,9 +77,7 @@ class Origin:
     """Where one layer of the output comes from."""
 
     said: Said
-    """Its model."""
     layer: int
-    """Its number there."""
 
     def entry(self, key: str) -> tuple[Any, ...]:
         """``(value,)`` of the layer in a field of one entry a layer; () where the config does not say it."""
@@ -106,7 +98,6 @@ class Origin:
         return self.is_special(rule) if rule is not None else None
 
     def is_special(self, rule: Periodic) -> bool | None:
-        """Whether the layer is of the special kind by a period; None where the config has no such period."""
         length = period(self.said.section, rule)
         if length is None:
             return None
@@ -122,7 +113,6 @@ class Origin:
 
 
 def read_config(parent: Parent, depth: DepthRules) -> Said:
-    """What a model's config says of its layers."""
     section = text_section(parent.config)
     mtp = config_int(parent.config, depth.mtp_counts) or 0
     return Said(parent.name, parent.config, section, _count(section, depth), mtp, depth)
@@ -136,7 +126,6 @@ def _count(section: Mapping[str, Any], depth: DepthRules) -> int | None:
 
 
 def period(section: Mapping[str, Any], rule: Periodic) -> int | None:
-    """The period of a rule in a section; None where it has none."""
     value = section.get(rule.key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
@@ -186,7 +175,6 @@ def _fold(section: dict[str, Any], rule: Periodic, special: list[bool], wanted: 
 
 
 def _as_period(section: dict[str, Any], rule: Periodic, special: Sequence[bool], wanted: int) -> bool:
-    """Say the new order with a period, the old one if possible; False if none says it."""
     for candidate in (wanted, *range(1, len(special) + 2)):
         for offset in range(candidate) if rule.offset else (-rule.shift,):
             if all(((index - offset) % candidate == 0) == flag for index, flag in enumerate(special)):
@@ -240,12 +228,10 @@ class _LayerNames:
         self._numbered = re.compile(rf"(?:^|[^A-Za-z])(?:{words})[^A-Za-z]*[0-9]")
 
     def layer(self, name: str) -> int | None:
-        """The layer that a plain name speaks of, or None."""
         found = None if _PATTERN.search(name) else self._name.fullmatch(name)
         return int(found[2]) if found and not self._is_aside(found[1]) else None
 
     def renamed(self, name: str, layer: int) -> str:
-        """The name with another layer number."""
         return self._name.sub(lambda found: f"{found[1]}.{layer}{found[3] or ''}", name, count=1)
 
     def is_numbered_pattern(self, text: str) -> bool:
@@ -271,7 +257,6 @@ class _Renaming:
         self._patterns: dict[str, None] = {}
 
     def fold(self, path: Path) -> Any:
-        """The value under ``path`` for the new order; None where no model has it."""
         values = [_at(said, path) for said in (self._donor, *self._models)]
         if any(isinstance(value, Mapping) for value in values):
             return self._folded(path)
@@ -283,7 +268,6 @@ class _Renaming:
         return copy.deepcopy(values[0])
 
     def sentences(self, table: str) -> Iterator[str]:
-        """What was found that one table cannot say."""
         for name, fields in self._differing.items():
             yield (
                 f"{table} says other things in {name} than in the donor ({', '.join(fields)}), "
@@ -364,17 +348,13 @@ def restack_config(
     parents: Sequence[Parent] = (),
     dense: Sequence[bool] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A config for layers in a new order.
+    """A config for layers in a new order, and a sentence for each thing that no field can express.
 
     Args:
         config: the donor's ``config.json``, whose form the new one keeps.
         layers: for each layer of the output its number in the model that it comes from.
         parents: for each layer of the output that model; () where all come from the donor.
-        dense: for each layer of the output whether it has no experts, where the tensors tell; else the
-            configs are asked.
-
-    Returns:
-        The new config, and a sentence for each thing that no value of a field can express.
+        dense: for each layer whether it has no experts, where the tensors tell; else the configs are asked.
     """
     result = copy.deepcopy(dict(config))
     rules = load_rules(str(config.get("model_type") or "") or None)
@@ -397,14 +377,7 @@ def restack_config(
 def count_mtp_layers(
     names: Iterable[str], prefixes: Collection[str], num_layers: int, rules: Rules
 ) -> int | None:
-    """Multi-token-prediction layers among tensor names; None where such tensors are in no numbered layer.
-
-    Args:
-        names: the checkpoint's tensors.
-        prefixes: how the main stack is called.
-        num_layers: its layers; those at or beyond predict further tokens.
-        rules: naming rules of the family.
-    """
+    """Multi-token-prediction layers among tensor names; None where such tensors are in no numbered layer."""
     places: set[tuple[str, int]] = set()
     unnumbered = False
     for name, place in with_layers(names):

@@ -29,7 +29,6 @@ class Field:
     """A whole number of a config, with its place."""
 
     key: str
-    """Dotted path."""
     value: int
     """The number; of a list the largest."""
 
@@ -39,9 +38,7 @@ class ExpertFields:
     """What a config says of its routed experts."""
 
     count: Field
-    """How many there are in each layer."""
     chosen: Field | None
-    """How many each token goes to."""
     groups: Field | None
     """How many groups they are chosen by, where there are several."""
     used_groups: Field | None
@@ -49,16 +46,10 @@ class ExpertFields:
 
     @property
     def num_groups(self) -> int:
-        """Groups of neighbouring experts; 1 where there is no grouping."""
         return self.groups.value if self.groups is not None else 1
 
     def objections(self, count: int, *, by_pairs: bool) -> Iterator[str]:
-        """Sentences on why there cannot be ``count`` experts in each layer.
-
-        Args:
-            count: the number wanted.
-            by_pairs: whether a group is judged by its two best experts, so that it needs two.
-        """
+        """Why there cannot be ``count`` experts; ``by_pairs``: a group is judged by its two best."""
         per_token, groups = self.chosen, self.num_groups
         if per_token is not None and count < per_token.value:
             yield f"{per_token.key} is {per_token.value}, but there would be {count} experts."
@@ -106,7 +97,6 @@ def expert_fields(config: Mapping[str, Any], rules: Rules) -> ExpertFields | Non
 
 
 def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> dict[str, Any]:
-    """A copy of a config in which every field that counts the experts of a layer says ``count``."""
     fields = expert_fields(config, rules)
     result = copy.deepcopy(dict(config))
     if fields is None:
@@ -142,11 +132,7 @@ def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dic
 
 
 def _renumbered(value: Any, before: int, after: int) -> Any:
-    """A part of a table with the names of other experts.
-
-    Raises:
-        ValueError: it does not name all of them alike.
-    """
+    """A part of a table with the names of other experts."""
     if isinstance(value, Mapping):
         if any(_NAMES_EXPERT.search(str(key)) for key in value):
             raise ValueError("keys name experts")
@@ -167,7 +153,6 @@ def _renumbered(value: Any, before: int, after: int) -> Any:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The top of a config and the sections on the way to the text decoder's."""
     yield config
     for key in text_path(config):
         config = config[key]
@@ -175,7 +160,6 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Field | None:
-    """The first of some fields that is a number or a list of numbers, innermost section first."""
     path = text_path(config)
     for depth in range(len(path), -1, -1):
         section = _at(config, path[:depth])
@@ -216,7 +200,6 @@ class ExpertMeaning:
     sums_to_one: bool | None = None
     """Whether the weights of a token's experts are made to sum to 1."""
     factor: float | None = None
-    """Factor on all these weights."""
 
 
 _SOFTMAX = ExpertMeaning("silu", "softmax", True, 1.0)
@@ -246,11 +229,7 @@ _IGNORED: Mapping[str, tuple[str, ...]] = MappingProxyType({"gpt_oss": _ACTIVATI
 
 
 def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
-    """What the experts of a mixture, or the feed-forward layers of a dense model, compute.
-
-    Args:
-        config: its ``config.json``.
-    """
+    """What the experts of a mixture, or the feed-forward layers of a dense model, compute."""
     section = text_section(config)
     family = str(section.get("model_type") or config.get("model_type") or "")
     silent = _FAMILIES.get(family.removesuffix("_text"), ExpertMeaning())
@@ -279,7 +258,6 @@ def _of_dense(section: Mapping[str, Any], family: str) -> str | None:
 
 
 def _values(section: Mapping[str, Any], fields: tuple[str, ...]) -> Iterator[Any]:
-    """What stands at dotted paths."""
     for path in fields:
         value: Any = section
         for key in path.split("."):
@@ -303,9 +281,7 @@ class DenseCounterpart:
     """A dense family with the attention, norms and embeddings of a mixture of experts."""
 
     model_type: str
-    """What its config calls it."""
     architecture: str
-    """Its class with a language-model head."""
     meant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """What the experts' family means by a silent config where the dense family means something else."""
     rope_theta: float = 10_000.0
@@ -362,17 +338,14 @@ _COUNTERPARTS: Mapping[str, DenseCounterpart] = MappingProxyType(
 
 
 def dense_counterpart(config: Mapping[str, Any]) -> DenseCounterpart | None:
-    """The dense family that a mixture of experts can become one of, or None."""
     return _COUNTERPARTS.get(str(config.get("model_type")))
 
 
 def families_with_dense() -> tuple[str, ...]:
-    """Model types that ``dense_counterpart`` has an answer for."""
     return tuple(_COUNTERPARTS)
 
 
 def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what the dense family cannot express of this config."""
     if config.get("use_sliding_window") and not config.get("layer_types"):
         yield (
             "use_sliding_window is true without layer_types, "
@@ -383,13 +356,7 @@ def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def dense_config(config: Mapping[str, Any], family: DenseCounterpart, *, width: int) -> dict[str, Any]:
-    """The complete config of the dense model.
-
-    Args:
-        config: that of the mixture of experts.
-        family: what it becomes.
-        width: rows of the gate projection of every layer.
-    """
+    """The complete config of the dense model."""
     result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _ONLY_EXPERTS}
     for key, value in family.meant.items():
         result.setdefault(key, value)

@@ -23,7 +23,7 @@ class Stack:
     num_layers: int
     """Layers 0 to ``num_layers - 1``; multi-token-prediction layers behind them are not counted."""
     is_main: bool
-    """Whether it is the text decoder that the config's number of layers speaks of."""
+    """Whether it is the text decoder."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,6 @@ def _is_named(prefix: str, rules: Rules) -> bool:
 
 
 def _main(found: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -> tuple[str, int] | None:
-    """Prefix and number of layers of the main stack."""
     fitting: list[tuple[str, int]] = []
     # In a vision or audio encoder on its own nothing stands beside its layers.
     others = [prefix for prefix in found if not _is_aside(prefix, rules)] or list(found)
@@ -127,7 +126,6 @@ def _main(found: Mapping[str, _Seen], config: Mapping[str, Any], rules: Rules) -
 
 
 def _is_aside(prefix: str, rules: Rules) -> bool:
-    """Vision, audio and multi-token-prediction layers are beside the text decoder."""
     path = prefix.split(".")
     is_text = rules.vision.isdisjoint(path) and rules.mtp.isdisjoint(path)
     return not is_text or any(word.startswith(("audio", "speech", "talker")) for word in path)

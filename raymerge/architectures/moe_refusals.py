@@ -45,12 +45,10 @@ def base_reasons(target: MoeTarget, base: DenseModel) -> Iterator[str]:
 
 
 def mixed_tensors(model: DenseModel) -> list[str]:
-    """Tensors of a model that belong to experts and their routers."""
     return [name for name, info in model.infos.items() if info.part in _MIXED]
 
 
 def few_of(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
     more = len(names) - 1
     return names[0] if not more else f"{names[0]} and {more} more tensor{'' if more == 1 else 's'}"
 
@@ -139,7 +137,6 @@ def _any_of(names: Sequence[str]) -> str:
 
 
 RECIPE = "the recipe"
-"""Who is to blame where no parent is."""
 
 _MATRICES = ("gate", "up", "down")
 
@@ -149,17 +146,13 @@ class Mixture:
     """What a recipe asks to be built."""
 
     experts: tuple[DenseModel, ...]
-    """Parents of the routed experts, each at least once."""
     shared: tuple[DenseModel, ...]
     """Parents of the shared experts, one each."""
     shared_have_gates: bool | None
     """Whether the shared experts have prompts for a gate of their own; None where a gate needs none."""
     num_experts: int
-    """Routed experts of each layer of the output."""
     granularity: int
-    """Pieces into which each parent's feed-forward network is cut along its width."""
     layout: Layout
-    """How the output is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +160,12 @@ class Refusal:
     """One reason why a target cannot be built."""
 
     target: str
-    """What people call the target."""
     parent: str
-    """The parent at fault, or ``the recipe``."""
     reason: str
-    """A sentence: what is, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """The feed-forward networks of one parent."""
-
     matrices: Mapping[tuple[int, str], str]
     width: int | None
     """Rows of the gate matrices; None where they differ."""
@@ -235,7 +223,6 @@ def _network(parent: DenseModel) -> _Network:
 
 
 def _of_parent(target: MoeTarget, base: DenseModel, parent: DenseModel, network: _Network) -> Iterator[str]:
-    """Reasons in the feed-forward networks of one expert."""
     layers = {layer for layer, _ in network.matrices}
     mixed = mixed_tensors(parent)
     if mixed:
@@ -285,7 +272,6 @@ def _of_matrices(target: MoeTarget, base: DenseModel, parent: DenseModel, networ
 
 
 def _beside(names: Iterable[str], matrices: Set[str]) -> list[str]:
-    """Tensors of feed-forward networks that are none of the three matrices."""
     blocks = {name.rsplit(".", 2)[0] for name in matrices}
     heads = tuple(f"{block}." for block in blocks)
     return sorted(name for name in names if name.startswith(heads) and name not in matrices)

@@ -32,7 +32,6 @@ class BaseFamily:
     layer: tuple[str, ...]
     """Tensors of each layer besides those that bases of every family have."""
     config: Mapping[str, Any]
-    """Config fields that make the target compute as the family does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class TrunkTensors:
     """Tensors of the base's layers that a target has a place for, by their names below the layer."""
 
     layer: tuple[str, ...]
-    """Needed in every layer."""
     groups: tuple[tuple[str, ...], ...]
     """Sets of which a base has all or none."""
     zeros: tuple[str, ...]
@@ -52,13 +50,10 @@ class SharedExperts:
     """Experts that work on every token, stored as one network."""
 
     names: Mapping[str, str]
-    """Name below the layer by projection."""
     own_gate: str | None
     """Name below the layer of the row ``[1, hidden]`` that weighs them; None where they simply are added."""
     least: int
-    """Fewest that a recipe must name."""
     most: int | None
-    """Most that it may name; None without a limit."""
     any_width: bool
     """Whether their width is free, or a multiple of an expert's."""
 
@@ -68,15 +63,10 @@ class MoeTarget:
     """A family of mixtures of experts, and what it takes to be built from dense models."""
 
     name: str
-    """``model_type`` of its config."""
     title: str
-    """What people call it."""
     aliases: tuple[str, ...]
-    """Other names that a recipe may use."""
     architecture: str
-    """Class in its config."""
     trunk_is: str
-    """What its trunk is, as messages say it."""
     bases: Mapping[str, BaseFamily]
     """Families of bases that it computes as they do, by ``model_type``."""
     trunk: TrunkTensors | None
@@ -86,9 +76,7 @@ class MoeTarget:
     full_width: tuple[str, ...]
     """Norms below the layer that must be as wide as all heads together."""
     windows: Windows
-    """Layers that can attend to a sliding window."""
     rope_types: tuple[str, ...]
-    """Kinds of rotary scaling that its code knows; () where it knows all."""
     divided_heads: bool
     """Whether the width of a head has to be the hidden size divided by the number of heads."""
     hub: Mapping[str, str] | None
@@ -98,13 +86,10 @@ class MoeTarget:
     selection_bias: str | None
     """Name below the layer of the float32 vector that moves the choice of experts; None without one."""
     shared: SharedExperts | None
-    """Its shared experts; None where it has none."""
     least_experts: int
-    """Fewest routed experts that its router works with."""
     config: Mapping[str, Any]
     """Fields of its config; a text with ``$`` before it names a number of the mixture or of the base."""
     drop: frozenset[str]
-    """Fields of a base's config that it has no use for."""
     weights_sum_to_one: bool
     """Whether the weights of the chosen experts are made to sum to 1, so that equal experts are as one."""
 
@@ -139,7 +124,6 @@ def implied_tokenizer_class(model_type: str) -> str | None:
 
 
 def target_table(name: str) -> dict[str, Any]:
-    """One of the tables as it stands in its file: a target's, or ``general``."""
     table = files("raymerge.architectures").joinpath("families", "targets", f"{name}.toml")
     return tomllib.loads(table.read_text(encoding="utf-8"))
 
@@ -204,13 +188,11 @@ class DenseFamily:
     """A family whose feed-forward is ``down(act(gate(x)) * up(x))`` in three matrices."""
 
     activation: tuple[str, ...]
-    """Config fields that name ``act``, best first."""
     window: str
     """Layers with a sliding window where the config has one: ``all``, ``upper`` or ``none``."""
     is_latent: bool
     """Whether the width of its heads is no field of its own."""
     defaults: Mapping[str, Any]
-    """What a config means that is silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,41 +200,26 @@ class DenseModel:
     """One parent, as far as choosing a target needs it."""
 
     name: str
-    """What messages call it."""
     config: Mapping[str, Any]
     """Its ``config.json``, with what its family means where that is silent."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every stored tensor."""
     infos: Mapping[str, TensorInfo]
-    """What the name of every tensor says."""
     is_gated: bool
-    """Whether its family is known to have gate, up and down in three matrices."""
     activation: str | None
-    """Activation of its feed-forward networks; None where nothing says it."""
     windows: tuple[int | None, ...]
     """For each layer the tokens of its sliding window, or None where it attends to all."""
     matrices: Mapping[tuple[int, str], str]
-    """Names of its feed-forward matrices, as ``dense_mlp`` finds them."""
 
     @property
     def family(self) -> str:
-        """``model_type`` of its config; "" where it names none."""
         return _family(self.config)
 
     @property
     def num_layers(self) -> int:
-        """Layers, as its config says; 0 where it does not."""
         return whole(self.config, "num_hidden_layers") or 0
 
 
 def dense_model(name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DenseModel:
-    """Read a dense model from its config and the shapes of its tensors.
-
-    Args:
-        name: what messages call it.
-        config: its ``config.json``.
-        shapes: of every stored tensor.
-    """
     full, rules = full_config(config), load_rules(_family(config) or None)
     # A config may tell of more layers than memory could list; none of them has a window then.
     is_sane = (whole(full, "num_hidden_layers") or 0) <= len(shapes)
@@ -333,7 +300,6 @@ def dense_mlp(names: Iterable[str], config: Mapping[str, Any]) -> dict[tuple[int
 
 
 def whole(config: Mapping[str, Any], key: str) -> int | None:
-    """A field that is a whole number; None where it is something else."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -362,7 +328,7 @@ def moe_config(
     shared_width: int,
     dtype_name: str | None,
 ) -> dict[str, Any]:
-    """The whole ``config.json`` of a mixture: the base's with what it leaves unsaid, and the target's fields.
+    """The ``config.json`` of a mixture: the base's with what it leaves unsaid, and the target's fields.
 
     Args:
         target: the family built.
@@ -414,7 +380,6 @@ def _num_shared(target: MoeTarget, expert_width: int, shared_width: int) -> int 
 
 
 def _base_values(full: Mapping[str, Any]) -> dict[str, Any]:
-    """What fields of a target ask of the base."""
     sliding = windows(full)
     kind, scaling = rotary(full)
     stated = full.get("rope_parameters") or {}
@@ -474,13 +439,10 @@ class AddedTensor:
     """A tensor of one value that a target needs and the base has not."""
 
     name: str
-    """Its name in the output."""
     dtype: DType | None
     """How it has to be stored; None for the dtype of the trunk."""
     shape: tuple[int, ...]
-    """Its shape."""
     value: float
-    """The value of every element."""
 
 
 def trunk_name(target: MoeTarget, name: str) -> str | None:
@@ -489,37 +451,24 @@ def trunk_name(target: MoeTarget, name: str) -> str | None:
 
 
 def is_fused(target: MoeTarget, layout: Layout) -> bool:
-    """Whether experts lie together in fused tensors in a layout of the target."""
     return layout == "fused" or target.hub is None
 
 
 def expert_names(target: MoeTarget, layer: int, expert: int) -> Mapping[str, str]:
-    """Names of one expert's ``gate``, ``up`` and ``down`` in the published layout.
-
-    Raises:
-        ValueError: the target is published with fused experts.
-    """
+    """Names of one expert's ``gate``, ``up`` and ``down`` in the published layout."""
     if target.hub is None:
         raise ValueError(f"{target.title} is published with fused experts, which have no names one by one")
     return {each: _below(layer, target.hub[each].format(expert=expert)) for each in _MATRICES}
 
 
 def fused_names(target: MoeTarget, layer: int) -> FusedExperts:
-    """Names of the tensors that hold all experts of a layer where they are fused.
-
-    Raises:
-        ValueError: the target has no such layout.
-    """
+    """Names of the tensors that hold all experts of a layer where they are fused."""
     names = _fused(target)
     return FusedExperts(_below(layer, names["gate_up"]), _below(layer, names["down"]))
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
-    """Name of the router's rows, ``[experts, hidden]``.
-
-    Raises:
-        ValueError: the target has no such layout.
-    """
+    """Name of the router's rows, ``[experts, hidden]``."""
     names = target.hub if layout == "hub" and target.hub is not None else _fused(target)
     return _below(layer, names["router"])
 

@@ -34,11 +34,8 @@ class TensorInfo(NamedTuple):
     stack: str
     """Prefix of its layer stack, such as ``model.layers``; "" outside layers."""
     layer: int | None
-    """Layer number, from 0; None outside layers."""
     expert: int | None
-    """Expert number, from 0; None unless it belongs to one single expert."""
     projection: Projection | None
-    """Which matrix of a gated feed-forward network it is, or None."""
     is_bias: bool
     """Whether it is added rather than multiplied."""
     block: str | None
@@ -53,8 +50,8 @@ class NameReader:
         Args:
             rules: those of the checkpoint's family.
             num_layers: layers of the main stack: those at or beyond are multi-token-prediction layers.
-            stacks: the checkpoint's stacks. With them a layer number is one exactly where a stack says so,
-                and the main stack gives ``num_layers``; without, where the word before the number says so.
+            stacks: with them a layer number is one exactly where a stack says so, and the main stack gives
+                ``num_layers``; without, where the word before the number says so.
         """
         main = next((each for each in stacks if each.is_main), None)
         self._rules = rules
@@ -91,7 +88,6 @@ class NameReader:
         )
 
     def _layer(self, name: str) -> tuple[str, int | None]:
-        """The stack and the number of the layer that a tensor is in."""
         place = layer_of(name)
         if place is None:
             return "", None
@@ -151,7 +147,6 @@ def joined_matrix(name: str, rules: Rules) -> str | None:
 
 
 DEFAULT = "default"
-"""The one module of a model that has no parts."""
 
 # First match wins. The mergers inside Qwen's vision tower project into the text model.
 _BESIDE_TEXT = (
@@ -181,7 +176,6 @@ def module_of(name: str, config: Mapping[str, Any], stacks: Sequence[Stack]) -> 
 
 
 def module_finder(config: Mapping[str, Any], stacks: Sequence[Stack]) -> Callable[[str], str]:
-    """``module_of`` for many names of one model."""
     if _is_multimodal(config, stacks):
         return _beside_text
     return _of_encoder_decoder if _is_encoder_decoder(stacks) else lambda _: DEFAULT
@@ -211,7 +205,6 @@ def _is_encoder_decoder(stacks: Sequence[Stack]) -> bool:
 
 _NUMBER = re.compile(r"\.\d+(?![^.])")
 TIE_KEY = "tie_word_embeddings"
-"""The config field that says whether head and embedding are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +214,6 @@ class TiedPair:
     head: str
     """Name of the head; where it is not stored, the name it would have."""
     embedding: str
-    """Name of the embedding, always stored."""
     declared: bool | None
     """What the config says; None where it is silent."""
 
@@ -279,20 +271,15 @@ class FusedLayout:
     kind: LayoutKind
     """Where they lie; ``unknown`` where neither family nor config tells."""
     block: str
-    """Canonical path of the mixture-of-experts block."""
     projections: tuple[str, ...]
     """Matrices of each expert that are stored together: ("gate", "up"), ("gate",), ("up",) or ("down",)."""
     num_experts: int
-    """Experts in it."""
     is_bias: bool
     """Whether it holds biases, one vector a projection."""
 
 
 def logical_name(name: str, rules: Rules, *, info: TensorInfo | None = None) -> str:
-    """The canonical name of a tensor that is not fused; a fused one keeps its own, in a canonical block.
-
-    ``info`` is what ``describe`` said of the name, where that is at hand; it saves the time of asking again.
-    """
+    """The canonical name of a tensor that is not fused; a fused one keeps its own, in a canonical block."""
     return CanonicalNames(rules).of(name, info or describe(name, rules))
 
 
@@ -304,7 +291,6 @@ class CanonicalNames:
         self._blocks: dict[str, str] = {}
 
     def of(self, name: str, info: TensorInfo) -> str:
-        """The canonical name of a tensor that is not fused, of which ``info`` is said."""
         own = info.block
         if own is None:
             return _renamed(name, self._rules)
@@ -317,24 +303,13 @@ class CanonicalNames:
 
 
 def canonical_block(block: str, rules: Rules) -> str:
-    """The canonical path of a mixture-of-experts block."""
     # The dot lets those renames match that look for one behind the block.
     parent, dot, word = _renamed(f"{block}.", rules)[:-1].rpartition(".")
     return f"{parent}{dot}{'mlp' if word in _BLOCK_WORDS else word}"
 
 
 def other_names(name: str, logical: str, info: TensorInfo, rules: Rules) -> tuple[str, ...]:
-    """What a logical tensor is called where its checkpoint is stored in another layout.
-
-    These are its names in the layout of transformers 5, by itself and stacked, and in that of the Hub: a
-    recipe speaks of the same tensors in each of them.
-
-    Args:
-        name: the stored tensor that holds it.
-        logical: its canonical name.
-        info: what ``name`` says.
-        rules: those of the checkpoint's family.
-    """
+    """What a logical tensor is called where its checkpoint is stored in another layout."""
     if info.block is None:
         return (logical,) if logical != name else ()
     block, inner = canonical_block(info.block, rules), logical
@@ -405,7 +380,6 @@ def _renamed(name: str, rules: Rules) -> str:
 
 
 def _inside_block(info: TensorInfo, path: list[str], rules: Rules) -> str:
-    """The canonical spelling of what stands behind the block's path."""
     if info.part is Role.ROUTER:
         return ".".join(["gate", *(word for word in path if word not in _ROUTER_WRAPPERS)])
     if info.part is Role.ROUTER_BIAS:
@@ -437,7 +411,6 @@ def _is_plain(path: list[str], word: str) -> bool:
 def _placed(
     word: str, info: TensorInfo, shape: tuple[int, ...], config: Mapping[str, Any], rules: Rules
 ) -> tuple[LayoutKind, int]:
-    """Layout and number of experts."""
     declared = rules.fused.get(word) or ("out_in" if rules.is_out_in else None)
     if declared in ("rows", "rows_transposed"):
         experts = config_int(config, rules.sizes["num_experts"]) or 0

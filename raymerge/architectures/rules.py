@@ -44,7 +44,6 @@ class Periodic:
     """A config field by which every so-many-th layer is of a special kind."""
 
     key: str
-    """The field that holds the period."""
     shift: int
     """Layer i is special when (i + shift) is a multiple of the period."""
     offset: str | None
@@ -61,33 +60,23 @@ class DepthRules:
     """Config fields that depend on the number and order of layers."""
 
     counts: tuple[str, ...]
-    """Number of layers."""
     encoder_counts: tuple[str, ...]
-    """Number of layers of an encoder, best first."""
     decoder_counts: tuple[str, ...]
-    """Number of layers of a decoder, best first."""
     counting_lists: tuple[str, ...]
     """Lists of one entry a layer whose length is the number of layers where no field gives it."""
     mtp_counts: tuple[str, ...]
-    """Number of multi-token-prediction layers behind the others."""
     not_per_layer: re.Pattern[str]
     """Lists that are not per layer even when as long as the layers are many."""
     per_layer_strings: tuple[str, ...]
-    """Strings with one character a layer."""
     index_lists: tuple[str, ...]
-    """Lists of layer numbers from 0."""
     index_lists_from_one: tuple[str, ...]
-    """Lists of layer numbers from 1."""
     leading_dense: tuple[str, ...]
     """How many layers at the start have no experts."""
     leading: tuple[str, ...]
     """How many layers at the start are of some other kind."""
     last_index: tuple[str, ...]
-    """Number of the last layer that has experts."""
     fixed: tuple[str, ...]
-    """Features that no other order of layers can keep."""
     periodic: tuple[Periodic, ...]
-    """Every so-many-th layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +84,16 @@ class Rules:
     """Naming rules of one family of models: the general ones with the family's own in front."""
 
     model_type: str | None
-    """What ``config.json`` calls the family."""
     roles: tuple[tuple[Role, re.Pattern[str]], ...]
     """First match wins."""
     vision: frozenset[str]
-    """Words in the names of the vision side, projector included."""
     mtp: frozenset[str]
-    """Words in the names of multi-token-prediction modules."""
     layer_words: frozenset[str]
-    """Words before a number that make it a layer number."""
     moe_children: frozenset[str]
     """Words that follow the path of a mixture-of-experts block."""
     projections: Mapping[str, Projection]
-    """Projection by the word that names it."""
     fused: Mapping[str, LayoutKind]
-    """Layout of fused experts by the word that names them."""
     is_out_in: bool
-    """Whether fused tensors of this family lie as transformers 5 writes them."""
     joined: Mapping[str, str]
     """Name of the matrix that servers join a module to, by the word that names the module."""
     sizes: Mapping[str, tuple[str, ...]]
@@ -121,9 +103,7 @@ class Rules:
     published: Mapping[str, str]
     """Words of canonical names of experts and routers, and what stands in their place on the Hub."""
     ties: tuple[tuple[str, str], ...]
-    """Names of head and embedding that go together."""
     depth: DepthRules
-    """Config fields that depend on depth."""
 
 
 def load_rules(model_type: str | None) -> Rules:
@@ -175,7 +155,6 @@ def _published(model_type: str | None) -> Mapping[str, str]:
 
 
 def _plain(model_type: str | None) -> str:
-    """The family's name without the suffix that its text part carries."""
     return (model_type or "").removesuffix("_text")
 
 

@@ -18,7 +18,6 @@ def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's section of a config."""
     for key in text_path(config):
         config = config[key]
     return config

@@ -38,18 +38,13 @@ class Fault:
     path: FieldPath
     """Where, relative to the value that was being read."""
     what: str
-    """The fact, a sentence with the value in it."""
     remedy: str
-    """What to write instead."""
     meant: str | None = None
     """What was most likely meant: for the last key of the path if ``is_key``, else for the value there."""
     is_key: bool = False
-    """Whether the last step of the path is a key that is not known."""
 
 
 class FaultError(ValueError):
-    """All that is wrong with one value."""
-
     def __init__(self, faults: Fault | Iterable[Fault]) -> None:
         self.faults: tuple[Fault, ...] = (faults,) if isinstance(faults, Fault) else tuple(faults)
         super().__init__(" ".join(f"{fault.what} {fault.remedy}" for fault in self.faults))
@@ -74,7 +69,6 @@ def read_each(read: Callable[[object], T], values: Sequence[object]) -> tuple[T,
 
 
 def faults_of(error: ValidationError) -> list[Fault]:
-    """The faults that a pydantic error stands for, in our words."""
     return [fault for detail in error.errors(include_url=False) for fault in _of_detail(detail)]
 
 
@@ -134,29 +128,19 @@ def _in_our_words(detail: Mapping[str, Any]) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind:
-    """A sort of text."""
-
     noun: str
     """What messages call it, like ``recipe``."""
     opening: str
     """How its first key is written, like ``merge_method: ...``."""
     error: type[UserError]
-    """What is raised for one that is wrong."""
     about_secrets: str
-    """Why none may stand in it and what to do with one, a sentence or more."""
 
 
 _CUTOFF = 0.6
 
 
 def closest(word: str, choices: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
-    """The choice most like ``word``, whatever its case and with ``-`` for ``_``; None if none is close.
-
-    Args:
-        word: what was written.
-        choices: what is known.
-        cutoff: how like it must be, from 0 to 1.
-    """
+    """The choice most like ``word``, whatever its case and with ``-`` for ``_``; None if none is close."""
     by_folded = {_fold(choice): choice for choice in choices}
     matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
@@ -178,7 +162,6 @@ class MapEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     shape: ClassVar[str] = "a map of keys to values"
-    """How such a map is written, for one who wrote something else."""
     advice: ClassVar[Mapping[str, str]] = {}
     """Keys that are no fields but are met in the wild, and what to do about each."""
     hint: ClassVar[str] = ""
@@ -251,7 +234,6 @@ def read_number(value: object) -> float:
 
 
 def read_positive(value: object) -> float:
-    """A finite number above 0."""
     number = read_number(value)
     if number <= 0:
         raise FaultError(Fault((), f"{show(value)} is not above 0.", "Write a positive number, like 0.5."))
@@ -259,7 +241,6 @@ def read_positive(value: object) -> float:
 
 
 def read_fraction(value: object) -> float:
-    """A number from 0 to 1, both included."""
     number = read_number(value)
     if not 0 <= number <= 1:
         raise FaultError(Fault((), f"{show(value)} is not a fraction.", "Write a number from 0 to 1."))
@@ -277,7 +258,6 @@ def read_integer(value: object) -> int:
 
 
 def read_switch(value: object) -> bool:
-    """``true`` or ``false``."""
     if isinstance(value, bool):
         return value
     raise FaultError(
@@ -286,8 +266,6 @@ def read_switch(value: object) -> bool:
 
 
 def choice_of(*choices: str) -> Callable[[object], str]:
-    """A reader that takes one of the given words."""
-
     def read_choice(value: object) -> str:
         if isinstance(value, str) and value in choices:
             return value
@@ -299,7 +277,6 @@ def choice_of(*choices: str) -> Callable[[object], str]:
 
 
 def between(low: int, high: int | None = None) -> Callable[[object], int]:
-    """A reader of whole numbers from ``low`` to ``high``, both included."""
     limits = f"at least {low}" if high is None else f"from {low} to {high}"
 
     def read_limited(value: object) -> int:

@@ -37,8 +37,6 @@ _DATE_TAG = f"{_TAG}timestamp"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where each value of a document stands in its text."""
-
     name: str
     """The document's name in messages: its path as the user gave it."""
     marks: Mapping[FieldPath, tuple[int, int]] = field(default_factory=dict)
@@ -50,7 +48,6 @@ class Places:
     """Items of lists that are not read, so that those behind them have smaller numbers than in the text."""
 
     def as_written(self, path: FieldPath) -> FieldPath:
-        """The path of a value in the document as the user wrote it."""
         found: FieldPath = ()
         for step in path:
             if isinstance(step, int):
@@ -76,7 +73,6 @@ class Places:
         return f"{self.name}: {steps.removeprefix('.')}" if steps else self.name
 
     def problems(self, faults: list[Fault]) -> list[Problem]:
-        """The faults with their places, in the order of the text."""
         ordered = sorted(faults, key=lambda fault: self.mark(fault.path))
         return [Problem(self.at(fault.path), self._named(fault), fault.remedy) for fault in ordered]
 
@@ -94,7 +90,6 @@ class Part:
     """One YAML document of a file, composed but not read."""
 
     root: Node
-    """What it holds."""
     text: str
     """Its own part of the file; the parts of a file are the file, one after the other."""
     mark: tuple[int, int]
@@ -106,9 +101,7 @@ class Located:
     """A document's text, taken apart."""
 
     data: Mapping[str, object]
-    """Maps, lists, texts, numbers, switches and null."""
     places: Places
-    """The place of each of them."""
     faults: tuple[Fault, ...]
     """What is wrong with the YAML itself though it could be read: a repeated key, a tag."""
     anchored: frozenset[str] = frozenset()
@@ -116,7 +109,6 @@ class Located:
 
 
 def spot(name: str, mark: tuple[int, int]) -> str:
-    """``recipe.yml:7:18``."""
     return f"{name}:{mark[0]}:{mark[1]}"
 
 
@@ -133,11 +125,7 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
 
 
 def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...]:
-    """The YAML documents in ``text`` that are not empty, at least one.
-
-    Raises:
-        UserError: of the kind of document: no YAML, no document, or more than ``MAX_DOCUMENTS``.
-    """
+    """The YAML documents in ``text`` that are not empty, at least one."""
     composed = [(mark, root) for mark, root in _compose(text, name, kind) if root.tag != f"{_TAG}null"]
     if not composed:
         raise kind.error(Problem(f"{name}:1:1", f"the {kind.noun} is empty.", _start(kind)))
@@ -151,11 +139,7 @@ def split_documents(text: str, name: str, kind: DocumentKind) -> tuple[Part, ...
 
 
 def read_document(part: Part, name: str, kind: DocumentKind) -> Located:
-    """One document as plain data.
-
-    Raises:
-        UserError: of the kind of document: no map at the top, or too large once expanded.
-    """
+    """One document as plain data."""
     root = part.root
     if not isinstance(root, MappingNode) or root.tag not in _PLAIN_TAGS:
         what = f"a {kind.noun} is a map of keys to values."
@@ -178,7 +162,6 @@ def _anchored(root: MappingNode) -> frozenset[str]:
 
 
 def _nodes(root: Node) -> Iterator[Node]:
-    """A node and all below it, each once."""
     seen: set[int] = set()
     left = [root]
     while left:
@@ -322,7 +305,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def _compose(text: str, name: str, kind: DocumentKind) -> list[tuple[Mark, Node]]:
-    """Every document with the place where it starts."""
     documents: list[tuple[Mark, Node]] = []
     try:
         loader = _Loader(text)
@@ -386,15 +368,10 @@ def _is_text(value: str) -> bool:
 
 
 MAX_TEXT_BYTES = 4 * 2**20
-"""Bytes of such a text."""
 
 
 def read_file(name: str, kind: DocumentKind) -> str:
-    """The text of a file, which messages call by the name under which the user gave it.
-
-    Raises:
-        UserError: of that kind: there is no such file, it cannot be read, is too large or not UTF-8.
-    """
+    """The text of a file, which messages call by the name under which the user gave it."""
     noun = kind.noun
     try:
         with Path(name).open("rb") as file:
@@ -410,11 +387,7 @@ def read_file(name: str, kind: DocumentKind) -> str:
 
 
 def check_length(text: str, name: str, kind: DocumentKind) -> None:
-    """Refuse a text of more than ``MAX_TEXT_BYTES``.
-
-    Raises:
-        UserError: of the kind of document.
-    """
+    """Refuse a text of more than ``MAX_TEXT_BYTES``."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_large(name, kind)
 
@@ -470,11 +443,7 @@ _SECRETS = {
 
 
 def check_text(text: str, name: str, kind: DocumentKind) -> None:
-    """Refuse a text that holds a secret, be it in a comment. The message does not repeat it.
-
-    Raises:
-        UserError: of the kind of document, with the place of each.
-    """
+    """Refuse a text that holds a secret, be it in a comment. The message does not repeat it."""
     problems = []
     for what, pattern in _SECRETS.items():
         for found in pattern.finditer(text):

@@ -34,26 +34,18 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 
 _MAX_NAME_BYTES = 100
 _MISSPELT = 0.85
-"""How like a known key one is, from 0 to 1, that is taken for a misspelt one though it has an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the validators need to know beside the data."""
-
     places: Places = field(default_factory=lambda: Places("recipe"))
-    """Where each value stands."""
     text: str | None = None
-    """The user's text, if there was one."""
     exists: Exists = never_exists
-    """Whether a text is a local directory."""
     notes: tuple[str, ...] = ()
     """What the text says without effect."""
 
 
 class Entry(MapEntry):
-    """A map in a recipe."""
-
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Those who look for a parameter of the method among the fields are told where it goes."""
@@ -63,7 +55,6 @@ class Entry(MapEntry):
 
 
 def _name(value: object) -> str:
-    """A name that can stand in a reference and be a directory's."""
     name = read_text(value)
     is_plain = name.isprintable() and name == name.strip() and not name.startswith(".")
     if is_plain and 0 < len(name.encode()) <= _MAX_NAME_BYTES and not set(name) & set("/\\@+:"):
@@ -74,8 +65,6 @@ def _name(value: object) -> str:
 
 
 class Document(Entry):
-    """The top of a recipe."""
-
     name: Annotated[str, PlainValidator(_name)] | None = None
     """What other recipes of the same file call the result; changes no byte of it."""
 
@@ -95,12 +84,7 @@ class Document(Entry):
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
-        """Keys that are no fields and are no mistakes either, each with a note on it.
-
-        Args:
-            data: what the user wrote.
-            anchored: keys with an anchor below them that is used below another key.
-        """
+        """Keys that are no fields and are no mistakes either, each with a note on it."""
         notes: dict[str, str] = {}
         known = (*cls.model_fields, *cls.advice)
         for key in map(str, data):
@@ -121,7 +105,6 @@ class Document(Entry):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the text says without effect, for people."""
         return self._notes
 
     def where(self, *path: str | int) -> str:
@@ -138,13 +121,7 @@ class Document(Entry):
 
 
 def misplaced_keys(document: type[Document], data: object, path: FieldPath = ()) -> Iterator[Fault]:
-    """Keys of the document, and others that it has advice on, that stand below ``parameters``.
-
-    Args:
-        document: the kind of document.
-        data: a value in it, unchecked.
-        path: where that is.
-    """
+    """Keys of the document, and others that it has advice on, that stand below ``parameters``."""
     if isinstance(data, (list, tuple)):
         for index, item in enumerate(data):
             yield from misplaced_keys(document, item, (*path, index))
@@ -161,7 +138,6 @@ def misplaced_keys(document: type[Document], data: object, path: FieldPath = ())
 
 
 def reading_of(context: object) -> Reading:
-    """What a validator was told; nothing, when a part is made from Python."""
     return context if isinstance(context, Reading) else Reading()
 
 
@@ -212,7 +188,6 @@ def word_or_reference(*words: str) -> Callable[[object, ValidationInfo], str | M
 
 
 def plain_word_or_reference(source: str | ModelReference) -> object:
-    """The word, or the reference as a recipe writes it."""
     return source if isinstance(source, str) else plain_reference(source)
 
 
@@ -232,4 +207,3 @@ RECIPE = DocumentKind(
         "from, and log in with 'hf auth login' or set HF_TOKEN."
     ),
 )
-"""The sort of text that says what to merge."""

@@ -25,10 +25,8 @@ from raymerge.recipes.entry import DEFAULT_SHARD_SIZE, Document, Entry, MergeDTy
 from raymerge.recipes.schema import FLAG_ADVICE, Duplicates, PickledWeights, Seed
 
 ExpertIds: TypeAlias = tuple[int, ...]
-"""Numbers of experts, from 0."""
 
 ExpertGroups: TypeAlias = tuple[ExpertIds, ...]
-"""Experts that become one, group by group."""
 
 T = TypeVar("T", bound=Sequence[object])
 
@@ -47,7 +45,6 @@ class PerLayer(Generic[T]):
 
     @property
     def num_experts(self) -> int:
-        """How many experts each layer is left with."""
         return len(self.by_layer[0][1] if self.everywhere is None else self.everywhere)
 
     def at(self, layer: int) -> T | None:
@@ -56,20 +53,11 @@ class PerLayer(Generic[T]):
 
 
 def read_id(value: object) -> int:
-    """The number of one expert.
-
-    Raises:
-        FaultError: it is no whole number, or below 0.
-    """
     return _read_number(value, "expert")
 
 
 def read_ids(value: object) -> ExpertIds:
-    """Numbers of experts, in the order given.
-
-    Raises:
-        FaultError: every item that is no number or was there before; no list, or an empty one.
-    """
+    """Numbers of experts, in the order given."""
     if not isinstance(value, (list, tuple)):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST))
     if not value:
@@ -80,11 +68,7 @@ def read_ids(value: object) -> ExpertIds:
 
 
 def read_groups(value: object) -> ExpertGroups:
-    """Groups of experts, in the order given.
-
-    Raises:
-        FaultError: every group that is none, and every expert that is in two.
-    """
+    """Groups of experts, in the order given."""
     if not isinstance(value, (list, tuple)):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS))
     if not value:
@@ -98,11 +82,7 @@ def read_groups(value: object) -> ExpertGroups:
 
 
 def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
-    """One list for all layers, or a map from layers to lists of one length.
-
-    Raises:
-        FaultError: all that is wrong with any of them.
-    """
+    """One list for all layers, or a map from layers to lists of one length."""
     if isinstance(value, PerLayer):
         return value
     if not isinstance(value, Mapping):
@@ -126,7 +106,6 @@ def read_per_layer(read: Callable[[object], T], value: object) -> PerLayer[T]:
 
 
 def plain_per_layer(change: PerLayer[Any]) -> object:
-    """The lists as a recipe writes them."""
     if change.everywhere is not None:
         return _plain(change.everywhere)
     return {str(layer): _plain(listed) for layer, listed in change.by_layer}
@@ -213,7 +192,6 @@ class AddedExpert(Entry):
     model: Reference
     """A mixture of experts of the same shapes; or a dense model, whose feed-forward layers become one."""
     experts: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
-    """Which of its experts, in this order; None for all of them."""
     row_of: Annotated[int, by(read_id)] | None = None
     """Number of the base's expert whose router row and biases are copied; None for those of ``model``, which
     a dense one does not have."""
@@ -226,13 +204,11 @@ class ExpertChange(Entry):
     advice: ClassVar[Mapping[str, str]] = dict.fromkeys(("source_model", "positive_prompts"), _BUILT)
 
     keep: _Kept | None = None
-    """Experts that stay, in the order of their new numbers."""
     drop: Annotated[int, by(_read_drop)] | None = None
     """How many experts of each layer go, those with the lowest ``scores``."""
     merge: _Merged | None = None
     """Groups of experts that become one each: their mean, weighted by ``scores`` where there are some."""
     add: tuple[AddedExpert, ...] = ()
-    """Experts that are added, in this order."""
     dense: Annotated[int | Literal["mean", "concatenated"], by(_read_dense)] | None = None
     """Makes the model dense: of one expert, of the ``mean`` of all, or of all side by side."""
     of: Annotated[ExpertIds, by(read_ids), PlainSerializer(list)] | None = None
@@ -242,7 +218,6 @@ class ExpertChange(Entry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """One change, with scores and a choice of experts where it can use them."""
         given = [key for key in _CHANGES if data.get(key) is not None and (key != "add" or data[key])]
         listed = ", ".join(_CHANGES)
         if not given:
@@ -295,14 +270,9 @@ class ExpertSetRecipe(Document):
     base_model: Reference
     """The mixture of experts; gives everything that is not changed."""
     experts: ExpertChange
-    """What becomes of its experts."""
     dtype: MergeDType | None = None
-    """dtype of the output; None keeps each tensor's own."""
     seed: Seed = 0
     """As in other recipes; no change of experts draws random numbers."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
-    """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
-    """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
     pickled_weights: PickledWeights = "read"
-    """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""

@@ -71,32 +71,24 @@ class Draft:
     recipes: tuple[AnyRecipe, ...]
     """Those that could be read, wrong values left out or taken for what was most likely meant."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong, in the order of the text."""
     partial: tuple[AnyRecipe, ...] = ()
     """Those of the recipes that lack something on which the rest may depend."""
     names: tuple[str, ...] = ()
-    """Names of all recipes, of those too that could not be read."""
     guessed: frozenset[str] = frozenset()
     """Places of values that were taken for what was most likely meant: what else is wrong there may come of
     that."""
 
     def require(self) -> tuple[AnyRecipe, ...]:
-        """The recipes, if nothing is wrong.
-
-        Raises:
-            RecipeError: with every problem.
-        """
+        """The recipes, if nothing is wrong."""
         if self.problems:
             raise RecipeError(self.problems)
         return self.recipes
 
     def is_partial(self, recipe: AnyRecipe) -> bool:
-        """Whether a recipe lacks something on which the rest may depend."""
         return any(each is recipe for each in self.partial)
 
 
 def join_drafts(drafts: Iterable[Draft]) -> Draft:
-    """Several drafts as one."""
     each = tuple(drafts)
     return Draft(
         tuple(recipe for draft in each for recipe in draft.recipes),
@@ -108,19 +100,12 @@ def join_drafts(drafts: Iterable[Draft]) -> Draft:
 
 
 def with_order_problems(draft: Draft, exists: Exists) -> Draft:
-    """The draft with what is wrong between its recipes."""
     between = order_problems(draft.recipes, exists=exists, are_all=not draft.problems)
     return replace(draft, problems=in_order((*draft.problems, *between)))
 
 
 def draft_document(document: Located, text: str | None, exists: Exists) -> Draft:
-    """One recipe, as far as it can be read.
-
-    Args:
-        document: what was written, with the faults of the YAML itself.
-        text: the user's text, if there was one.
-        exists: whether a text is a local directory.
-    """
+    """One recipe, as far as it can be read."""
     if secret := list(secrets_in(document.data, RECIPE)):
         # Alone, for messages on the same values would repeat them.
         return Draft((), tuple(document.places.problems(secret)))
@@ -145,7 +130,6 @@ class _Drafting:
         self._is_partial = any(_lost(document.data, fault.path) for fault in document.faults)
 
     def draft(self) -> Draft:
-        """The recipe without what is wrong, and all that is."""
         name = self._data.get("name")
         recipe, faults = self._noted()
         for _ in range(_ROUNDS):
@@ -277,7 +261,6 @@ def _at(value: Any, path: FieldPath) -> Any:
 
 
 def _lost(data: Any, path: FieldPath) -> bool:
-    """Whether there is nothing at a path."""
     for step in path:
         if isinstance(data, Mapping):
             data = data.get(step)
@@ -289,7 +272,6 @@ def _lost(data: Any, path: FieldPath) -> bool:
 
 
 def _changed(value: Any, path: FieldPath, change: Callable[[Any], Any]) -> Any:
-    """A copy of plain data with another value at a path."""
     if not path:
         return change(value)
     step, rest = path[0], path[1:]
@@ -305,11 +287,7 @@ def _without(value: Any, step: str | int) -> Any:
 
 
 def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[ExpertSetRecipe]:
-    """Which kind of recipe is meant, by what ``experts`` is.
-
-    Raises:
-        FaultError: it is there, and neither of the two things that it may be.
-    """
+    """Which kind of recipe is meant, by what ``experts`` is."""
     experts = data.get("experts")
     if isinstance(experts, Mapping):
         return ExpertSetRecipe
@@ -321,7 +299,6 @@ def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[Expe
 
 
 _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
-"""Fields that say so of themselves."""
 
 
 def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
@@ -341,25 +318,12 @@ def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir)
 
 
 def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> tuple[AnyRecipe, ...]:
-    """All recipes in a YAML file, in its order; ``merge_order`` has them in that of their merges.
-
-    Args:
-        path: the file; messages name it as given.
-        exists: whether a text is a local directory.
-
-    Raises:
-        RecipeError: all that is wrong with each of them and between them.
-    """
+    """All recipes in a YAML file, in its order; ``merge_order`` has them in that of their merges."""
     return draft_recipes(path, exists=exists).require()
 
 
 def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Draft:
-    """All recipes in a YAML file as far as they can be read, with what is wrong.
-
-    Args:
-        path: the file; messages name it as given.
-        exists: whether a text is a local directory.
-    """
+    """All recipes in a YAML file as far as they can be read, with what is wrong."""
     name = os.fspath(path)
     try:
         return _draft_parts(_split(read_file(name, RECIPE), name), name, exists)
@@ -368,11 +332,7 @@ def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdi
 
 
 def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.isdir) -> AnyRecipe:
-    """The only recipe in a YAML text; ``name`` stands before line and column in messages.
-
-    Raises:
-        RecipeError: all that is wrong with it, or the text holds several recipes.
-    """
+    """The only recipe in a YAML text; ``name`` stands before line and column in messages."""
     parts = _split(text, name)
     if len(parts) > 1:
         what = f"a second recipe starts here, the file has {len(parts)}; one is expected."
@@ -386,11 +346,7 @@ def parse_recipe(text: str, name: str = "recipe", *, exists: Exists = os.path.is
 def parse_recipes(
     text: str, name: str = "recipe", *, exists: Exists = os.path.isdir
 ) -> tuple[AnyRecipe, ...]:
-    """All recipes in a YAML text, in its order; ``name`` stands before line and column in messages.
-
-    Raises:
-        RecipeError: all that is wrong with each of them and between them.
-    """
+    """All recipes in a YAML text, in its order; ``name`` stands before line and column in messages."""
     return _draft_parts(_split(text, name), name, exists).require()
 
 
@@ -451,7 +407,6 @@ def _draft_parts(parts: Sequence[Part], name: str, exists: Exists) -> Draft:
 _NAME = "convert"
 _PLACE = "--to"
 _PATTERN = frozenset("*?[.")
-"""What a pattern of names has one of, and a role has not."""
 
 
 def conversion_recipe(model: str, to: Sequence[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
@@ -485,10 +440,8 @@ class _ArgumentPlaces(Places):
     """Places of a recipe that is made of arguments."""
 
     arguments: tuple[str, ...] = ()
-    """Those of ``--to``: one is a line of ``out_format``."""
 
     def at(self, path: FieldPath) -> str:
-        """The argument that says what the recipe has there."""
         if path[:1] != ("out_format",):
             return Places(self.name, self.marks).at(path)
         line = path[1] if len(path) > 1 else None
@@ -497,7 +450,6 @@ class _ArgumentPlaces(Places):
 
 
 def _line(text: str) -> dict[str, str]:
-    """A line of ``out_format``."""
     selector, colon, form = text.rpartition(":")
     line = {"value": choice_of(*OUT_FORMATS)(form)}
     if not colon:
@@ -513,7 +465,6 @@ def _line(text: str) -> dict[str, str]:
 
 
 def _never_reached(to: Sequence[str], lines: Sequence[dict[str, str]]) -> list[Problem]:
-    """What stands behind a format for all tensors."""
     place = next((index for index, line in enumerate(lines) if len(line) == 1), len(lines))
     what = f"'{to[place]}' stands before it and is for all tensors." if place < len(to) else ""
     return [Problem(f"{_PLACE} {text}", what, f"Give '{to[place]}' last.") for text in to[place + 1 :]]

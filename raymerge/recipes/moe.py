@@ -73,7 +73,6 @@ _MOST_COPIES = 4096
 
 
 def _read_deviation(value: object) -> float:
-    """A standard deviation: 0 or more."""
     number = read_number(value)
     if number < 0:
         what = f"{show(value)} is below 0, and is a standard deviation."
@@ -91,7 +90,6 @@ class Expert(Entry):
     }
 
     source_model: Reference
-    """The source."""
     positive_prompts: tuple[Text, ...] = ()
     """Texts for which the router should choose this expert."""
     negative_prompts: tuple[Text, ...] = ()
@@ -103,21 +101,13 @@ class Expert(Entry):
     copies: Annotated[int, by(between(1, _MOST_COPIES))] = 1
     """How many experts, one after the other, are made of the source."""
     noise_scale: Annotated[float, by(_read_deviation)] | None = None
-    """Standard deviation of noise added to the expert's weights."""
     residual_scale: Annotated[float, by(read_number)] | None = None
-    """Factor on the expert's down projection."""
     reinit_fraction: Annotated[float, by(read_fraction)] | None = None
     """Share of the expert's neurons that are drawn anew (Drop-Upcycling, arXiv 2502.19261)."""
 
 
 def enough_experts(experts: Sequence[object], wanted: int, place: str) -> Iterable[Fault]:
-    """That there are experts, and as many as each token is given.
-
-    Args:
-        experts: what the user wrote below ``experts``, unchecked.
-        wanted: experts per token.
-        place: key of the recipe to blame where there are too few.
-    """
+    """That there are experts, and as many as each token is given."""
     if not experts:
         what = "'experts' is empty."
         yield Fault(("experts",), what, "Add {source_model: PATH, positive_prompts: [TEXT]}.")
@@ -155,7 +145,6 @@ def shared_faults(experts: Sequence[object], gate: GateMode | None) -> Iterable[
 
 
 def _foreign_prompts(path: tuple[str, int], expert: object, gate: GateMode) -> Iterable[Fault]:
-    """Prompts that this gate has no use for."""
     if gate in _WITHOUT_NEGATIVES and _get(expert, "negative_prompts"):
         what = f"gate_mode {gate} learns what is not an expert's from the prompts of the others."
         yield Fault((*path, "negative_prompts"), what, "Remove 'negative_prompts'.")
@@ -198,7 +187,6 @@ def _distinct(texts: object) -> object:
 
 
 def _copies(expert: object) -> int | None:
-    """How many experts this one stands for; None where that is no number."""
     copies = _get(expert, "copies")
     if copies is None:
         return 1
@@ -250,7 +238,6 @@ _LEAST_SCALE, _MOST_SCALE = 1e-6, 1e6
 
 
 def _read_scale(value: object) -> float:
-    """A factor in the making of router rows that leaves them numbers."""
     number = read_positive(value)
     if not _LEAST_SCALE <= number <= _MOST_SCALE:
         what = f"{number:g} is out of range."
@@ -267,11 +254,9 @@ class Trunk(Entry):
     shape: ClassVar[str] = "a map like {merge_method: linear, parameters: {weight: 1}}"
 
     merge_method: Text
-    """Name of the method; the planner knows which there are."""
     models: tuple[ModelEntry, ...] = ()
     """What is merged; empty for every distinct model among the experts, once."""
     parameters: Parameters = {}
-    """Settings that hold wherever nothing nearer says otherwise."""
     methods: tuple[MethodRule, ...] = ()
     """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
 
@@ -294,7 +279,6 @@ class MoeRecipe(Document):
     experts: tuple[Expert, ...]
     """The routed experts, in the order of the router's rows."""
     gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = _DEFAULT_GATE
-    """How the router's rows are made."""
     gate_scale: Annotated[float, by(_read_scale)] = 1.0
     """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""
     gate_ridge: Annotated[float, by(_read_scale)] = 0.1
@@ -302,7 +286,6 @@ class MoeRecipe(Document):
     experts_per_token: Annotated[int, by(between(1))] = _DEFAULT_EXPERTS_PER_TOKEN
     """How many experts the router chooses for each token, counted before ``granularity`` cuts them."""
     shared_experts: tuple[Expert, ...] = ()
-    """Experts that every token goes through."""
     granularity: Annotated[int, by(between(1))] = 1
     """Into how many narrower ones each routed expert is cut, along its width."""
     weight_scaling: Annotated[bool, by(read_switch)] = True
@@ -315,19 +298,14 @@ class MoeRecipe(Document):
     """``hub``: tensors as the family publishes them, mostly one for each matrix of each expert; ``fused``:
     all experts of a layer in one tensor, as transformers 5 writes them."""
     dtype: MergeDType | None = None
-    """dtype of the output; None keeps the base's own."""
     seed: Seed = 0
     """Chooses noise, neurons drawn anew and random router rows."""
     shard_size: ShardSize = DEFAULT_SHARD_SIZE
-    """Bytes that one output file may have; 0 for a single file."""
     duplicates: Duplicates = "keep"
-    """``keep``: each name has its own bytes; ``share``: equal ones may share storage."""
     pickled_weights: PickledWeights = "read"
-    """Pickled weights, where there are no safetensors: ``read`` without running code, or ``refuse``."""
 
     @classmethod
     def ignored(cls, data: Mapping[str, Any], anchored: Collection[str]) -> dict[str, str]:
-        """As for all recipes, and what some write for the method."""
         notes = super().ignored(data, anchored)
         if data.get("merge_method") == "moe":
             notes["merge_method"] = (
@@ -337,7 +315,6 @@ class MoeRecipe(Document):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Enough experts for each token, and prompts that the gate can use and that tell experts apart."""
         yield from misplaced_keys(cls, data)
         experts, shared = data.get("experts"), data.get("shared_experts")
         gate = _gate(data)
@@ -419,16 +396,12 @@ class _TrunkPlaces(Places):
     """Places of the mixture's recipe, asked for by the paths that they have in the trunk's."""
 
     trunk: Trunk | None = None
-    """The mixture's ``trunk``."""
     written: Places = field(default_factory=lambda: Places("recipe"))
-    """The mixture's own places."""
 
     def mark(self, path: FieldPath) -> tuple[int, int]:
-        """Line and column in the mixture's recipe."""
         return self.written.mark(self._moved(path))
 
     def at(self, path: FieldPath) -> str:
-        """The place in the mixture's recipe."""
         return self.written.at(self._moved(path))
 
     def _moved(self, path: FieldPath) -> FieldPath:
@@ -443,7 +416,6 @@ class _TrunkPlaces(Places):
         return _TRUNK if is_models and not self.trunk.models else (*_TRUNK, *path)
 
     def _is_written(self, path: FieldPath) -> bool:
-        """Whether a parameter is written at that model, and not for all of them."""
         models = self.trunk.models if self.trunk is not None else ()
         entry = next((each for number, each in enumerate(models) if number == path[1]), None)
         return entry is not None and set(path[3:4]) <= entry.parameters.keys()

@@ -26,7 +26,6 @@ from raymerge.recipes.schema import (
 from raymerge.storage.addresses import as_path
 
 AnyRecipe: TypeAlias = Recipe | MoeRecipe | ExpertSetRecipe
-"""What a document of a file may be."""
 
 Merge = TypeVar("Merge", bound=AnyRecipe)
 
@@ -73,13 +72,7 @@ def merge_order(recipes: Sequence[Merge], *, exists: Exists = os.path.isdir) -> 
 
 
 def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: bool) -> list[Problem]:
-    """What is wrong between the recipes of one file.
-
-    Args:
-        recipes: those that could be read.
-        exists: whether a text is a local directory.
-        are_all: whether that is all of them; what nobody uses cannot be told otherwise.
-    """
+    """What is wrong between the recipes of one file; what nobody uses can be told only of all of them."""
     uses = _Uses(recipes)
     naming = [*_repeated(recipes), *_unnamed(recipes)]
     problems = [*naming, *_ambiguous(uses, exists), *_circles(uses)]
@@ -91,18 +84,12 @@ def order_problems(recipes: Sequence[AnyRecipe], *, exists: Exists, are_all: boo
 @dataclass(frozen=True, slots=True)
 class _Use:
     user: int
-    """Number of the recipe that names a model."""
     used: int
-    """Number of the recipe that makes it."""
     place: str
-    """Where it is named."""
     revision: str | None
-    """The revision that is asked of it there."""
 
 
 class _Uses:
-    """Which recipe uses which."""
-
     def __init__(self, recipes: Sequence[AnyRecipe]) -> None:
         self.recipes = recipes
         self.all = tuple(_uses(recipes))
@@ -251,15 +238,7 @@ def _results(uses: _Uses) -> Iterator[Problem]:
 
 
 def places_read(recipes: Sequence[AnyRecipe]) -> Iterator[tuple[str, str]]:
-    """Every place that recipes name to read from, and where; results of other recipes among them are none.
-
-    Args:
-        recipes: all of a file.
-
-    Returns:
-        Pairs of a place in the text, ``recipe.yml:7:9``, and what stands there: a path, where that is a
-        ``file://`` address.
-    """
+    """Every place that recipes name to read from, and where; results of other recipes among them are none."""
     names = {each.name for each in recipes if each.name}
     for recipe in recipes:
         for path, reference in references(recipe):

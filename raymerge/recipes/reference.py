@@ -27,11 +27,8 @@ class ModelReference:
     path: str
     """A local directory, relative to the current one, or a Hub name."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub name."""
     lora_path: str | None = None
-    """An adapter to add to the model's weights."""
     lora_revision: str | None = None
-    """Branch, tag or commit of the adapter."""
     override_architecture: str | None = None
     """Takes the place of the ``architectures`` entry in the model's config."""
 
@@ -69,11 +66,7 @@ def parse_reference(text: str, *, exists: Exists = never_exists) -> ModelReferen
 
 
 def read_reference(value: object, exists: Exists = never_exists) -> ModelReference:
-    """The reference that a recipe's value means, be it a text or a map.
-
-    Raises:
-        FaultError: every part that does not say a model.
-    """
+    """The reference that a recipe's value means, be it a text or a map."""
     if isinstance(value, ModelReference):
         return value
     if isinstance(value, str):
@@ -151,7 +144,6 @@ def _read_map(value: Mapping[object, object], exists: Exists) -> ModelReference:
 
 
 def _read_path(value: object, exists: Exists) -> tuple[str, str | None]:
-    """Path and revision of ``PATH[@REVISION]`` or ``{path, revision}``; the map's path is taken verbatim."""
     if not isinstance(value, Mapping):
         text = read_text(value)
         return (text, None) if exists(text) else _split_revision(text, text)

@@ -48,10 +48,7 @@ _KINDS = ("zero", "model_token")
 
 
 class ZeroRow(Entry):
-    """A row of zeros."""
-
     kind: Literal["zero"]
-    """Always ``zero``."""
 
 
 class TokenRow(Entry):
@@ -60,13 +57,9 @@ class TokenRow(Entry):
     shape: ClassVar[str] = "a map like {kind: model_token, model: PATH, token: TEXT}"
 
     kind: Literal["model_token"]
-    """Always ``model_token``."""
     model: Reference
-    """The source that has the token."""
     token: Text | None = None
-    """The token's text."""
     token_id: Annotated[int, by(between(0))] | None = None
-    """The token's number."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
@@ -121,8 +114,6 @@ class TokenEntry(Entry):
 
 
 class Tokenizer(Entry):
-    """The output's vocabulary."""
-
     shape: ClassVar[str] = "a map like {source: union}"
 
     source: TokenizerSource = "union"
@@ -156,7 +147,6 @@ class AdapterOutput(Entry):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Concatenated factors are not cut."""
         if data.get("combine") != "concatenate":
             return
         for key in ("rank", "energy"):
@@ -183,18 +173,15 @@ class Align(Entry):
     experts: Annotated[bool, by(read_switch)] = True
     """Whether the experts of a layer are matched, together with their router rows; always so."""
     neurons: Annotated[bool, by(read_switch)] = True
-    """Whether the neurons inside each pair of experts are matched too."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Neurons have a counterpart only where their expert has one."""
         if data.get("experts") is False:
             what = "'experts' is false, and neurons are matched within matched experts only."
             yield Fault(("experts",), what, "Remove it, or write 'align: none'.")
 
 
 def _read_align(value: object) -> object:
-    """``experts`` and ``none`` as what they stand for; a map as it is."""
     if value == "experts":
         return {}
     if value is False or value == "none":
@@ -217,15 +204,11 @@ class MethodRule(Entry):
     shape: ClassVar[str] = "a map like {role: attention, merge_method: slerp}"
 
     filter: Text | None = None
-    """A plain part of the output tensor's name."""
     glob: Text | None = None
-    """A pattern of its whole name."""
     role: Annotated[tuple[str, ...], by(read_roles), PlainSerializer(list)] = ()
-    """Roles, one of which it has."""
     layers: Annotated[tuple[tuple[int, int], ...], by(read_layers), PlainSerializer(plain_layers)] = ()
     """Ranges of layers, both ends included, in one of which it lies."""
     merge_method: Text | None = None
-    """Name of the method; None for the recipe's own."""
     sources: tuple[Reference, ...] = ()
     """Which of the models take part; empty for all of them."""
     parameters: Parameters = {}
@@ -233,12 +216,10 @@ class MethodRule(Entry):
 
     @property
     def selector(self) -> Selector:
-        """Which tensors the rule speaks of."""
         return Selector(self.filter, self.glob, self.role, self.layers)
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """It speaks of some tensors, and says something of them."""
         if all(data.get(key) is None for key in SELECTOR_KEYS):
             remedy = f"Add one of: {', '.join(SELECTOR_KEYS)}."
             yield Fault((), "the rule does not say which tensors it is for.", remedy)
@@ -303,8 +284,6 @@ class _Part(Entry):
 
 
 class ModelEntry(_Part):
-    """A source that is merged as a whole."""
-
     shape: ClassVar[str] = "a map like {model: PATH, parameters: {weight: 0.5}}"
     advice: ClassVar[Mapping[str, str]] = {
         "layer_range": "mergekit ignores it here. Layers are chosen below 'slices': "
@@ -313,9 +292,7 @@ class ModelEntry(_Part):
     }
 
     model: Reference
-    """The source."""
     parameters: Parameters = {}
-    """Settings that hold for this source only."""
 
 
 class SliceSource(_Part):
@@ -325,11 +302,9 @@ class SliceSource(_Part):
     advice: ClassVar[Mapping[str, str]] = {"revision": REVISION_ADVICE}
 
     model: Reference
-    """The source."""
     layer_range: Annotated[tuple[int, int], PlainSerializer(list)]
     """First layer, and the one after the last."""
     parameters: Parameters = {}
-    """Settings that hold for this source in this slice only."""
 
     @field_validator("layer_range", mode="plain")
     @classmethod
@@ -351,15 +326,12 @@ class OutputSlice(_Part):
     }
 
     sources: tuple[SliceSource, ...]
-    """What is merged; at least one."""
     base_model: Reference | None = None
     """Takes the place of the recipe's base in this slice."""
     parameters: Parameters = {}
-    """Settings that hold in this slice."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """A slice has sources."""
         if data.get("sources") in ([], ()):
             yield Fault(("sources",), "the slice has no sources.", "Add {model: PATH, layer_range: [0, 8]}.")
 
@@ -370,15 +342,11 @@ class ModuleEntry(_Part):
     shape: ClassVar[str] = "a map with 'models' or 'slices'"
 
     slices: tuple[OutputSlice, ...] = ()
-    """Layers of the output, in order; or empty."""
     models: tuple[ModelEntry, ...] = ()
-    """Sources merged whole; or empty."""
     parameters: Parameters = {}
-    """Settings that hold in this module."""
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Exactly one of models and slices."""
         return _exactly_one(data, ("models", "slices"))
 
 
@@ -396,9 +364,7 @@ class Recipe(Document):
     models: tuple[ModelEntry, ...] = ()
     """Sources merged whole. Exactly one of models, slices and modules is not empty."""
     slices: tuple[OutputSlice, ...] = ()
-    """Layers of the output, in order."""
     modules: Mapping[str, ModuleEntry] = {}
-    """Module by module, by name."""
     methods: tuple[MethodRule, ...] = ()
     """Tensors that are made in another way; one that no rule speaks of is made by ``merge_method``."""
     base_model: Reference | None = None
@@ -412,7 +378,6 @@ class Recipe(Document):
     warn_encoding_error: Annotated[float, by(read_positive)] | None = None
     """Relative error that encoding may add to a tensor without a warning; None for any. Changes no byte."""
     parameters: Parameters = {}
-    """Settings that hold wherever nothing nearer says otherwise."""
     tokenizer_source: TokenizerSource | None = None
     """Short form of ``tokenizer: {source: ...}``."""
     tokenizer: Tokenizer | None = None
@@ -445,7 +410,6 @@ class Recipe(Document):
 
     @classmethod
     def rules(cls, data: Mapping[str, Any]) -> Iterable[Fault]:
-        """Exactly one of models, slices and modules; one way to choose the tokenizer; adapters are whole."""
         yield from misplaced_keys(cls, data)
         yield from _exactly_one(data, ("models", "slices", "modules"))
         if data.get("adapter") is not None and (data.get("slices") or data.get("modules")):

@@ -45,7 +45,6 @@ ROLE_NAMES = (
     "buffer",
     "other",
 )
-"""What a tensor may do in a model."""
 
 _EVERYTHING = (None, "*")
 _PAIRS = {
@@ -64,12 +63,10 @@ class Subject(NamedTuple):
     """A tensor, as far as a selector is interested in it."""
 
     name: str
-    """Its name."""
     roles: frozenset[str]
     """What it does in the model, of ``ROLE_NAMES``; a tensor may have several, such as an expert of a
     multi-token-prediction module."""
     layer: int | None
-    """Its layer's number; None outside the layers."""
     aliases: tuple[str, ...] = ()
     """What else it is called where the same model is stored in another layout."""
 
@@ -89,7 +86,6 @@ class Selector:
 
     @property
     def is_by_name(self) -> bool:
-        """Whether it says what tensors are called, and not only what they do and where."""
         return self.glob is not None or self.filter not in _EVERYTHING
 
     def matches(self, subject: Subject) -> bool:
@@ -145,7 +141,6 @@ def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
 
 
 def plain_selector(selector: Selector) -> dict[str, object]:
-    """The selector's keys as a recipe writes them."""
     plain = {
         "filter": selector.filter,
         "glob": selector.glob,
@@ -156,26 +151,17 @@ def plain_selector(selector: Selector) -> dict[str, object]:
 
 
 def read_roles(value: object) -> tuple[str, ...]:
-    """One role or a list of them, in the order of ``ROLE_NAMES``.
-
-    Raises:
-        FaultError: every one that is no role, and an empty list.
-    """
+    """One role or a list of them, in the order of ``ROLE_NAMES``."""
     given = _read_listed(choice_of(*ROLE_NAMES), value, f"Write one of: {', '.join(ROLE_NAMES)}.")
     return tuple(role for role in ROLE_NAMES if role in given)
 
 
 def read_layers(value: object) -> tuple[tuple[int, int], ...]:
-    """A layer, a range of layers with both ends in it, or a list of those; in the order of layers.
-
-    Raises:
-        FaultError: every one that is no layer, and an empty list.
-    """
+    """A layer, a range of layers with both ends in it, or a list of those; in the order of layers."""
     return tuple(sorted(set(_read_listed(_read_range, value, _LAYER_FORMS))))
 
 
 def plain_layers(layers: Sequence[tuple[int, int]]) -> list[object]:
-    """Layers as a recipe writes them."""
     return [first if first == last else f"{first}..{last}" for first, last in layers]
 
 
@@ -215,8 +201,6 @@ _FORMS = "Write a number, a list of numbers, or a list of {filter: TEXT, value: 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """The same number everywhere."""
-
     value: float
     """The number; switches are 1.0 and 0.0."""
 
@@ -231,12 +215,8 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of a conditional setting."""
-
     selector: Selector
-    """Which tensors this line speaks of."""
     value: Scalar | Gradient
-    """What holds for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +224,6 @@ class Conditional:
     """Choices by tensor; the first that matches holds."""
 
     choices: tuple[Choice, ...]
-    """At least one, in the recipe's order."""
 
 
 Setting: TypeAlias = Scalar | Gradient | Conditional
@@ -272,11 +251,7 @@ def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
 
 
 def read_setting(value: object) -> Setting:
-    """The setting that a recipe's value means.
-
-    Raises:
-        FaultError: every part of it that is neither a number, nor a gradient, nor a selector with its value.
-    """
+    """The setting that a recipe's value means."""
     if isinstance(value, (Scalar, Gradient, Conditional)):
         return value
     if isinstance(value, Mapping):
@@ -287,7 +262,6 @@ def read_setting(value: object) -> Setting:
 
 
 def plain_setting(setting: Setting) -> object:
-    """The setting as numbers, lists and maps, as a recipe writes it."""
     match setting:
         case Scalar(value):
             return value
@@ -354,27 +328,20 @@ class FormatChoice:
     selector: Selector | None
     """Which tensors it speaks of; None for all that are usually quantised."""
     value: str
-    """One of ``OUT_FORMATS``."""
 
     def selects(self, subject: Subject) -> bool:
-        """Whether it speaks of a tensor."""
         return self.selector is None or self.selector.matches(subject)
 
     def is_for(self, subjects: Sequence[Subject]) -> bool:
-        """Whether it speaks of all these tensors."""
         return all(map(self.selects, subjects))
 
 
 @dataclass(frozen=True, slots=True)
 class OutFormats:
-    """Formats by tensor."""
-
     choices: tuple[FormatChoice, ...]
-    """At least one, in the recipe's order; the first that speaks of a tensor holds for it."""
 
     @property
     def is_by_name(self) -> bool:
-        """Whether some lines say what tensors are called."""
         return any(each.selector is not None and each.selector.is_by_name for each in self.choices)
 
     def matching(self, subjects: Sequence[Subject]) -> Iterator[FormatChoice]:

@@ -23,7 +23,6 @@ from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes import Recipe
 
 VOCABULARY_KEY = "vocab_size"
-"""The field that counts the rows of the embedding."""
 
 _LAYERS_KEY = "vocab_size_per_layer_input"
 # The rows of embeddings that each layer has of its own, as many as the embedding's or fewer.
@@ -71,7 +70,6 @@ def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
 
 
 def row_counts(section: Mapping[str, Any], num_rows: int) -> dict[str, int]:
-    """The fields of one section that count the rows of the embedding, with another number."""
     if section.get(VOCABULARY_KEY, num_rows) == num_rows:
         return {}
     own = section[VOCABULARY_KEY]
@@ -167,7 +165,6 @@ def _restacked(
     section: Section,
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The config for a section's layers, and what it cannot express."""
     stack = donor.layer_stack(section.module)
     origins = [
         (sources[span.lead.source], n) for span in section.spans for n in _taken(span, sources, section)
@@ -190,7 +187,6 @@ def _restacked(
 
 
 def _taken(span: Span, sources: Sequence[Source], section: Section) -> range:
-    """Layers of the lead that become the span's."""
     stack = sources[span.lead.source].layer_stack(section.module)
     whole = stack.num_layers if stack is not None else 0
     first = span.lead.first_layer

@@ -43,14 +43,7 @@ _BY_TOKEN = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": T
 def fresh_table(
     packing: Packing, plain: Sequence[str], *, cache: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The table that says how all tensors of codes are stored.
-
-    Args:
-        packing: how one of them is; the others differ in their shapes.
-        plain: paths of the modules whose matrices are plain numbers.
-        cache: how keys and values are stored while a model runs (``kv_cache_scheme``), where there are scales
-            for them; only compressed-tensors says so.
-    """
+    """The table that says how all tensors of codes are stored."""
     if packing.format in _FORMATS:
         return _compressed(packing, plain, cache)
     listed = {"modules_to_not_convert": list(plain)}
@@ -108,10 +101,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What of the output is stored as codes."""
-
     packed: Mapping[str, PackedAs]
-    """By module, what is codes with scales."""
     unread: Mapping[str, str]
     """Tensors that are copied and whose format is not read, with what that is called."""
 
@@ -169,12 +159,7 @@ def quantisation_config(
 
 
 def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Mapping[str, Any]:
-    """The config without tables of quantisation where no tensor of the output can be codes.
-
-    Args:
-        config: as the donor has it, with what else changes.
-        outputs: every tensor of the output; codes among them are copied as they are stored.
-    """
+    """The config without tables of quantisation where no tensor of the output can be codes."""
     return without_tables(config) if all(output.dtype.is_mergeable for output in outputs) else config
 
 
@@ -251,8 +236,6 @@ def _with_plain(
 
 
 def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list[str]:
-    """Modules of plain numbers that a table does not list, though the donor has such as codes somewhere, and
-    that are not plain in the donor, whose table did without them."""
     packs = donor.checkpoint.packs
     known = packs.packed if packs is not None else {}
     before = donor.checkpoint.tensors.keys() - known.keys()
@@ -263,13 +246,7 @@ def _freed(declared: Declared, donor: Source, outputs: Sequence[Output]) -> list
 
 
 def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[str]) -> list[str]:
-    """Experts of a layer that are all plain, as one module: loaders that fuse them ask for that.
-
-    Args:
-        stored: what is not plain.
-        outputs: tensors of which stacks are to be listed as well.
-        listed: modules that are to be listed anyway.
-    """
+    """Experts of a layer that are all plain, as one module: loaders that fuse them ask for that."""
     coded = {_experts_of(each) for each in (*stored.packed, *stored.unread)}
     stacks = (each.name for each in outputs if each.packed is None and len(each.shape) == 3)
     found = dict.fromkeys(filter(None, map(_experts_of, (*listed, *stacks))))
@@ -277,7 +254,6 @@ def _plain_experts(stored: _Stored, outputs: Sequence[Output], listed: Sequence[
 
 
 def _experts_of(name: str) -> str:
-    """The path of the experts that a tensor is of; "" for none."""
     found = _EXPERTS.match(name)
     return found.group(1) if found else ""
 
@@ -325,7 +301,6 @@ def _input_scales(scaled: str, stored: _Stored, where: str) -> Problem:
 
 
 def _plain_matrices(stored: _Stored, outputs: Sequence[Output]) -> list[str]:
-    """Modules whose matrices are stored as plain numbers."""
     plain = (each for each in outputs if each.packed is None and each.name not in stored.unread)
     return [_module(each) for each in plain if len(each.shape) == 2 and each.name.endswith(_WEIGHT)]
 
@@ -358,7 +333,6 @@ def _in_short(modules: Sequence[str], *, is_exact: bool) -> list[str]:
 
 
 def _is_made(packed: PackedAs) -> bool:
-    """Whether codes and scales are made, and not copied."""
     return bool(packed.scales) or packed.tensor_scale is not None
 
 

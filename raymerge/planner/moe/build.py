@@ -105,13 +105,7 @@ _KEY = "tokenizer_class"
 
 
 def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget) -> TokenizerChanges:
-    """What becomes of the tokenizer, with the class in its file that the base's family implies.
-
-    Args:
-        tokenizer: what the trunk makes of it.
-        base: the source that gives it.
-        target: family of the output.
-    """
+    """What becomes of the tokenizer, with the class in its file that the base's family implies."""
     implied = implied_tokenizer_class(base.model_type)
     if implied is None or implied == implied_tokenizer_class(target.name):
         return tokenizer
@@ -128,7 +122,6 @@ def named_tokenizer(tokenizer: TokenizerChanges, base: Source, target: MoeTarget
 
 
 def _read(tokenizer: TokenizerChanges, base: Source) -> Mapping[str, Any] | None:
-    """The file as it would be written; None where there is none, or nothing that could be read."""
     checkpoint = base.checkpoint
     data = tokenizer.files.get(_FILE)
     if data is None and checkpoint.unwritten is not None:
@@ -149,8 +142,6 @@ _PROJECTIONS = ("gate", "up", "down")
 
 
 class MoeExperts:
-    """Makes the outputs of routed and shared experts."""
-
     def __init__(self, recipe: MoeRecipe, shape: MoeShape, context: PlanContext) -> None:
         self._recipe = recipe
         self._shape = shape
@@ -161,7 +152,6 @@ class MoeExperts:
         )
 
     def outputs(self) -> Iterator[Output]:
-        """Every output that can be made; findings say why others cannot."""
         for layer in range(self._shape.num_layers):
             if is_fused(self._shape.target, self._recipe.layout):
                 names = fused_names(self._shape.target, layer)
@@ -172,7 +162,6 @@ class MoeExperts:
                 yield from self._shared(layer)
 
     def _single(self, layer: int) -> Iterator[Output]:
-        """A tensor for each matrix of each expert."""
         for number, expert in enumerate(self._shape.experts):
             names = expert_names(self._shape.target, layer, number)
             for projection in _PROJECTIONS:
@@ -234,7 +223,6 @@ class MoeExperts:
     def _output(
         self, name: str, made: Sequence[tuple[Row, ...] | None], *, stacked: int = 0
     ) -> Iterator[Output]:
-        """The output of rows that stand one below the other; nothing where one of them has a finding."""
         if None in made:
             return
         rows = tuple(row for each in made if each is not None for row in each)
@@ -245,7 +233,6 @@ class MoeExperts:
 
 
 def _columns(row: Row) -> int:
-    """Columns of the matrix that a row is: of parts side by side, all of theirs."""
     return sum(part.shape[1] for part in row.parts)
 
 
@@ -310,7 +297,6 @@ def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
 
 
 def _per_model(recipe: MoeRecipe) -> frozenset[str]:
-    """Parameters of the trunk's method of which each model has its own."""
     method = methods().get(recipe.trunk.merge_method) if recipe.trunk is not None else None
     return (
         frozenset(each.name for each in method.parameters if each.scope == "source")
@@ -342,7 +328,6 @@ def _prepared_outputs(recipe: MoeRecipe, shape: MoeShape, context: PlanContext) 
 
 
 def _prepared(context: PlanContext) -> tuple[int, Prepared]:
-    """The stage's result with its index among the holdings."""
     found = [
         (i, each) for i, each in enumerate(holdings(context.resolver.sources)) if isinstance(each, Prepared)
     ]
@@ -363,7 +348,6 @@ def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> O
 
 
 def _settle_rest(context: PlanContext, shape: MoeShape) -> None:
-    """Give every tensor that nothing used its rule."""
     fates, resolver, base = context.builder.fates, context.resolver, shape.base.name
     models = {laid.store: index for index, laid in resolver.adapters.items()}
     mixed = {

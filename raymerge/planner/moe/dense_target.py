@@ -47,12 +47,9 @@ _RUN_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A run of the neurons of a dense layer."""
-
     experts: tuple[int, ...]
     """The routed experts whose mean it is; () for the shared expert."""
     factor: float
-    """Factor on what it gives."""
 
 
 def dense_width(block: ExpertBlock, change: ExpertChange, inputs: ExpertInputs) -> int:
@@ -106,7 +103,6 @@ def _factor(piece: _Piece, projection: str) -> float:
 def _found(
     inputs: ExpertInputs, block: ExpertBlock, piece: _Piece, projection: str
 ) -> list[ResolvedInput] | None:
-    """Where the matrices of a piece are, or None with a finding."""
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
         found = [resolved for name in shared if (resolved := inputs.named(BASE, name)) is not None]
@@ -119,7 +115,6 @@ def _found(
 
 
 def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], projection: str) -> bool:
-    """Whether all matrices are plain numbers of one hidden size, with findings where they are not."""
     side = 0 if projection == "down" else 1
     hidden = held[0][0].place.shape[side]
     fits = True
@@ -133,7 +128,6 @@ def _all_fit(inputs: ExpertInputs, held: Sequence[Sequence[ResolvedInput]], proj
 def _under(
     name: str, held: Sequence[Sequence[ResolvedInput]], factors: Sequence[float], dtype: DType
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """Matrices one under the other: a row of the plan for each."""
     rows: list[Row] = []
     height = 0
     for number, (own, factor) in enumerate(zip(held, factors, strict=True)):
@@ -170,7 +164,6 @@ def _beside(
 
 
 def _run(name: str, held: Sequence[Sequence[ResolvedInput]], span: tuple[int, int], dtype: DType) -> Row:
-    """Some rows of all matrices; what several experts give is their mean."""
     first, count = span
     width = sum(own[0].place.shape[1] for own in held)
     parts: list[Part] = []

@@ -29,34 +29,26 @@ class Stacked:
     """A stored tensor with an equal share for each expert, one behind the other."""
 
     tensor: StoredTensor
-    """The whole."""
     part: Role
-    """``EXPERT``, ``ROUTER`` or ``ROUTER_BIAS``."""
     share: tuple[int, ...]
-    """Shape of one share."""
     is_flattened: bool
     """Whether shares lie under one another as rows; else the first or only dimension counts experts."""
 
     @property
     def is_router(self) -> bool:
-        """Whether it belongs to the router."""
         return self.part is not Role.EXPERT
 
     @property
     def first(self) -> int:
-        """The first expert that has a share."""
         return 0
 
     def name(self, expert: int) -> str:  # noqa: ARG002 - as ``Numbered.name``, where it makes a difference
-        """Name of the tensor that holds the share of an expert."""
         return self.tensor.name
 
     def start(self, expert: int) -> int:
-        """The first element of an expert's share."""
         return expert * prod(self.share)
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
-        """Shape of such a tensor with another number of experts."""
         whole = self.tensor.shape
         if self.is_flattened:
             return (num_experts * self.share[0], *whole[1:])
@@ -69,42 +61,33 @@ class Numbered:
     """Stored tensors of one kind, one for each expert, whose number stands in their names."""
 
     before: str
-    """What stands before the number."""
     after: str
-    """What stands behind it."""
     tensors: Mapping[int, StoredTensor]
     """By expert, in order. Some may have none, where codes and plain numbers are mixed."""
 
     @property
     def part(self) -> Role:
-        """``EXPERT``, as ``Stacked.part``."""
         return Role.EXPERT
 
     @property
     def is_router(self) -> bool:
-        """Whether it belongs to the router; single experts do not."""
         return False
 
     @property
     def first(self) -> int:
-        """The first expert that has one."""
         return next(iter(self.tensors))
 
     @property
     def share(self) -> tuple[int, ...]:
-        """Shape of the tensor of an expert."""
         return self.tensors[self.first].shape
 
     def name(self, expert: int) -> str:
-        """Name of the tensor of an expert."""
         return f"{self.before}{expert}{self.after}"
 
     def start(self, expert: int) -> int:  # noqa: ARG002 - as ``Stacked.start``
-        """The first element of an expert's tensor."""
         return 0
 
     def shape(self, num_experts: int) -> tuple[int, ...]:  # noqa: ARG002 - as ``Stacked.shape``
-        """Shape of the tensor of an expert, whatever the number of experts."""
         return self.share
 
 
@@ -119,19 +102,14 @@ class ExpertBlock:
     path: str
     """Path before ``experts`` in the checkpoint's names."""
     canonical: str
-    """The same in canonical spelling."""
     layer: int
     """Its layer; multi-token-prediction layers are numbered after all others."""
     name_layer: int
     """The layer's number in the names of its stack."""
     is_mtp: bool
-    """Whether it is in a multi-token-prediction layer."""
     num_experts: int
-    """Routed experts."""
     stacked: tuple[Stacked, ...]
-    """Tensors with a share for each expert."""
     numbered: tuple[Numbered, ...]
-    """Tensors of single experts."""
     routers: tuple[str, ...]
     """Names of everything that belongs to the router, shares or not."""
     shared: tuple[str, ...]
@@ -152,16 +130,7 @@ class ExpertBlock:
 def expert_blocks(
     source: Source, logical: LogicalTensors, num_experts: int, findings: Findings
 ) -> tuple[ExpertBlock, ...]:
-    """The blocks of the text decoder and of its multi-token-prediction layers, by layer.
-
-    Findings say which tensors cannot be split into experts, and where codes do not fit the config.
-
-    Args:
-        source: the checkpoint.
-        logical: its logical tensors.
-        num_experts: routed experts that its config counts.
-        findings: receives what is wrong.
-    """
+    """The blocks of the text decoder and of its multi-token-prediction layers, by layer."""
     main = source.layer_stack(None)
     quantised = quantised_tensors(source.checkpoint)
     for fault in quantised.faults:
@@ -228,7 +197,6 @@ def _block(
 def _stacked_experts(
     source: Source, tensor: StoredTensor, num_experts: int, findings: Findings
 ) -> Stacked | None:
-    """A fused tensor as shares, or None with a finding."""
     shape = tensor.shape
     layout = fused_layout(tensor.name, shape, source.checkpoint.config, source.rules)
     if layout is not None and layout.kind in ("rows", "rows_transposed") and shape[0] % num_experts == 0:
@@ -267,7 +235,6 @@ def _numbered(members: Sequence[tuple[StoredTensor, TensorInfo]]) -> tuple[Numbe
 
 
 def _check_numbers(source: Source, block: ExpertBlock, codes: Collection[str], findings: Findings) -> None:
-    """Report experts that are missing, in whole or in part."""
     modules: dict[tuple[str, str], list[Numbered]] = {}
     for each in block.numbered:
         modules.setdefault((each.before, each.after.rpartition(".")[0]), []).append(each)
@@ -304,7 +271,6 @@ def _absent(
 def _check_routers(
     source: Source, block: ExpertBlock, routers: Sequence[StoredTensor], findings: Findings
 ) -> None:
-    """Report routers whose rows are not one for each expert."""
     taken = {each.tensor.name for each in block.stacked}
     rows = [each for each in block.stacked if each.part is Role.ROUTER and len(each.tensor.shape) == 2]
     strange = [each for each in routers if each.name not in taken and _may_name_experts(each, block)]

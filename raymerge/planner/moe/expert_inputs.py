@@ -24,24 +24,16 @@ from raymerge.planner.outputs.encoding import output_dtype
 from raymerge.planner.outputs.rows import RowMaker
 
 BASE = 0
-"""Index of the checkpoint whose experts change."""
 
 
 class ExpertInputs:
     """The tensors of the models of one recipe; findings and fates collect on the way."""
 
     def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
-        """
-        Args:
-            resolver: the base, and the models whose experts are added.
-            dtype: what the recipe wants tensors to be written in; None leaves them as they are.
-            findings: receives what is wrong.
-        """
         self.findings = findings
         self.fates = Fates(holdings(resolver.sources))
         self.base = resolver.sources[BASE]
         self.logical = resolver.logical[BASE]
-        """The base's logical tensors."""
         self.plain = PlainNumbers(resolver.sources, findings)
         self._resolver = resolver
         self._sources = resolver.sources
@@ -53,11 +45,9 @@ class ExpertInputs:
         self._dense = [_dense_matrices(resolver, source.index) for source in resolver.sources]
 
     def num_experts(self, source: int) -> int:
-        """Routed experts of a model; 0 for a dense one."""
         return self._counts[source]
 
     def name(self, source: int) -> str:
-        """What messages call a model."""
         return self._sources[source].name
 
     def dtype_of(self, tensor: StoredTensor, role: Role) -> DType:
@@ -103,13 +93,7 @@ class ExpertInputs:
         return self.plain.check(share.source, share.tensor)
 
     def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> ResolvedInput | None:
-        """Where the model of an expert has one of its matrices or biases; None with a finding.
-
-        Args:
-            block: the base's block.
-            origin: the expert.
-            logical: the matrix's canonical name as expert 0 of the block has it.
-        """
+        """Where an expert's model has the matrix that expert 0 of the block calls so; None with a finding."""
         if origin.expert is None:
             name = self._dense_name(block, origin.source, logical)
         else:
@@ -127,15 +111,12 @@ class ExpertInputs:
         return self._dense[source].get((block.name_layer, projection, leaf == "bias"), logical)
 
     def is_plain(self, tensor: StoredTensor) -> bool:
-        """Whether a tensor of the base holds plain numbers; else a finding says what it holds."""
         return self.plain.check(BASE, tensor)
 
     def named(self, source: int, logical: str) -> ResolvedInput | None:
-        """Where a model has a logical tensor, or None."""
         return self._resolver.find(source, logical, logical)
 
     def fits(self, source: int, resolved: ResolvedInput, shape: tuple[int, ...], logical: str) -> bool:
-        """Whether what was found are plain numbers of the base's shape; else a finding says what they are."""
         if resolved.place.shape == shape:
             return self.plain.check(source, resolved.place.tensor)
         name = self._sources[source].name
@@ -149,13 +130,11 @@ class ExpertInputs:
         return False
 
     def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
-        """Record what becomes of everything that an input is made of."""
         if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
             fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
         self._maker.settle(resolved, source, fate)
 
     def unknown_layout(self, name: str) -> None:
-        """Report a tensor of several experts in an order that is not known."""
         self.findings.tensor(
             ("layout", self.base.name),
             where=self.base.name,
@@ -166,7 +145,6 @@ class ExpertInputs:
         )
 
     def _adapted(self, tensor: StoredTensor, dtype: DType) -> Output | None:
-        """A tensor of the base with what its adapter adds."""
         blocks = self.logical.blocks(tensor.name)
         if blocks is None:
             self.unknown_layout(tensor.name)
@@ -188,7 +166,6 @@ class ExpertInputs:
         return Row(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
 
     def missing(self, source: int, name: str) -> None:
-        """Report a matrix that a model lacks."""
         where = self._sources[source].name
         self.findings.tensor(
             ("missing", where),
@@ -201,7 +178,6 @@ class ExpertInputs:
 
 
 def marked(expert: int) -> str:
-    """How canonical names have the number of an expert."""
     return f".experts.{expert}."
 
 

@@ -28,29 +28,17 @@ from raymerge.recipes import AddedExpert, ExpertSetRecipe
 from raymerge.storage.open import open_store
 
 Row = tuple[float, ...]
-"""A number for each expert of a layer."""
 
 HOW_TO_WRITE = (
     'Write {"LAYER": [one number for each expert]} as JSON, or one such tensor a layer as safetensors.'
 )
-"""What every message on such a file ends with."""
 
 _MAX_NBYTES = 64 * 2**20
 _SHOWN = 5
 
 
 def file_scores(said: str, blocks: Sequence[ExpertBlock]) -> Mapping[str, Row]:
-    """The scores in a file, by the path of their block; of blocks that it does not name there are none.
-
-    Args:
-        said: path of a JSON or safetensors file. Its keys are numbers of layers or paths of blocks; what is
-            no list of numbers, such as a comment, is passed over.
-        blocks: the experts that it may speak of.
-
-    Raises:
-        PlanError: the file cannot be read, or what it says is not clear.
-        CheckpointError: a safetensors file is broken.
-    """
+    """The scores in a file, by the path of their block, for the blocks that it names by layer or path."""
     try:
         path = _path(said)
         listed = _tensors(path) if path.suffix == ".safetensors" else _parsed(path)
@@ -130,7 +118,6 @@ def _number(value: int | float) -> float:
 
 
 def _tensors(path: Path) -> Mapping[str, Row]:
-    """The vectors of a safetensors file."""
     checkpoint = open_tensor_file(path, str(path))
     found: dict[str, Row] = {}
     with open_store(checkpoint.root) as store:
@@ -147,7 +134,6 @@ Scores = Mapping[str, Row]
 """A score for each expert, by the path of its block; more is better."""
 
 FROM_WEIGHTS = "weights"
-"""What a recipe writes to have scores computed from the experts' own weights."""
 
 _BASE = 0
 _LARGEST = 1e300
@@ -155,17 +141,7 @@ _LARGEST = 1e300
 
 
 def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
-    """The scores that a recipe names.
-
-    Args:
-        recipe: its ``experts.scores`` is ``weights``, or the path of a file that has for each layer a list
-            of numbers, by the layer's number or the path of its block.
-        resolver: its models, the mixture of experts first.
-        blocks: the experts of that.
-
-    Raises:
-        PlanError: there are no such scores, or not one finite number for each expert.
-    """
+    """The scores that a recipe names."""
     said, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     try:
         found = _of_weights(resolver, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
@@ -279,7 +255,6 @@ class _Matrices:
         return elements.view(found.place.shape) if read.view is None else strided(elements, read.view)
 
     def _read(self, read: Read) -> torch.Tensor:
-        """The elements of a run, as they are stored."""
         run = read.source, read.key, read.offset, read.nbytes
         if run != self._run:
             if not read.dtype.is_mergeable:
@@ -294,18 +269,13 @@ class _Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One expert that is there already."""
-
     source: int
-    """Index of the model."""
     expert: int | None
     """Its number there; None for the feed-forward layer of a dense model."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewExpert:
-    """One expert of the output."""
-
     origins: tuple[Origin, ...]
     """What it is the mean of; one that stands alone is kept as it is."""
     weights: tuple[float, ...]
@@ -341,7 +311,6 @@ class Mover:
         self._fields = [expert_fields(source.checkpoint.config, source.rules) for source in sources]
 
     def check(self) -> None:
-        """Find what is wrong with the recipe's numbers, before anything is read."""
         for path, ids in self._named():
             self._check_ids(path, ids, self._blocks[0].num_experts, self._sources[0].name)
         for key in ("keep", "merge"):
@@ -356,7 +325,6 @@ class Mover:
             self._check_count()
 
     def num_experts(self) -> int:
-        """Experts that each layer of the output has."""
         change, before = self._change, self._blocks[0].num_experts
         if change.keep is not None:
             return change.keep.num_experts
@@ -367,7 +335,6 @@ class Mover:
         return before + sum(len(self._origins(added)) for added in change.add)
 
     def moves(self, scores: Scores | None) -> Moves:
-        """The experts of every block. ``scores`` are there where the recipe names some."""
         return {block.path: tuple(self._of(block, scores)) for block in self._blocks}
 
     def _of(self, block: ExpertBlock, scores: Scores | None) -> Iterator[NewExpert]:
@@ -428,7 +395,6 @@ class Mover:
         return next(source.index for source in self._sources if source.reference == added.model)
 
     def _named(self) -> Iterator[tuple[Path_, tuple[int, ...]]]:
-        """Every list of the base's experts in the recipe, with its place."""
         change = self._change
         if change.keep is not None:
             if change.keep.everywhere is not None:
@@ -504,7 +470,6 @@ class Mover:
             self._check_ids((*path, "experts"), added.experts, fields.count.value, source.name)
 
     def _check_count(self) -> None:
-        """The number of experts that is left has to fit the config."""
         fields = self._fields[0]
         if fields is None or self._change.dense is not None:
             return

@@ -37,41 +37,29 @@ from raymerge.recipes import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One logical tensor of a block."""
-
     logical: str
-    """Its canonical name."""
     stored: str
-    """The stored tensor that holds it."""
     dtype: DType
-    """Its dtype there."""
     shape: tuple[int, ...]
-    """Its logical shape."""
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of its elements."""
         return self.dtype.nbytes(self.num_elements)
 
     @property
     def num_elements(self) -> int:
-        """Its elements."""
         return prod(self.shape)
 
     @property
     def spec(self) -> TensorSpec:
-        """It, as a tensor of a file."""
         return TensorSpec(self.logical, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Part(Piece):
-    """A tensor of one feed-forward network."""
-
     projection: Projection
     """Which of its matrices, ``[out, in]``; ``gate_up`` has the rows of gate above those of up."""
     is_bias: bool
-    """Whether it is that matrix's bias."""
 
     @property
     def num_neurons(self) -> int:
@@ -86,11 +74,9 @@ class Network:
     """A feed-forward network: an expert, or a shared one."""
 
     parts: tuple[Part, ...]
-    """Its tensors: gate, up and down, or up and down, with or without biases."""
 
     @property
     def num_neurons(self) -> int:
-        """Its intermediate neurons."""
         return max((part.num_neurons for part in self.parts), default=0)
 
     @property
@@ -111,16 +97,12 @@ class Network:
         return all(len(shape) == 2 for shape in matrices.values()) and len(widths) == len(sides) == 1
 
     def part(self, kind: Projection, *, is_bias: bool = False) -> Part | None:
-        """Its tensor of one kind."""
         return next((p for p in self.parts if p.projection == kind and p.is_bias is is_bias), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores(Piece):
-    """A tensor of the router with a share for each expert."""
-
     axis: int
-    """The dimension that counts experts."""
 
     @property
     def are_rows(self) -> bool:
@@ -133,26 +115,17 @@ class AlignedBlock:
     """The experts of one layer with their router."""
 
     path: str
-    """Canonical path."""
     layer: int | None
-    """Its layer's number; None outside layers."""
     experts: tuple[Network, ...]
-    """The routed experts in their order."""
     shared: tuple[Network, ...]
     """Networks that every token goes through, in the order of their names."""
     router: tuple[Scores, ...]
-    """What changes places with the experts."""
     stored: tuple[str, ...]
-    """Every stored tensor of experts, shared experts and router, in the checkpoint's order."""
     strays: tuple[str, ...]
     """Stored tensors of which is not known how they would move."""
 
     def pieces(self, *, neurons: bool) -> Iterator[Piece]:
-        """Every tensor that moves.
-
-        Args:
-            neurons: whether neurons move, those of shared experts included.
-        """
+        """Every tensor that moves; of shared experts only where neurons move."""
         for network in (*self.experts, *(self.shared if neurons else ())):
             yield from network.parts
         yield from self.router
@@ -244,18 +217,11 @@ class Reordered:
     """What a stage puts in place of a source's tensors: the same ones, in another order."""
 
     def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
-        """
-        Args:
-            prepared: the stage's result.
-            store: its index among what plans read from.
-            logical: the source's logical tensors.
-        """
         self.store = store
         self._tensors = prepared.tensors
         self._logical = logical
 
     def find(self, logical: str) -> StoredTensor | None:
-        """What takes the place of a logical tensor."""
         return self._tensors.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
@@ -279,27 +245,14 @@ class Reordered:
 
 @dataclass(frozen=True, slots=True)
 class BlockPair:
-    """One layer's experts in both models."""
-
     reference: AlignedBlock
-    """In the model whose order is kept."""
     other: AlignedBlock
-    """In the model that is put in order."""
     num_groups: int
     """Groups of neighbouring experts from which the router chooses; whole groups change places."""
 
 
 def align_stages(recipe: Recipe, sources: Sequence[Source], *, version: str) -> list[Stage]:
-    """The stages that put every merged model's experts into the order of the first's, or of the base's.
-
-    Args:
-        recipe: what is asked; without ``align`` there are no stages.
-        sources: its models, opened.
-        version: raymerge's version, which goes into the digests.
-
-    Raises:
-        PlanError: the models' experts cannot be aligned; with all reasons.
-    """
+    """The stages that put every merged model's experts into the order of the first's, or of the base's."""
     if recipe.align is None:
         return []
     problems = dict.fromkeys(_of_slices(recipe))
@@ -327,8 +280,6 @@ def paired_blocks(spec: AlignSpec) -> tuple[tuple[BlockPair, ...], tuple[Problem
 
 
 class _Opened:
-    """A model with its blocks of experts."""
-
     def __init__(self, source: Source) -> None:
         self.source = source
         self.logical = LogicalTensors(source)
@@ -341,7 +292,6 @@ class _Opened:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return self.source.name
 
 
@@ -389,8 +339,6 @@ def _of_slices(recipe: Recipe) -> Iterator[Problem]:
 
 
 class _Check:
-    """Finds what stands in the way of putting one model's experts into the order of another's."""
-
     def __init__(self, neurons: bool, mine: _Opened, theirs: _Opened) -> None:
         self._neurons = neurons
         self._mine = mine
@@ -398,7 +346,6 @@ class _Check:
         self._findings = Findings()
 
     def problems(self, pairs: Sequence[BlockPair]) -> tuple[Problem, ...]:
-        """Everything that is wrong."""
         self._check_presence(pairs)
         if self._mine.num_groups != self._theirs.num_groups:
             what = (
@@ -433,7 +380,6 @@ class _Check:
             self._findings.add(Problem(self._theirs.name, what, _SAME_MAKE))
 
     def _check_block(self, model: _Opened, block: AlignedBlock) -> None:
-        """Find whether it is understood what moves with the experts of one layer."""
         # Codes and scales of quantised formats are spoken of elsewhere.
         strays = [name for name in block.strays if name not in model.forms]
         broken = not all(network.is_whole for network in (*block.experts, *block.shared))
@@ -461,7 +407,6 @@ class _Check:
             self._note(model, ("layer",), what, "Report the model type, or remove 'align'.", block.path)
 
     def _check_pair(self, pair: BlockPair) -> None:
-        """Find whether the experts of one layer have the same number and form in both models."""
         mine, theirs, there = pair.reference, pair.other, self._mine.name
         if len(mine.experts) != len(theirs.experts):
             what = f"{{count}} layers have another number of experts than in {there}"
@@ -490,7 +435,6 @@ class _Check:
                 self._note(model, ("quantised", form), what, f"{plain} {_OR_NOT}", name)
 
     def _check_adapter(self, blocks: Sequence[AlignedBlock]) -> None:
-        """Find what an adapter would add to tensors that are put into another order."""
         source = self._theirs.source
         if source.adapter is None:
             return
@@ -510,13 +454,7 @@ class _Check:
 def aligned_tensors(
     sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
 ) -> Mapping[int, Reordered]:
-    """What stages put in place of the tensors of sources, by the source's index.
-
-    Args:
-        sources: the recipe's models.
-        logical: the logical tensors of each.
-        first_store: index of the first result of a stage among what plans read from.
-    """
+    """What stages put in place of the tensors of sources, by the source's index."""
     prepared = [(source.index, each) for source in sources for each in source.prepared]
     return {
         index: Reordered(each, first_store + number, logical[index])

@@ -45,25 +45,19 @@ class Upcycled:
     """One expert of the output, or one slice of it, and what is done to it on the way."""
 
     source: int
-    """Index of the model that it comes from."""
     tensors: Mapping[tuple[int, str], str]
-    """Names of that model's matrices by layer and projection."""
     number: int
     """Which expert it is a part of, counted without slices; by it chance is drawn."""
     slice: int
     """Which of ``slices`` equal runs of its neurons it is."""
     slices: int
-    """Into how many the expert is cut."""
     noise_scale: float
-    """Standard deviation of noise added to its weights."""
     reinit_fraction: float
     """Fraction of its neurons whose weights are drawn anew."""
     down_scale: float
-    """Factor on its down projection."""
 
     @property
     def is_random(self) -> bool:
-        """Whether anything of it is drawn by chance."""
         return self.noise_scale != 0 or self.reinit_fraction != 0
 
 
@@ -72,20 +66,14 @@ class Matrix:
     """One matrix of the output that an expert gives, or a part of one."""
 
     output: str
-    """The output tensor that it goes into."""
     logical: str
     """Name by which chance is drawn."""
     layer: int
-    """Its layer."""
     projection: str
-    """``gate``, ``up`` or ``down``."""
     dtype: DType
-    """What it is written in."""
 
 
 class ExpertRows:
-    """Makes the rows of experts; findings and fates collect on the way."""
-
     def __init__(
         self, resolver: InputResolver, plain: PlainNumbers, findings: Findings, fates: Fates, *, seed: int
     ) -> None:
@@ -160,7 +148,6 @@ class ExpertRows:
     def _read(
         self, resolved: ResolvedInput, expert: Upcycled, projection: str
     ) -> tuple[Read, tuple[int, ...]]:
-        """What is read of a matrix, and the shape of what that gives."""
         rows, columns = resolved.place.shape
         whole = resolved.read(0)
         if expert.slices == 1:
@@ -225,14 +212,7 @@ class ExpertRows:
 
 
 def repeated_rows(read: Read, num_rows: int, num_columns: int, *, times: int) -> Read:
-    """A stored matrix with each of its rows standing so many times in a row.
-
-    Args:
-        read: the whole matrix, as part 0.
-        num_rows: its rows.
-        num_columns: its columns.
-        times: how often each row stands.
-    """
+    """A stored matrix with each of its rows standing so many times in a row."""
     runs = tuple((row * times + copy, row, 1, 0) for row in range(num_rows) for copy in range(times))
     total = num_rows * times
     return assembled(0, Assembly(total, num_columns, (Term(read, num_rows),), runs, total))
@@ -287,16 +267,11 @@ class Share:
     """What one expert has in a stored tensor: a run of its elements."""
 
     source: int
-    """Index of the model."""
     tensor: StoredTensor
-    """The tensor."""
     start: int
-    """Its first element."""
     num_elements: int
-    """Its length."""
 
     def read(self) -> Read:
-        """The bytes of it."""
         dtype = self.tensor.dtype
         first = self.tensor.offset + dtype.nbytes(self.start)
         return Read(0, self.source, self.tensor.key, first, dtype.nbytes(self.num_elements), dtype, None)
@@ -310,14 +285,7 @@ class Share:
 
 
 def share_row(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Row, Fate]:
-    """A row of bytes as they are, or of their values in another dtype; and what that means for their tensor.
-
-    Args:
-        share: what is taken.
-        shape: its shape.
-        output: the tensor that it goes into.
-        dtype: what that is written in.
-    """
+    """A row of bytes as they are, or of their values in another dtype; and the fate of their tensor."""
     is_copy = share.tensor.dtype is dtype
     expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
     return matrix_row([share.read()], shape, output, expression), fate_of(1, output, is_copy=is_copy)

@@ -54,8 +54,6 @@ from raymerge.recipes import AddedExpert, ExpertSetRecipe
 
 
 class ExpertOutputs:
-    """Makes the outputs of blocks of experts."""
-
     def __init__(self, inputs: ExpertInputs) -> None:
         self._inputs = inputs
 
@@ -89,7 +87,6 @@ class ExpertOutputs:
                 yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
 
     def _has(self, kind: Numbered, origin: Origin) -> bool:
-        """Whether an expert has such a tensor."""
         if origin.source == BASE:
             return origin.expert in kind.tensors
         return self._inputs.share(kind, origin) is not None
@@ -343,11 +340,9 @@ class AddedModels:
         yield f"{name}: {what}.", remedy
 
     def _taken_from(self, source: int) -> frozenset[int]:
-        """The layers of a model with something that becomes an expert."""
         return self._layers_with(source, Role.MLP if self._fields[source] is None else Role.EXPERT)
 
     def _layers_with(self, source: int, part: Role) -> frozenset[int]:
-        """Layers of the text decoder in which a model has tensors of a kind."""
         stack = self._stack(source)
         infos = self._resolver.logical[source].infos.values()
         return frozenset(
@@ -368,12 +363,10 @@ class AddedModels:
 
 
 def _differ(mine: object, theirs: object) -> bool:
-    """Whether both are told and are not the same."""
     return None not in (mine, theirs) and mine != theirs
 
 
 def _listed(layers: frozenset[int]) -> str:
-    """The numbers of some layers in words."""
     shown = f"layer{'' if len(layers) == 1 else 's'} {', '.join(map(str, sorted(layers)[:8]))}"
     return f"{shown} and {len(layers) - 8} more" if len(layers) > 8 else shown
 
@@ -388,26 +381,12 @@ _METHODS = {
 
 
 def expert_set_plan(recipe: ExpertSetRecipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a recipe over opened sources, the first of which is its ``base_model``.
-
-    Only headers are read, but for scores: those of a file, or of the experts' own weights.
-
-    Args:
-        recipe: what is asked.
-        sources: the recipe's distinct models, opened, in recipe order.
-        version: raymerge's version, kept in the manifest.
-
-    Raises:
-        PlanError: the checkpoint's experts and what is asked of them fit so little that there is no plan to
-            show.
-    """
+    """The plan of a recipe over opened sources, the first of which is its ``base_model``."""
     with collector_paused():
         return _Builder(recipe, sources).plan(version)
 
 
 class _Builder:
-    """One plan in the making."""
-
     def __init__(self, recipe: ExpertSetRecipe, sources: Sequence[Source]) -> None:
         self._recipe = recipe
         self._sources = tuple(sources)
@@ -427,7 +406,6 @@ class _Builder:
         self._work = ExpertInputs(self._resolver, recipe.dtype, self._findings)
 
     def plan(self, version: str) -> Plan:
-        """The plan, with its problems."""
         is_dense = self._recipe.experts.dense is not None
         outputs, config, notes = self._dense() if is_dense else self._sparse()
         return finish_plan(
@@ -484,11 +462,7 @@ class _Builder:
         return outputs, dense_config(config, family, width=width), notes
 
     def _found_blocks(self, logical: LogicalTensors) -> tuple[ExpertBlock, ...]:
-        """The base's experts.
-
-        Raises:
-            PlanError: it has none.
-        """
+        """The base's experts."""
         base = self._base
         fields = expert_fields(base.checkpoint.config, base.rules)
         count = fields.count.value if fields is not None else 0
@@ -511,11 +485,7 @@ class _Builder:
             raise PlanError(self._findings.problems())
 
     def _family(self) -> DenseCounterpart:
-        """The dense family that the checkpoint becomes one of.
-
-        Raises:
-            PlanError: there is none that can hold all else.
-        """
+        """The dense family that the checkpoint becomes one of."""
         config, place = self._base.checkpoint.config, self._recipe.where("experts", "dense")
         family = dense_counterpart(config)
         listed = ", ".join(families_with_dense())
@@ -543,7 +513,6 @@ class _Builder:
                 return
 
     def _kept(self) -> Iterator[Output]:
-        """Everything that does not change with the experts."""
         changed = {name for block in self._blocks for name in block.names()}
         if self._recipe.experts.dense is not None:
             changed |= {name for block in self._blocks for name in (*block.routers, *block.shared)}
@@ -553,7 +522,6 @@ class _Builder:
                 yield output
 
     def _settle_rest(self, moves: Moves | None) -> None:
-        """Give every tensor that no output used its rule, or report it."""
         experts = {
             tensor.name
             for block in self._blocks
@@ -576,7 +544,6 @@ class _Builder:
         return store < len(self._sources) and self._added.is_left_behind(store, name)
 
     def _left_over(self, store: int, name: str) -> None:
-        """Report a tensor that nothing was made of."""
         if store == BASE:
             what = "{count} tensors have no place in the output"
             remedy = "The experts of such a checkpoint cannot be changed so."
@@ -616,7 +583,6 @@ class _Builder:
 
 
 def _used(block: ExpertBlock, moves: Moves | None, recipe: ExpertSetRecipe) -> frozenset[int]:
-    """The base's experts that take part in the output."""
     change = recipe.experts
     if moves is None:
         chosen = range(block.num_experts) if change.of is None else change.of

@@ -39,23 +39,16 @@ class MoeShape:
     """A mixture of experts before its tensors are made."""
 
     target: MoeTarget
-    """Its family."""
     others: tuple[MoeTarget, ...]
-    """Families that would fit as well."""
     base: Source
-    """The model that gives everything else."""
     dense: tuple[DenseNames, ...]
     """The feed-forward matrices of every source, by its index."""
     num_layers: int
-    """Its layers; all have experts."""
     hidden_size: int
-    """Elements of a hidden state."""
     experts: tuple[Upcycled, ...]
     """The routed experts in the order of the router's rows, pieces of one side by side."""
     shared: tuple[Upcycled, ...]
-    """The shared experts."""
     shared_have_gates: bool
-    """Whether shared experts have a gate."""
     dtype: DType
     """What experts and routers are written in."""
     constants: tuple[Constant, ...]
@@ -64,7 +57,6 @@ class MoeShape:
     """The output's config, but for what the trunk changes."""
 
     def notes(self, recipe: MoeRecipe) -> Iterator[str]:
-        """What is built, in sentences."""
         cut = f", each of {recipe.granularity} pieces of a model's" if recipe.granularity > 1 else ""
         shared = f" and {len(self.shared)} shared" if self.shared else ""
         chosen = recipe.experts_per_token * recipe.granularity
@@ -82,15 +74,7 @@ class MoeShape:
 
 
 def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
-    """Decide what is built.
-
-    Args:
-        recipe: what is asked.
-        sources: its distinct models, opened.
-
-    Raises:
-        PlanError: the models fit no family, with the reasons of each family and model.
-    """
+    """Decide what is built."""
     if problems := list(_quantised(sources)):
         raise PlanError(problems)
     found = {source.reference: source for source in sources}
@@ -117,7 +101,6 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
 
 
 def _quantised(sources: Sequence[Source]) -> Iterator[Problem]:
-    """Models whose matrices are no plain numbers."""
     for source in sources:
         found = quantised_tensors(source.checkpoint)
         formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
@@ -133,7 +116,6 @@ def _config(
     found: Mapping[ModelReference, Source],
     dense: Sequence[DenseNames],
 ) -> Mapping[str, Any]:
-    """The output's config, but for what the trunk changes."""
     config = base.checkpoint.config
     stored = _stored(recipe.dtype, main_dtype(base.checkpoint))
     return moe_config(
@@ -160,7 +142,6 @@ def _stored(wanted: DType | None, main: DType) -> DType:
 def _target(
     recipe: MoeRecipe, sources: Sequence[Source], models: Sequence[DenseModel]
 ) -> tuple[MoeTarget, tuple[MoeTarget, ...]]:
-    """The first family that holds the models, and the others that would."""
     candidates = tuple(targets().values())
     if recipe.architecture is not None:
         candidates = named_targets(recipe.architecture)
@@ -203,7 +184,6 @@ def _has_prompts(recipe: MoeRecipe) -> bool:
 
 
 def _num_experts(recipe: MoeRecipe) -> int:
-    """Routed experts of each layer of the output."""
     return sum(expert.copies for expert in recipe.experts) * recipe.granularity
 
 
@@ -314,16 +294,7 @@ _MOST_TEXT_BYTES = 64 * 2**20
 
 
 def gate_stage(recipe: MoeRecipe, shape: MoeShape, *, version: str) -> Stage:
-    """The stage of a recipe's router rows.
-
-    Args:
-        recipe: what is asked.
-        shape: what is built; its base reads the prompts, and all its layers get rows.
-        version: raymerge's version.
-
-    Raises:
-        PlanError: a file of prompts cannot be read.
-    """
+    """The stage of a recipe's router rows."""
     routed, shared = _all_prompts(recipe)
     spec = GateSpec(
         base=shape.base,
@@ -349,12 +320,10 @@ def gate_stage(recipe: MoeRecipe, shape: MoeShape, *, version: str) -> Stage:
 
 
 def router_tensor(layer: int) -> str:
-    """Name of a layer's router rows in the stage's result."""
     return f"router.{layer}"
 
 
 def shared_gate_tensor(layer: int) -> str:
-    """Name of a layer's gates of shared experts in the stage's result."""
     return f"shared_gate.{layer}"
 
 
@@ -368,11 +337,7 @@ def _tensors(spec: GateSpec) -> Iterator[TensorSpec]:
 
 
 def _all_prompts(recipe: MoeRecipe) -> tuple[tuple[ExpertPrompts, ...], tuple[ExpertPrompts, ...]]:
-    """Of the routed experts, and of the shared ones.
-
-    Raises:
-        PlanError: files cannot be read; all of them.
-    """
+    """Of the routed experts, and of the shared ones."""
     problems: list[Problem] = []
     routed = tuple(_prompts(recipe, "experts", recipe.experts, problems))
     shared = tuple(_prompts(recipe, "shared_experts", recipe.shared_experts, problems))
