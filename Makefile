@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACK ?= ../shared/conformance
 BEHAVIOUR ?= ../shared/behaviour
 BENCH ?=
+GPU ?=
 TRACE ?=
 GOLDEN ?=
 MUTATIONS ?=
@@ -27,7 +28,7 @@ define pip_install
 set -o pipefail; $(PIP) install --quiet --no-compile -c constraints.txt $(1) 2>&1 | sed '/^WARNING: Location .* is ignored/d' >&2
 endef
 
-.PHONY: help quickstart test test-all services check format docs conformance gates bench trace mutations golden chaos fuzz
+.PHONY: help quickstart test test-all services check format docs conformance gates bench gpu trace mutations golden chaos fuzz
 
 help:
 	@echo "make quickstart   install raymerge and merge three small models: what raymerge does, on real input"
@@ -40,6 +41,7 @@ help:
 	@echo "make conformance  print how merges compare with those of a conformance pack: PACK=$(PACK)"
 	@echo "make gates        print how mixtures with each kind of router behave: BEHAVIOUR=$(BEHAVIOUR)"
 	@echo "make bench        measure speed and memory against the storage and mergekit, 25 minutes: BENCH=--help"
+	@echo "make gpu          run the tests that need a GPU, and compare merges on it with the processor's: GPU=--help"
 	@echo "make trace        count the files and functions that a small merge goes through: TRACE=--files"
 	@echo "make golden       compare what 194 merges give with what they gave before, byte by byte: GOLDEN=--help"
 	@echo "make mutations    make small changes in the code and tell which of them no test notices, 15 minutes: MUTATIONS=--help"
@@ -83,6 +85,10 @@ gates: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python tests/benchmarks $(BENCH)
+
+gpu: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -m "" -k "gpu or cuda" tests/methods tests/checkpoints tests/execute tests/test_device_numerics.py
+	@$(BIN)/python tests/benchmarks/gpu.py $(GPU)
 
 trace: $(VENV)/.installed-dev
 	@$(BIN)/python tests/benchmarks/trace.py $(TRACE)
