@@ -28,10 +28,9 @@ from raymerge.lora.writer import AdapterFacts, AdapterWriter, output_directory
 from raymerge.methods import Method, Settings, Takes, Tile, gather, methods, sample_of
 from raymerge.methods.random import random_key
 from raymerge.planner.inputs.sources import pickles_read
-from raymerge.planner.matching.bind import Binder, BindError, ineffective_parameters
-from raymerge.planner.matching.layer_map import Member
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod
-from raymerge.planner.recipe_check import check_recipe
+from raymerge.planner.matching.align import Member
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Binder, BindError
+from raymerge.planner.recipe_check import check_recipe, ineffective_parameters
 from raymerge.recipes import AdapterOutput, Recipe, Subject, Unnamed, did_you_mean
 from raymerge.storage.open import UNFETCHED, USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore

@@ -9,8 +9,7 @@ from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.documents.fields import FaultError
 from raymerge.errors import CheckpointError, Problem
-from raymerge.planner.inputs.sources import open_adapter_reference
-from raymerge.planner.inputs.unread import refuse_unread, unread_problem
+from raymerge.planner.inputs.sources import open_adapter_reference, refuse_unread, unread_problem
 from raymerge.recipes import ModelReference, parse_reference
 from raymerge.storage.open import USUAL, Lookup, resolve_source
 

@@ -10,8 +10,7 @@ import xxhash
 
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.inputs.source import AlignSpec, Source, Stage
-from raymerge.planner.inputs.stages import prepared_of
+from raymerge.planner.inputs.source import AlignSpec, Source, Stage, prepared_of
 from raymerge.planner.moe.build import build_moe_plan, moe_stages, moe_trunk
 from raymerge.planner.moe.expert_permutation import align_stages
 from raymerge.planner.moe.expert_set import expert_set_plan

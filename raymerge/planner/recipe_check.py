@@ -10,14 +10,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raymerge.documents.fields import closest, did_you_mean
+from raymerge.architectures import Role
+from raymerge.documents.fields import closest
 from raymerge.errors import PlanError, Problem
 from raymerge.methods import Method, Parameter, is_parameter, methods
 from raymerge.planner.inputs.sources import Path_, model_references
-from raymerge.planner.matching.bind import check_parameter_names, methods_at, written_blocks
-from raymerge.planner.matching.layer_map import Parameters
-from raymerge.planner.matching.method_assignment import check_rule_sources, with_router_rule
-from raymerge.recipes import Conditional, Gradient, ModelEntry, OutputSlice, Recipe, Scalar, Setting, Unnamed
+from raymerge.planner.matching.align import Parameters
+from raymerge.recipes import (
+    Conditional,
+    Gradient,
+    MethodRule,
+    ModelEntry,
+    OutputSlice,
+    Recipe,
+    Scalar,
+    Setting,
+    Unnamed,
+    did_you_mean,
+)
 
 Change = Callable[[Path_, Parameters], Parameters]
 """Other parameters for those that a recipe has at a path."""
@@ -255,3 +265,166 @@ def _slices(path: Path_, slices: Sequence[OutputSlice], change: Change) -> tuple
         update = {"parameters": change(place, piece.parameters), "sources": tuple(sources)}
         changed.append(piece.model_copy(update=update))
     return tuple(changed)
+
+
+def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
+    """Every parameter must be known to some method, and one that has an effect must stand where it counts.
+
+    Args:
+        recipe: what is asked.
+        own: its ``merge_method``.
+        ruled: the method of each of its rules; a rule's parameters are its method's alone.
+    """
+    problems: list[Problem] = []
+    for path, parameters, is_entry in written_blocks(recipe):
+        chosen = methods_at(path, own, ruled)
+        for name in parameters:
+            place = (*path, "parameters", name)
+            problems.extend(_name_problem(recipe, chosen, place, name, is_entry=is_entry))
+    return problems
+
+
+def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[str]:
+    """A note for each parameter that the recipe writes and that changes nothing under the methods there.
+
+    mergekit ignores what its method does not have, and many recipes bring parameters of another one.
+
+    Args:
+        recipe: what is asked.
+        own: its ``merge_method``.
+        ruled: the method of each of its rules.
+    """
+    notes: dict[str, None] = {}
+    for path, parameters, _ in written_blocks(recipe):
+        chosen = methods_at(path, own, ruled)
+        for name in parameters:
+            if is_parameter(name) and not _takers(chosen, name):
+                notes[_without_effect(chosen, name)] = None
+    return list(notes)
+
+
+def methods_at(path: Path_, own: Method, ruled: Sequence[Method]) -> list[Method]:
+    """The methods that may take the parameters written at a place."""
+    return [ruled[int(path[1])]] if path[:1] == ("methods",) else list(dict.fromkeys([own, *ruled]))
+
+
+def _takers(chosen: Sequence[Method], name: str) -> list[Parameter]:
+    """The parameters of that name, of the methods in which it has an effect."""
+    found = (method.parameter(name) for method in chosen)
+    return [parameter for parameter in found if parameter is not None and parameter.effective]
+
+
+def _without_effect(chosen: Sequence[Method], name: str) -> str:
+    known = [p.name for method in chosen for p in method.parameters if p.effective]
+    is_theirs = any(method.parameter(name) is not None for method in chosen)
+    guess = "" if is_theirs else did_you_mean(name, known).lower()
+    note = f"'{name}' has no effect on {_called(chosen)} and is accepted for compatibility"
+    return f"{note}; {guess}" if guess else note
+
+
+def written_settings(recipe: Recipe) -> Iterator[tuple[Path_, Setting]]:
+    """Every setting of a parameter with its place in the recipe."""
+    for path, parameters, _ in written_blocks(recipe):
+        for name, setting in parameters.items():
+            yield (*path, "parameters", name), setting
+
+
+def _name_problem(
+    recipe: Recipe, chosen: Sequence[Method], path: Path_, name: str, *, is_entry: bool
+) -> list[Problem]:
+    where = recipe.where(*path)
+    if not is_parameter(name):
+        known = list(dict.fromkeys(p.name for method in chosen for p in method.parameters))
+        has = "has" if len(chosen) == 1 else "have"
+        listed = f"{has}: {', '.join(known)}." if known else f"{has} no parameters."
+        remedy = f"{did_you_mean(name, known)} {_called(chosen)} {listed}".strip()
+        return [Problem(where, f"'{name}' is not a parameter of {_called(chosen)}.", remedy)]
+    takers = _takers(chosen, name)
+    if is_entry and takers and all(parameter.scope == "global" for parameter in takers):
+        return [
+            Problem(
+                where,
+                f"'{name}' is one value per tensor, so it has no meaning under a single model.",
+                "Move it to the parameters of the slice or of the recipe.",
+            )
+        ]
+    return []
+
+
+def _called(chosen: Sequence[Method]) -> str:
+    return " or ".join(method.name for method in chosen)
+
+
+def written_blocks(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
+    """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
+    yield (), recipe.parameters, False
+    for index, rule in enumerate(recipe.methods):
+        yield ("methods", index), rule.parameters, False
+    yield from _entry_blocks((), recipe.models)
+    yield from _slice_blocks((), recipe.slices)
+    for name, module in recipe.modules.items():
+        yield ("modules", name), module.parameters, False
+        yield from _entry_blocks(("modules", name), module.models)
+        yield from _slice_blocks(("modules", name), module.slices)
+
+
+def _entry_blocks(path: Path_, entries: Sequence[ModelEntry]) -> Iterator[tuple[Path_, Parameters, bool]]:
+    for index, entry in enumerate(entries):
+        yield (*path, "models", index), entry.parameters, True
+
+
+def _slice_blocks(path: Path_, slices: Sequence[OutputSlice]) -> Iterator[tuple[Path_, Parameters, bool]]:
+    for position, piece in enumerate(slices):
+        yield (*path, "slices", position), piece.parameters, False
+        for index, entry in enumerate(piece.sources):
+            yield (*path, "slices", position, "sources", index), entry.parameters, True
+
+
+def check_rule_sources(recipe: Recipe) -> list[Problem]:
+    """A problem for each source of a rule that the recipe does not merge, or that is named twice."""
+    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    twice = [
+        Problem(
+            recipe.where("methods", index, "sources", position),
+            f"{reference} is named twice in this rule.",
+            "Name it once; a model that the recipe lists twice takes part as often as it is listed.",
+        )
+        for index, rule in enumerate(recipe.methods)
+        for position, reference in enumerate(rule.sources)
+        if reference in rule.sources[:position]
+    ]
+    return twice + [
+        Problem(
+            recipe.where("methods", index, "sources", position),
+            f"{reference} is not one of the models that the recipe merges.",
+            f"Name one of: {', '.join(map(str, known))}.",
+        )
+        for index, rule in enumerate(recipe.methods)
+        for position, reference in enumerate(rule.sources)
+        if reference not in known
+    ]
+
+
+ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
+"""Roles of the tensors that the policy speaks of."""
+
+
+def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
+    """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``.
+
+    Raises:
+        PlanError: the model named is not one that the recipe merges.
+    """
+    if recipe.router == "merge":
+        return recipe, None
+    wanted = recipe.base_model if recipe.router == "base" else recipe.router
+    if wanted is None:
+        what = "'router: base' keeps the base's routers, and there is no base_model."
+        raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
+    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
+    if wanted not in known:
+        what = f"{wanted} is not one of the models that the recipe merges."
+        remedy = f"Name one of: {', '.join(map(str, known))}; or write merge, or base."
+        raise PlanError(Problem(recipe.where("router"), what, remedy))
+    rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(wanted,))
+    return recipe.model_copy(update={"methods": (*recipe.methods, rule)}), len(recipe.methods)

@@ -12,8 +12,8 @@ from raymerge.checkpoints.pickles import read_pickled
 from raymerge.checkpoints.source import Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.tables import Plan, load_plan
-from raymerge.planner.collector import collector_paused
 from raymerge.planner.inputs.consistency import config_problems
+from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store

@@ -14,7 +14,7 @@ from kits.hostile import refuses_or_takes
 from kits.merge_cases import digests, make_family, merge, recipes
 
 from raymerge.execute.receipts import Receipt
-from raymerge.planner.tokenizer.sources import convert_slow_tokenizer
+from raymerge.planner.tokenizer.vocabulary import convert_slow_tokenizer
 from raymerge.publish.ledger import Ledger
 from raymerge.runtime.driver import run as run_module
 

@@ -18,8 +18,15 @@ from transformers import AutoModelForCausalLM
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.threads import one_thread
-from raymerge.planner.inputs.source import Constant, ExpertPrompts, GateSpec, Source, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE, make_stage
+from raymerge.planner.inputs.source import (
+    RESULT_FILE,
+    Constant,
+    ExpertPrompts,
+    GateSpec,
+    Source,
+    Stage,
+    make_stage,
+)
 from raymerge.stages.router import gate_work
 from raymerge.stages.router.report import GateReport
 

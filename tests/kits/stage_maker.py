@@ -20,8 +20,7 @@ from raymerge.errors import PlanError, Problem
 from raymerge.events import OnEvent
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.source import GateSpec, Source, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE, make_stage, prepared_of
+from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage, make_stage, prepared_of
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
 from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.driver.stage_work import StageWork

@@ -30,9 +30,8 @@ from kits.plan_maker import Planned, llama, make_recipe
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.inputs.source import AlignSpec, Stage, holdings
+from raymerge.planner.inputs.source import AlignSpec, Stage, holdings, prepared_of
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.inputs.stages import prepared_of
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_permutation import align_stages, aligned_blocks

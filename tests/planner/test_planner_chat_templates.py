@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kits.tokenizer_maker import bpe, read, recipe_of, vocabulary, write_plan, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from raymerge.planner.tokenizer.chat_templates import BUILT_IN, resolve_template
+from raymerge.planner.tokenizer.files import BUILT_IN, resolve_template
 from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, plan_chat_template
 
 _TALK = [

@@ -11,7 +11,7 @@ from kits.plan_maker import Specs, good, header_checkpoint, llama, llama_specs, 
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.planner.matching.families import field_rules
+from raymerge.planner.matching.compatibility import field_rules
 
 MEANING = {
     "num_attention_heads": (4, 8),

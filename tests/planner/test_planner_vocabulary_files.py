@@ -32,8 +32,12 @@ from transformers import AutoTokenizer
 
 from raymerge.checkpoints.tokenizer import read_tokenizer
 from raymerge.errors import CheckpointError
-from raymerge.planner.tokenizer.sources import convert_slow_tokenizer
-from raymerge.planner.tokenizer.vocabulary import ModelVocabulary, VocabularyPlan, build_vocabulary
+from raymerge.planner.tokenizer.vocabulary import (
+    ModelVocabulary,
+    VocabularyPlan,
+    build_vocabulary,
+    convert_slow_tokenizer,
+)
 
 _PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 _BASE = bpe(["a", "b", "ab"], merges=["a b"], added=["<s>", "</s>"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kits.tokenizer_maker import gathered
 
 from raymerge.errors import PlanError
-from raymerge.planner.tokenizer.rows import ABSENT, FixedRow, RowRun, RowSources
+from raymerge.planner.tokenizer.tokens import ABSENT, FixedRow, RowRun, RowSources
 
 
 def _sources(

@@ -22,8 +22,7 @@ from kits.layer_streams import open_base
 from safetensors.torch import save_file
 
 from raymerge.errors import NonFiniteError, PlanError
-from raymerge.planner.inputs.source import AlignSpec, ExpertPrompts, Source
-from raymerge.planner.inputs.stages import make_stage
+from raymerge.planner.inputs.source import AlignSpec, ExpertPrompts, Source, make_stage
 from raymerge.stages.router import gate_work
 
 PROMPTED = ("hidden", "hidden_last", "hidden_avg", "router_input", "centroid", "ridge", "cheap_embed")

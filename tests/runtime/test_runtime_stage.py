@@ -56,8 +56,7 @@ from raymerge.events import (
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.explain import StageLine
-from raymerge.planner.inputs.source import AlignSpec, ExpertPrompts, GateSpec, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE, make_stage
+from raymerge.planner.inputs.source import RESULT_FILE, AlignSpec, ExpertPrompts, GateSpec, Stage, make_stage
 from raymerge.publish.lease import myself
 from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver.chained_merges import Chain, stage_lines, steps_directory

@@ -20,7 +20,7 @@ from raymerge.api import plan_for
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone, StageKept, StageStarted, Started, UnitDone
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE
 from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.staging import is_untouched
 from raymerge.runtime.driver.chained_merges import steps_directory

@@ -16,7 +16,7 @@ from raymerge.api import plan_for
 from raymerge.errors import IncompleteError
 from raymerge.events import Event, StageStarted, UnitDone
 from raymerge.planner.chained_merges import PlannedMerge
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE
 from raymerge.runtime.driver.chained_merges import Chain, steps_directory
 from raymerge.runtime.driver.run import InlinePool
 

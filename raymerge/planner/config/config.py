@@ -18,7 +18,7 @@ from raymerge.merge_plan.expressions import Output
 from raymerge.planner.config.quantised import quantisation_config, without_tables
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.matching.layer_map import Section, Span
+from raymerge.planner.matching.align import Section, Span
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.recipes import Recipe
 

@@ -34,12 +34,10 @@ from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.sources import value_problems
-from raymerge.planner.tokenizer.tensors import counts_tokens
 
 _REMEDY = "Correct the config, or merge again from complete models."
 _SHOWN = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
-
 Layers = Sequence[Mapping[str, StoredTensor]]
 """For each layer of the main stack its tensors, by what follows the layer number in their names."""
 
@@ -412,3 +410,16 @@ def _nested_sizes(config: Mapping[str, Any], word: str) -> Iterator[int]:
 def _some(things: Collection[Any]) -> str:
     listed = ", ".join(str(each) for each in list(things)[:_SHOWN])
     return f"{listed} and {len(things) - _SHOWN} more" if len(things) > _SHOWN else listed
+
+
+_BY_POSITION = frozenset(
+    {"position_embeddings", "embed_positions", "wpe", "position_embedding", "token_type_embeddings"}
+)
+# Embeddings of something else than tokens, which may happen to have as many rows.
+
+
+def counts_tokens(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor is, by its name, an embedding of tokens or a head, be it in a layer that predicts
+    further tokens.
+    """
+    return info.part in (Role.EMBEDDING, Role.HEAD) and _BY_POSITION.isdisjoint(name.split("."))

@@ -7,28 +7,48 @@ tells whether dropping that head would lose weights.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raymerge.architectures import Rules, TiedPair, load_rules, stacks, tied_pair
 from raymerge.architectures.sections import text_path, text_section
-from raymerge.checkpoints.adapters import Adapter, open_adapter
-from raymerge.checkpoints.index import PICKLE_ENDINGS
+from raymerge.checkpoints.adapter_config import ADAPTER_CONFIG_FILE
+from raymerge.checkpoints.adapters import Adapter, adapter_weights, open_adapter
+from raymerge.checkpoints.files import sort_files
+from raymerge.checkpoints.index import PICKLE_ENDINGS, find_weights
 from raymerge.checkpoints.pickles import conversion_command, read_pickled
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint, open_tensor_file, same_bytes
-from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, TransientError, UserError
-from raymerge.planner.collector import collector_paused
+from raymerge.errors import (
+    CheckpointError,
+    NotCachedError,
+    PlanError,
+    Problem,
+    TransientError,
+    UnreadableError,
+    UserError,
+)
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.unread import refuse_unread, unread_problem
 from raymerge.recipes import AnyRecipe, ModelReference, Recipe, references
 from raymerge.storage.addresses import as_path, is_remote, shown
-from raymerge.storage.open import USUAL, Lookup, resolve_source
+from raymerge.storage.open import USUAL, Lookup, listed_repository, resolve_source
+from raymerge.storage.store import ReadStore
 
-if TYPE_CHECKING:
-    pass
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Planning makes millions of small objects and no cycles: looking for some takes a third of its time."""
+    was_running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_running:
+            gc.enable()
 
 
 _ENDING = ".safetensors"
@@ -150,13 +170,10 @@ def _shown(section: Mapping[str, Any], field: str) -> str:
 
 
 Path_ = tuple[str | int, ...]
-
 _CHOOSING = frozenset({"methods", "router"})
 # Keys below which models are chosen that are named elsewhere.
 _NOT_MERGED = _CHOOSING | {"tokenizer", "tokenizer_source"}
 # Keys below which models are named that are merged only if they are named elsewhere too.
-
-
 Opener = Callable[[ModelReference], Checkpoint]
 
 
@@ -363,3 +380,68 @@ def _stored_head_is_embedding(checkpoint: Checkpoint, pair: TiedPair | None) -> 
 def _placed(problem: Problem, place: str) -> Problem:
     where = problem.where if problem.where.startswith(place) else f"{place}: {problem.where}"
     return Problem(where, problem.what, problem.remedy)
+
+
+_NUM_NAMED = 4
+
+
+def unread_problem(where: str, keys: Sequence[str]) -> Problem:
+    """Weights that would not be in a result."""
+    others = len(keys) - _NUM_NAMED
+    named = ", ".join(keys[:_NUM_NAMED]) + (f" and {others} more" if others > 0 else "")
+    what = f"holds weights that are not merged, and that the result would lack: {named}."
+    remedy = (
+        "Only the weights that model.safetensors or its index holds are read, and links to directories are "
+        "not followed. If the result can do without the others, move them into a directory whose name begins "
+        "with a dot, which is left out, or merge a copy that has none of them; small files that are none "
+        "can be copied to the output afterwards."
+    )
+    return Problem(where, what, remedy)
+
+
+def refuse_unread(
+    reference: ModelReference, *, pickled: bool, lookup: Lookup, is_adapter: bool = False
+) -> None:
+    """Refuse a model of the Hub by the names of its files, before any of its weights is fetched.
+
+    Nothing for other places; nor where the Hub does not tell its files: fetching them says why.
+
+    Args:
+        reference: a Hub name, or any other place.
+        pickled: whether pickled weights are read where there are no safetensors.
+        lookup: how it is found.
+        is_adapter: whether it names an adapter.
+
+    Raises:
+        CheckpointError: it has no weights that can be read, or others that no rule leaves out.
+    """
+    store = listed_repository(reference.path, reference.revision, lookup)
+    if store is None:
+        return
+    place = store.location(".")
+    with store:
+        sizes = {info.key: info.nbytes for info in store.files()}
+        try:
+            read = _adapter_files(store, pickled) if is_adapter else _model_files(store, pickled)
+        except (TransientError, UnreadableError):
+            return
+        except CheckpointError as error:
+            raise CheckpointError([_named(each, place, str(reference)) for each in error.problems]) from error
+    _, left_out = sort_files(sizes, read, is_adapter=is_adapter)
+    if unknown := [each.key for each in left_out if each.rule is None]:
+        raise CheckpointError(unread_problem(str(reference), unknown))
+
+
+def _model_files(store: ReadStore, pickled: bool) -> Collection[str]:
+    index = find_weights(store, store.files(), pickled=pickled)
+    return {*index.keys, index.names.index}
+
+
+def _adapter_files(store: ReadStore, pickled: bool) -> Collection[str]:
+    infos, place = {info.key: info for info in store.files()}, store.location(".")
+    return {ADAPTER_CONFIG_FILE, adapter_weights(infos, place, place, pickled=pickled)}
+
+
+def _named(problem: Problem, place: str, name: str) -> Problem:
+    """A problem of the address of a commit as one of the name that the user has for it."""
+    return Problem(*(text.replace(place, name) for text in (problem.where, problem.what, problem.remedy)))

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from raymerge.architectures import Role
-from raymerge.errors import PlanError, Problem
-from raymerge.merge_plan.expressions import Output
-from raymerge.methods import BaseUse, Method, Takes
+from raymerge.errors import Problem
+from raymerge.methods import BaseUse, Method, Parameter, Settings, Takes, Value
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import Path_, model_references
-from raymerge.planner.matching.layer_map import UNLISTED, Member, Parameters, Span, averaged_in
-from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.recipes import MethodRule, ModelReference, Recipe, Subject
+from raymerge.planner.inputs.sources import Path_
+from raymerge.planner.matching.align import UNLISTED, Aligned, Member, Parameters, Span, averaged_in
+from raymerge.recipes import ModelReference, Recipe, Scalar, Setting, Subject, evaluate
 
 OWN = -1
 """Number of the rule where no rule speaks: the recipe's own ``merge_method``."""
@@ -259,74 +257,153 @@ class MethodAssignment:
         return False
 
 
-def check_rule_sources(recipe: Recipe) -> list[Problem]:
-    """A problem for each source of a rule that the recipe does not merge, or that is named twice."""
-    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
-    twice = [
-        Problem(
-            recipe.where("methods", index, "sources", position),
-            f"{reference} is named twice in this rule.",
-            "Name it once; a model that the recipe lists twice takes part as often as it is listed.",
-        )
-        for index, rule in enumerate(recipe.methods)
-        for position, reference in enumerate(rule.sources)
-        if reference in rule.sources[:position]
-    ]
-    return twice + [
-        Problem(
-            recipe.where("methods", index, "sources", position),
-            f"{reference} is not one of the models that the recipe merges.",
-            f"Name one of: {', '.join(map(str, known))}.",
-        )
-        for index, rule in enumerate(recipe.methods)
-        for position, reference in enumerate(rule.sources)
-        if reference not in known
-    ]
-
-
 def _is_base(member: Member, base: Member | None) -> bool:
     return base is not None and (member.source, member.first_layer) == (base.source, base.first_layer)
 
 
-ROUTER_ROLES = (Role.ROUTER.value, Role.ROUTER_BIAS.value)
-"""Roles of the tensors that the policy speaks of."""
+NOTHING = Subject("", frozenset(), None)
+"""What is asked about where no setting depends on a tensor."""
 
 
-def with_router_rule(recipe: Recipe) -> tuple[Recipe, int | None]:
-    """The recipe with its ``router`` as one more rule, and that rule's number; itself for ``merge``.
+class Binder:
+    """Binds one assignment's parameters; settings that depend on no name or layer are computed once."""
 
-    Raises:
-        PlanError: the model named is not one that the recipe merges.
+    def __init__(self, recipe: Recipe, assignment: AssignedMethod, names: Sequence[str]) -> None:
+        """
+        Args:
+            recipe: what is asked.
+            assignment: whose parameters are bound.
+            names: what messages call each source, by its index.
+
+        Raises:
+            BindError: as ``settings``, where that depends on no tensor.
+        """
+        self._recipe = recipe
+        self._method = assignment.method
+        self._assignment = assignment
+        self._names = {member.path: names[member.source] for member in assignment.members}
+        nothing = [NOTHING] * len(assignment.members)
+        self.constant = self._compute(NOTHING, nothing, 0.0) if self._is_constant() else None
+        """The settings of every tensor, where they depend on none."""
+
+    def settings(
+        self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
+    ) -> Settings:
+        """Settings for one output tensor.
+
+        Args:
+            output: the output tensor.
+            members: the tensor in each member of the assignment.
+            t: position of its layer in the slice, in [0, 1], by which gradients go.
+            depth: position in the whole stack, by which positional methods go.
+
+        Raises:
+            BindError: a required parameter has no value here, or a value is out of bounds.
+        """
+        if self.constant is not None:
+            return self.constant
+        return replace(self._compute(output, members, t), position=depth if self._method.positional else 0.0)
+
+    def _is_constant(self) -> bool:
+        scopes = [
+            self._assignment.rule_parameters,
+            *self._assignment.scopes,
+            *(member.parameters for member in self._assignment.members),
+        ]
+        plain = all(isinstance(setting, Scalar) for scope in scopes for setting in scope.values())
+        return plain and not self._method.positional
+
+    def _compute(self, output: Subject, members: Sequence[Subject], t: float) -> Settings:
+        values: dict[str, Value] = {}
+        sources: list[dict[str, Value]] = [{} for _ in self._assignment.members]
+        for parameter in self._method.parameters:
+            ruled = self._assignment.rule_parameters.get(parameter.name)
+            outer = [scope.get(parameter.name) for scope in self._assignment.scopes]
+            if parameter.scope == "global":
+                chain = [ruled, *outer]
+                values[parameter.name] = self._value(parameter, chain, output, t, place=self._assignment.path)
+                continue
+            for position, member in enumerate(self._assignment.members):
+                chain = [ruled, member.parameters.get(parameter.name), *outer]
+                sources[position][parameter.name] = self._value(
+                    parameter, chain, members[position], t, place=member.path
+                )
+        return Settings(values=values, sources=tuple(sources))
+
+    def _value(
+        self,
+        parameter: Parameter,
+        chain: Sequence[Setting | None],
+        subject: Subject,
+        t: float,
+        *,
+        place: Path_,
+    ) -> Value:
+        for setting in chain:
+            found = evaluate(setting, subject, t) if setting is not None else None
+            if found is not None:
+                return self._coerced(parameter, found, subject.name, place)
+        if parameter.required:
+            raise BindError(self._required(parameter, place), parameter.name, subject.name)
+        return parameter.default
+
+    def _coerced(self, parameter: Parameter, value: float, name: str, place: Path_) -> Value:
+        try:
+            return parameter.coerce(value)
+        except ValueError as error:
+            where = self._recipe.where(*place, "parameters", parameter.name)
+            problem = Problem(where, f"{error}.", "Correct the value.")
+            raise BindError(problem, parameter.name, name) from error
+
+    def _required(self, parameter: Parameter, place: Path_) -> Problem:
+        subject = f"source {self._names[place]}" if place in self._names else "this merge"
+        return Problem(
+            self._recipe.where(*place),
+            f"{subject} has no value of '{parameter.name}', which {self._method.name} requires.",
+            f"Add '{parameter.name}' to its parameters, or to the parameters of the recipe.",
+        )
+
+
+class BindError(ValueError):
+    """One parameter cannot be bound.
+
+    Attributes:
+        problem: what is wrong.
+        parameter: name of the parameter.
+        tensor: the tensor for which it cannot be bound; "" where it can be for none.
     """
-    if recipe.router == "merge":
-        return recipe, None
-    wanted = recipe.base_model if recipe.router == "base" else recipe.router
-    if wanted is None:
-        what = "'router: base' keeps the base's routers, and there is no base_model."
-        raise PlanError(Problem(recipe.where("router"), what, "Name the base_model, or one of the models."))
-    known = list(dict.fromkeys(reference for _, reference in model_references(recipe)))
-    if wanted not in known:
-        what = f"{wanted} is not one of the models that the recipe merges."
-        remedy = f"Name one of: {', '.join(map(str, known))}; or write merge, or base."
-        raise PlanError(Problem(recipe.where("router"), what, remedy))
-    rule = MethodRule(role=ROUTER_ROLES, merge_method="passthrough", sources=(wanted,))
-    return recipe.model_copy(update={"methods": (*recipe.methods, rule)}), len(recipe.methods)
+
+    def __init__(self, problem: Problem, parameter: str, tensor: str) -> None:
+        self.problem = problem
+        self.parameter = parameter
+        self.tensor = tensor
+        super().__init__(str(problem))
 
 
-def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
-    """Where routers come from, if there are any.
+class Chosen(NamedTuple):
+    """An aligned tensor with the assignment that was chosen for it."""
 
-    Args:
-        recipe: with its ``router``.
-        outputs: what is written.
-        logical: tensors of the model whose names the output takes.
-    """
-    infos = logical.infos
-    if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
-        return
-    if recipe.router == "merge":
-        by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"
-        yield f"routers are merged {by} (router: merge)"
-    else:
-        chosen = recipe.base_model if recipe.router == "base" else recipe.router
-        yield f"routers and their biases are those of {chosen} (router: {recipe.router})"
+    aligned: Aligned
+    """The output tensor."""
+    assignment: AssignedMethod
+    """By which method it is made, and from whom."""
+    names: tuple[str, ...]
+    """Its name in each of ``assignment.everyone()``."""
+
+    @property
+    def method(self) -> Method:
+        """What is computed."""
+        return self.assignment.method
+
+    def members(self) -> Iterator[tuple[Member, str]]:
+        """Who takes part, the base first, with the tensor's name there."""
+        return zip(self.assignment.everyone(), self.names, strict=True)
+
+
+def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:
+    """The assignment's members with their names, of those that the span has."""
+    everyone = assignment.everyone()
+    if everyone == aligned.span.members:
+        return Chosen(aligned, assignment, aligned.names)
+    names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
+    return Chosen(aligned, assignment, tuple(names[member.path] for member in everyone))

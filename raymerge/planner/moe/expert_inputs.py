@@ -20,8 +20,7 @@ from raymerge.planner.matching.logical import Block
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind
 from raymerge.planner.moe.expert_moves import Origin
 from raymerge.planner.moe.expert_rows import Share, fate_of, share_row
-from raymerge.planner.outputs.encoding import output_dtype
-from raymerge.planner.outputs.rows import RowMaker
+from raymerge.planner.outputs.rows import RowMaker, output_dtype
 
 BASE = 0
 

@@ -27,9 +27,8 @@ from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import AlignSpec, Prepared, Source, Stage
+from raymerge.planner.inputs.source import AlignSpec, Prepared, Source, Stage, make_stage
 from raymerge.planner.inputs.sources import model_references
-from raymerge.planner.inputs.stages import make_stage
 from raymerge.planner.matching.logical import LogicalTensors, Place
 from raymerge.planner.matching.lora_overlay import LaidOver
 from raymerge.recipes import Recipe

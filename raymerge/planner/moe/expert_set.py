@@ -33,13 +33,13 @@ from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.collector import collector_paused
 from raymerge.planner.config.config import output_config
 from raymerge.planner.config.quantised import config_of_copies
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.matching.families import adapter_notes
+from raymerge.planner.inputs.sources import collector_paused
+from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import Block, LogicalTensors, open_logical
 from raymerge.planner.moe.dense_target import SHARED_FACTOR, dense_outputs, dense_width, settle_routers
@@ -47,9 +47,9 @@ from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stac
 from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs, marked, renumbered
 from raymerge.planner.moe.expert_moves import Mover, Moves, NewExpert, Origin, read_scores, regrouped
 from raymerge.planner.moe.expert_rows import Share, fate_of, matrix_row, mean_expression, share_row
+from raymerge.planner.outputs.embeddings import TieDecision
 from raymerge.planner.outputs.finish import Decided, finish_plan
-from raymerge.planner.outputs.ties import TieDecision
-from raymerge.planner.tokenizer.sources import TokenizerChanges
+from raymerge.planner.tokenizer.vocabulary import TokenizerChanges
 from raymerge.recipes import AddedExpert, ExpertSetRecipe
 
 

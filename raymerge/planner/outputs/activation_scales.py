@@ -19,7 +19,7 @@ from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, co
 from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.quantised import declared_tables
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.outputs.bound_output import Chosen
+from raymerge.planner.matching.method_assignment import Chosen
 
 _WEIGHT = ".weight"
 

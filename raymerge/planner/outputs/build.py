@@ -19,18 +19,18 @@ from raymerge.errors import PlanError, UserError
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import Plan
-from raymerge.planner.collector import collector_paused
 from raymerge.planner.config.config import plan_config, vocabulary_size, with_fields
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import collector_paused
 from raymerge.planner.matching.align import Aligner
+from raymerge.planner.matching.compatibility import check_stacks
 from raymerge.planner.matching.input_resolver import InputResolver
-from raymerge.planner.matching.stacking import check_stacks
+from raymerge.planner.outputs.embeddings import settle_tie
 from raymerge.planner.outputs.finish import Decided, finish_plan
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
-from raymerge.planner.outputs.ties import settle_tie
 from raymerge.recipes import Recipe
 
 

@@ -1,31 +1,100 @@
-"""Tensors with a row for each token: embedding, head and what belongs to them.
+"""Tensors with a row for each token: embedding, head and what belongs to them; and whether these two are one.
 
 Their rows are matched by token where the recipe asks for a tokenizer. Without one, vocabularies of different
 length are refused, cut to what is common, or filled up, as the recipe says.
+
+A language-model head may be the embedding itself, stored once or twice, or stored on its own. One copy is
+kept when all parents agree that they are one. When a merge makes them differ, or a stack ends in other sources
+than it begins with, both are written and ``tie_word_embeddings`` becomes false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from raymerge.architectures import Role, TensorInfo, TiedPair, declared_tie
+from raymerge.architectures.sections import text_section
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
+from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
 from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.consistency import counts_tokens
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.matching.align import Aligned
+from raymerge.planner.matching.align import Aligned, Section, Span, moved, output_logical
 from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
-from raymerge.planner.matching.method_assignment import OWN, AssignedMethod
-from raymerge.planner.outputs.bound_output import Chosen, moved, output_logical
+from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Chosen
 from raymerge.planner.outputs.rows import RowMaker, fate_of
-from raymerge.planner.tokenizer.sources import compare_vocabularies, lost_ids
-from raymerge.planner.tokenizer.tensors import VocabularyTensors
-from raymerge.planner.tokenizer.vocabulary import RowRun, VocabularyPlan
+from raymerge.planner.tokenizer.vocabulary import RowRun, VocabularyPlan, compare_vocabularies, lost_ids
 from raymerge.recipes import Recipe
+
+
+class VocabularyTensors:
+    """The vocabulary tensors of all sources."""
+
+    def __init__(self, resolver: InputResolver) -> None:
+        self._resolver = resolver
+
+    def axis(self, source: int, name: str) -> int | None:
+        """The axis on which a source's tensor counts tokens; None for a tensor that counts none.
+
+        Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
+        first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
+        """
+        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
+        shape = tensors[name].shape
+        if pair is None or not shape:
+            return None
+        if name in (pair.embedding, pair.head):
+            return 0
+        if not self._is_named_so(source, name):
+            return None
+        sizes = self._sizes(source)
+        if shape[0] in sizes:
+            return 0
+        return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
+
+    def rows(self, source: int) -> int:
+        """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
+        pair = self._resolver.sources[source].pair
+        found = self._resolver.stored(source, pair.embedding) if pair is not None else None
+        return found[1].shape[0] if found is not None else 0
+
+    def is_doubtful(self, source: int, name: str) -> bool:
+        """Whether a tensor counts tokens by its name, and nothing tells which on what axis.
+
+        It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
+        """
+        model = self._resolver.sources[source]
+        shape = model.checkpoint.tensors[name].shape
+        if model.pair is None or not self._is_named_so(source, name) or self.axis(source, name) is not None:
+            return False
+        fields = text_section(model.checkpoint.config).items()
+        others = {value for key, value in fields if "vocab" in key and type(value) is int and value > 1}
+        return not (self._sizes(source) | others).isdisjoint(shape)
+
+    def _sizes(self, source: int) -> set[int]:
+        """Rows of a source's own embedding and head."""
+        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
+        names = (pair.embedding, pair.head) if pair is not None else ()
+        return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
+
+    def _is_named_so(self, source: int, name: str) -> bool:
+        info = self._resolver.logical[source].infos[name]
+        tensors = self._resolver.sources[source].checkpoint.tensors
+        return counts_tokens(name, info) or _is_bare_bias(name, info, tensors)
+
+
+def _is_bare_bias(name: str, info: TensorInfo, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is a bias outside layers and of no matrix of its own, as BART's of the logits."""
+    is_loose = info.is_bias and info.role is Role.OTHER and info.layer is None
+    return is_loose and f"{name.removesuffix('bias')}weight" not in tensors
+
 
 _BY_TOKEN = (
     "Match rows by token with 'tokenizer_source: union' (or base), or say 'embedding_sizes: common' to keep "
@@ -344,3 +413,192 @@ def _name_in(source: Source, lead: Source, name: str) -> str:
         return name
     is_head = name == own.head and pair.head in source.checkpoint.tensors
     return pair.head if is_head else pair.embedding
+
+
+_TEXT_MODULES = (None, "default", "text_decoder", "decoder")
+_HAS_A_HEAD = re.compile(r"CausalLM|LMHead|MaskedLM|ConditionalGeneration|ForPreTraining")
+
+
+@dataclass(frozen=True, slots=True)
+class TieDecision:
+    """What becomes of the head."""
+
+    head: str
+    """Output name of the head, or "" where the model has none."""
+    embedding: str
+    """Output name of the embedding."""
+    tied: bool | None
+    """New value of ``tie_word_embeddings``; None leaves the config as it is."""
+    reason: str
+    """One sentence for the plan."""
+
+
+def stores_own_head(source: Source) -> bool:
+    """Whether a source stores a head that is not just its embedding again."""
+    pair = source.pair
+    if pair is None or pair.head not in source.checkpoint.tensors:
+        return False
+    return not source.stored_head_is_embedding
+
+
+def with_heads(
+    aligned: Iterable[Aligned],
+    sections: Sequence[Section],
+    sources: Sequence[Source],
+    *,
+    donor: Source,
+    has_base: bool,
+) -> Iterator[Aligned]:
+    """The aligned outputs, with every head pointed at the bytes that hold it in each member.
+
+    A head that the lead does not store is added where a member or the donor, whose config is written, has one
+    of its own, and where the lead's embedding is not the one that the output begins with.
+
+    Args:
+        aligned: the outputs without heads that no lead stores.
+        sections: those of the recipe.
+        sources: all of the recipe.
+        donor: the source that gives the config.
+        has_base: whether the donor is the recipe's ``base_model``.
+    """
+    section = _text_section(sections)
+    span = section.spans[-1] if section is not None else None
+    pair = sources[span.lead.source].pair if span is not None else None
+    if section is None or span is None or pair is None:
+        yield from aligned
+        return
+    named = _named_pair(section, sources) or pair
+    for each in aligned:
+        if each.copied or each.lead != pair.head:
+            yield each
+        elif _own_heads(each.span, sources):
+            yield each._replace(names=_head_names(each.span, sources))
+        else:
+            names = tuple(embedding_name(sources[member.source]) for member in each.span.members)
+            yield each._replace(lead=pair.embedding, names=names, alias=named.embedding)
+    wanted = _own_heads(span, sources) or stores_own_head(donor)
+    wanted = wanted or _parts_the_tie(section, sources, base=donor if has_base else None)
+    stored = pair.head in sources[span.lead.source].checkpoint.tensors
+    if wanted and not stored and pair.declared is not False:
+        yield Aligned(named.head, span, pair.embedding, _head_names(span, sources), 0.0)
+        yield from _head_bias(named, pair, span, sources)
+
+
+def _head_bias(named: TiedPair, pair: TiedPair, span: Span, sources: Sequence[Source]) -> Iterator[Aligned]:
+    """The bias of a head that is added, where it too is tied: BERT's ``X.decoder.bias`` is ``X.bias``."""
+    own, tied = _bias_names(pair)
+    if own and tied in sources[span.lead.source].checkpoint.tensors:
+        names = [_bias_name(sources[member.source]) for member in span.members]
+        yield Aligned(_bias_names(named)[0] or own, span, tied, tuple(names), 0.0)
+
+
+def _bias_names(pair: TiedPair) -> tuple[str, str]:
+    """A head's bias and what it is tied to; empty where the head has none of that kind."""
+    module = pair.head.removesuffix(".decoder.weight")
+    return (f"{module}.decoder.bias", f"{module}.bias") if module != pair.head else ("", "")
+
+
+def _bias_name(source: Source) -> str:
+    """The tensor that holds the bias of a source's head."""
+    own, tied = _bias_names(source.pair) if source.pair is not None else ("", "")
+    return own if own in source.checkpoint.tensors else tied
+
+
+def _parts_the_tie(section: Section, sources: Sequence[Source], *, base: Source | None) -> bool:
+    """Whether a stack of tied models ends in other sources than it begins with: its head is then another's.
+
+    A base that leads both ends gives both one embedding, whatever is merged into it.
+    """
+    first, last = section.spans[0], section.spans[-1]
+    lead = sources[last.lead.source]
+    if base is not None and first.lead.source == last.lead.source == base.index:
+        return False
+    return _is_tied(lead) and _sources_of(first) != _sources_of(last)
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether a source that stores no head of its own has one all the same."""
+    declared = source.pair.declared if source.pair is not None else False
+    # A config that is silent means what its family means by it: a model with a head that stores none ties it.
+    return declared or (declared is None and any(map(_HAS_A_HEAD.search, source.architectures)))
+
+
+def _sources_of(span: Span) -> frozenset[int]:
+    return frozenset(member.source for member in (span.lead, *span.members))
+
+
+def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
+    """Whether any member has a head that is not its embedding."""
+    return any(stores_own_head(sources[member.source]) for member in span.members)
+
+
+def _head_names(span: Span, sources: Sequence[Source]) -> tuple[str, ...]:
+    """The tensor that holds the head in each member: the head, or the embedding that it is tied to."""
+    members = [sources[member.source] for member in span.members]
+    return tuple(head_name(each) if stores_own_head(each) else embedding_name(each) for each in members)
+
+
+def settle_tie(
+    outputs: Sequence[Output],
+    sections: Sequence[Section],
+    sources: Sequence[Source],
+    fates: Fates,
+    *,
+    donor: Source,
+) -> TieDecision:
+    """Say whether head and embedding are one, now that it is known what they are made of.
+
+    The new value of the flag is for the donor's config, whatever the other configs say.
+    """
+    section = _text_section(sections)
+    pair = _named_pair(section, sources) if section is not None else None
+    head = next((o for o in outputs if pair is not None and o.name == pair.head), None)
+    embedding = next((o for o in outputs if pair is not None and o.name == pair.embedding), None)
+    _settle_stored_heads(sources, fates)
+    if section is None:
+        return TieDecision("", "", None, "the text model is copied, and with it what it ties")
+    if pair is None or embedding is None:
+        return TieDecision("", "", None, "the model has no token embedding that a head could share")
+    if head is None:
+        return TieDecision("", pair.embedding, None, "no head is stored, as in the lead checkpoint")
+    equal = [row.content() for row in head.rows] == [row.content() for row in embedding.rows]
+    if not equal:
+        declared = declared_tie(donor.checkpoint.config)
+        # A config that is silent means what its family means by it: what the donor does shows it.
+        untied = declared is False or (declared is None and stores_own_head(donor))
+        tied = None if untied else False
+        return TieDecision(
+            pair.head, pair.embedding, tied, "head and embedding differ in the result, so both are written"
+        )
+    reason = "the head equals the embedding and is stored, as in the lead checkpoint"
+    return TieDecision(pair.head, pair.embedding, None, reason)
+
+
+def head_name(source: Source) -> str:
+    """Name of a source's head."""
+    return source.pair.head if source.pair is not None else ""
+
+
+def embedding_name(source: Source) -> str:
+    """Name of a source's embedding."""
+    return source.pair.embedding if source.pair is not None else ""
+
+
+def _text_section(sections: Sequence[Section]) -> Section | None:
+    """The section that head and embedding belong to; None where the recipe leaves the text model alone."""
+    return next((section for section in sections if section.module in _TEXT_MODULES), None)
+
+
+def _named_pair(section: Section, sources: Sequence[Source]) -> TiedPair | None:
+    """Head and embedding as the output calls them: as the first source does, whose names the stack takes."""
+    return sources[section.spans[0].lead.source].pair
+
+
+def _settle_stored_heads(sources: Sequence[Source], fates: Fates) -> None:
+    for source in sources:
+        if source.pair is not None and source.stored_head_is_embedding:
+            fates.settle(
+                source.index,
+                source.pair.head,
+                Fate(Disposition.DROPPED, Rule.EQUALS_EMBEDDING, source.pair.embedding),
+            )

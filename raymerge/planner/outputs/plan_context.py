@@ -11,22 +11,22 @@ from raymerge.methods import Method
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.sources import model_references
-from raymerge.planner.matching.align import Aligned, Aligner, modules_of
-from raymerge.planner.matching.families import (
+from raymerge.planner.matching.align import Aligned, Aligner, Section, SpanBuilder, modules_of
+from raymerge.planner.matching.compatibility import (
     adapter_notes,
     base_notes,
     other_families,
     other_meanings,
     recipe_notes,
+    router_notes,
 )
 from raymerge.planner.matching.input_resolver import InputResolver
-from raymerge.planner.matching.layer_map import Section, SpanBuilder
 from raymerge.planner.matching.logical import open_logical
-from raymerge.planner.matching.method_assignment import OWN, MethodAssignment, router_notes
+from raymerge.planner.matching.method_assignment import OWN, MethodAssignment
+from raymerge.planner.outputs.embeddings import with_heads
 from raymerge.planner.outputs.outputs import OutputBuilder
-from raymerge.planner.outputs.ties import with_heads
 from raymerge.planner.recipe_check import CheckedRecipe, check_recipe
-from raymerge.planner.tokenizer.sources import TokenizerChanges, plan_tokenizer
+from raymerge.planner.tokenizer.vocabulary import TokenizerChanges, plan_tokenizer
 from raymerge.recipes import Recipe, did_you_mean
 
 

@@ -31,8 +31,7 @@ from raymerge.events import (
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.threads import one_thread
 from raymerge.options import RunOptions
-from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE, Prepared, Source, Stage, holdings
 from raymerge.publish.attempt import RECORD, remove_thrown_away, sync_directory, throw_away
 from raymerge.publish.conditions import agree, check_agreement
 from raymerge.publish.lease import Lease, leased

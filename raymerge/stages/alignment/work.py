@@ -26,8 +26,7 @@ from raymerge.checkpoints.layout import PlacedTensor
 from raymerge.errors import NonFiniteError, PlanError, Problem
 from raymerge.methods import normal
 from raymerge.methods.random import random_key
-from raymerge.planner.inputs.source import AlignSpec, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE, AlignSpec, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.moe.expert_permutation import (
     AlignedBlock,

@@ -9,8 +9,7 @@ import torch
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.planner.inputs.source import GateSpec, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Stage
 from raymerge.planner.moe.shape import router_tensor, shared_gate_tensor
 from raymerge.stages.router.gates import Rows
 from raymerge.stages.router.report import Choices

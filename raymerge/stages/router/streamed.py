@@ -21,8 +21,7 @@ import torch
 from raymerge.checkpoints.layout import TensorSpec, lay_out
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
-from raymerge.planner.inputs.source import GateSpec, Source, Stage
-from raymerge.planner.inputs.stages import RESULT_FILE
+from raymerge.planner.inputs.source import RESULT_FILE, GateSpec, Source, Stage
 from raymerge.planner.inputs.weights import Weights
 from raymerge.stages.router.accumulate import Accumulator, accumulator, part_shapes, work_nbytes
 from raymerge.stages.router.calls import Call

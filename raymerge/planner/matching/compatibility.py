@@ -1,0 +1,523 @@
+"""Whether models may be merged: what their configs say, whether their layers fit into one stack; and notes.
+
+Layers of several kinds are common (dense and sparse, two types of attention), so no kind is known here. What
+holds of a stack is this: some single source has layers of every kind that the stack has, tensor by tensor and
+shape by shape; and what stands before and after them has the shapes of the source that gives the config.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from raymerge.architectures import TiedPair, load_rules
+from raymerge.architectures.sections import text_section
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.dtypes import DType
+from raymerge.errors import Problem
+from raymerge.merge_plan.dispositions import Disposition, Fates
+from raymerge.merge_plan.expressions import Output
+from raymerge.methods import Method
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.sources import model_references
+from raymerge.planner.matching.align import UNLISTED, End, PlacedTensors, Section, counterpart
+from raymerge.planner.matching.input_resolver import InputResolver
+from raymerge.planner.matching.logical import LogicalTensors
+from raymerge.planner.matching.method_assignment import MethodAssignment
+from raymerge.planner.recipe_check import ROUTER_ROLES, ineffective_parameters
+from raymerge.recipes import Recipe
+
+_TEXT, _VISION, _AUDIO = "text", "vision_config", "audio_config"
+_PARTS: Mapping[str | None, tuple[str, ...]] = {
+    None: (_TEXT, _VISION, _AUDIO),
+    **dict.fromkeys(("default", "text_decoder", "encoder", "decoder"), (_TEXT,)),
+    **dict.fromkeys(("vision_tower", "vision_model"), (_VISION,)),
+    "audio_tower": (_AUDIO,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """What it means when configs differ in a field."""
+
+    field: str
+    """Dotted path in the section of the part that is merged."""
+    verdict: Literal["refuse", "note"]
+    """Whether such models can be merged."""
+    reason: str
+    """Why, as a part of a sentence."""
+
+
+def field_rules() -> tuple[FieldRule, ...]:
+    """The table ``config_differences.toml``."""
+    sizes = load_rules(None).sizes
+    table = files("raymerge.planner").joinpath("config_differences.toml").read_text(encoding="utf-8")
+    return tuple(
+        FieldRule(name, entry["verdict"], entry["reason"])
+        for entry in tomllib.loads(table)["fields"]
+        for name in (entry["names"] if "names" in entry else sizes[entry["sizes"]])
+    )
+
+
+def other_families(recipe: Recipe, sources: Sequence[Source], *, donor: Source) -> list[Problem]:
+    """A problem for each source of another architecture than the donor's, unless the recipe waives it."""
+    places = {reference: path for path, reference in model_references(recipe)}
+    return [
+        Problem(
+            recipe.where(*places[source.reference]),
+            f"{source.name} is of another family ({source.model_type}: {', '.join(source.architectures)}) "
+            f"than {donor.name} ({donor.model_type}: {', '.join(donor.architectures)}).",
+            "Merge models of one architecture. If the tensors really are the same, say so with "
+            f"'model: {{model: {source.reference.path}, override_architecture: "
+            f"{next(iter(donor.architectures), '')}}}'.",
+        )
+        for source in sources
+        if source.reference in places and _is_foreign(source, donor)
+    ]
+
+
+def _is_foreign(source: Source, donor: Source) -> bool:
+    renamed = bool(source.reference.override_architecture)
+    return source.architectures != donor.architectures or (
+        source.model_type != donor.model_type and not renamed
+    )
+
+
+def other_meanings(
+    recipe: Recipe, sections: Sequence[Section], sources: Sequence[Source], *, donor: Source
+) -> list[Problem]:
+    """A problem for each source whose weights mean something else than the output's config will say."""
+    places = {reference: path for path, reference in model_references(recipe)}
+    found: dict[int, dict[str, str]] = {}
+    for source, sentence, reason in _differences(sections, sources, donor, "refuse"):
+        found.setdefault(source.index, {})[sentence] = reason
+    return [
+        Problem(
+            recipe.where(*places[sources[index].reference]),
+            f"{sources[index].name} has {', '.join(reasons)}: its weights mean something else "
+            f"({'; '.join(dict.fromkeys(reasons.values()))}), and the one config of the output cannot hold "
+            "for both.",
+            "Merge models whose configs agree in this, whatever their architecture is called.",
+        )
+        for index, reasons in found.items()
+    ]
+
+
+def config_notes(sections: Sequence[Section], sources: Sequence[Source], *, donor: Source) -> list[str]:
+    """A note for each source whose config differs in what a merge can bear, or in what one does not state."""
+    found = [*_differences(sections, sources, donor, "note"), *_unstated(sections, sources, donor)]
+    return [
+        f"{source.name} has {sentence}; the output's config is that of {donor.name}: {reason}"
+        for source, sentence, reason in found
+    ]
+
+
+def _differences(
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source, verdict: str
+) -> Iterator[tuple[Source, str, str]]:
+    """Every field of a verdict that a source states otherwise than the first that states it, with the reason.
+
+    The donor is before all others.
+    """
+    for rule in field_rules():
+        for said in _configs(sections, sources, donor) if rule.verdict == verdict else ():
+            values = [(source, _at(config, rule.field)) for source, config in said]
+            stated = [(source, value) for source, value in values if value is not None]
+            for source, value in stated[1:]:
+                first, own = stated[0]
+                if value != own:
+                    yield source, f"{rule.field} {value} where {first.name} has {own}", rule.reason
+
+
+def _unstated(
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source
+) -> Iterator[tuple[Source, str, str]]:
+    """Every field that either the donor or another source states, with what it means if the default differs.
+
+    Null says no more than a field that is absent.
+    """
+    for rule in field_rules():
+        reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
+        for (_, given), *others in _configs(sections, sources, donor):
+            own = _at(given, rule.field)
+            for source, config in others:
+                value = _at(config, rule.field)
+                if own is None and value is not None and not _is_default(value, rule, given):
+                    yield source, f"{rule.field} {value} where {donor.name} does not state it", reason
+                if own is not None and value is None and not _is_default(own, rule, config):
+                    yield source, f"no {rule.field} where {donor.name} has {own}", reason
+
+
+def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
+    """Whether a config that does not state a field is known to mean that value."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if rule.field == "num_key_value_heads":
+        return bool(value == heads)
+    if rule.field == "head_dim":
+        return type(heads) is int and type(width) is int and heads > 0 and value == width // heads
+    return rule.verdict == "note" and not value
+
+
+def _configs(
+    sections: Sequence[Section], sources: Sequence[Source], donor: Source
+) -> Iterator[list[tuple[Source, Mapping[str, Any]]]]:
+    """For each part of a config the sources whose part is merged, with it; the donor is the first."""
+    for part, indices in _users(sections).items():
+        order = [donor, *(sources[index] for index in indices if index != donor.index)]
+        yield [(source, _said(source, part)) for source in order]
+
+
+def _at(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _users(sections: Sequence[Section]) -> Mapping[str, Sequence[int]]:
+    """For each part of a config the sources of which the recipe uses that part of the model, in order."""
+    found: dict[str, dict[int, None]] = {}
+    for section in sections:
+        used = [m.source for span in section.spans for m in (span.lead, *span.members)]
+        for part in _PARTS.get(section.module, ()):
+            found.setdefault(part, {}).update(dict.fromkeys(used))
+    return {part: list(indices) for part, indices in found.items()}
+
+
+def _said(source: Source, part: str) -> Mapping[str, Any]:
+    config = source.checkpoint.config
+    if part == _TEXT:
+        return {**config, **text_section(config)}
+    inside = config.get(part)
+    return inside if isinstance(inside, Mapping) else {}
+
+
+def recipe_notes(
+    recipe: Recipe,
+    chosen: Sequence[Method],
+    sources: Sequence[Source],
+    sections: Sequence[Section],
+    *,
+    donor: int,
+) -> list[str]:
+    """What the sources' files and configs give rise to, and what the recipe says without effect."""
+    notes = [f"{source.name}: {note}" for source in sources for note in source.checkpoint.notes]
+    giver = sources[donor]
+    if not giver.checkpoint.is_raw:
+        notes.append(f"config, tokenizer and companion files come from {giver.name}")
+    notes += config_notes(sections, sources, donor=giver)
+    notes += ineffective_parameters(recipe, chosen[0], chosen[1:])
+    if sections[0].module is not None:
+        named = ", ".join(str(section.module) for section in sections)
+        notes.append(f"modules named in the recipe: {named}; all others are copied from {giver.name}")
+    return notes
+
+
+def base_notes(
+    assignments: MethodAssignment, sections: Sequence[Section], sources: Sequence[Source]
+) -> Iterator[str]:
+    """Which base is the whole result, or counts as one more source though it is not listed."""
+    for section in sections:
+        for span in section.spans:
+            own = assignments.made(span)
+            if own is None:
+                continue
+            for member in own.members:
+                name = sources[member.source].name
+                if own.unchanged_by:
+                    yield f"{own.unchanged_by} has no source beside the base: the result is {name}"
+                elif member.path == UNLISTED:
+                    yield f"{name} is not listed, and counts as one more source of {own.method.name}"
+
+
+def adapter_notes(resolver: InputResolver, fates: Fates) -> Iterator[str]:
+    """How many of each adapter's changes go into the output."""
+    if not resolver.adapters:
+        return
+    dropped = {(store, name) for store, name, fate in fates.rows() if fate.disposition is Disposition.DROPPED}
+    for index, laid in resolver.adapters.items():
+        yield from (f"{laid.adapter.name}: {note}" for note in laid.adapter.notes)
+        changes = laid.changes()
+        used = [change for change in changes if not all((laid.store, name) in dropped for name in change)]
+        outside = len(changes) - len(used)
+        rest = f"; the recipe leaves out the tensors of {outside}" if outside else ""
+        model = resolver.sources[index].checkpoint.name
+        yield f"{laid.adapter.name} on {model}: deltas applied {len(used)} of {len(changes)}{rest}"
+
+
+_Kind = frozenset[tuple[str, tuple[int, ...], DType | None]]
+# Name within the layer, shape, and the dtype of codes that are not read: equal kinds are layers of one build.
+_ONE_CONFIG = "one config has to describe all layers"
+_REMEDY = "Stack models of one size and layout, and make one of them the base_model."
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """One source's layers."""
+
+    placed: PlacedTensors
+    own: Mapping[_Kind, int]
+    """Each kind among all its layers, with the first layer of it."""
+    used: Mapping[_Kind, int]
+    """The same of the layers that the stack takes."""
+
+    @property
+    def name(self) -> str:
+        return self.placed.source.name
+
+
+def check_stacks(
+    sections: Sequence[Section],
+    placed: Mapping[tuple[str | None, int], PlacedTensors],
+    *,
+    donor: int,
+    findings: Findings,
+    by_token: bool = False,
+) -> None:
+    """Report every source whose slices do not fit those of the others, or the config of the donor.
+
+    Args:
+        sections: all of the recipe; those of whole models are passed over.
+        placed: the tensors of each module and source.
+        donor: index of the source that gives the config.
+        findings: receives what does not fit, with the tensors and both shapes.
+        by_token: whether rows of embedding and head are matched by token, so that they may be more or fewer.
+    """
+    for section in sections:
+        if section.is_whole:
+            continue
+        leads = dict.fromkeys(span.lead.source for span in section.spans)
+        parts = {index: placed[section.module, index] for index in (donor, *leads)}
+        if parts[donor].stack is None:
+            # That the config cannot be told of these layers is said elsewhere.
+            del parts[donor]
+        if len(parts) > 1:
+            _check_layers(section, parts, donor, findings)
+            _check_ends(section, parts, donor, findings, by_token=by_token)
+
+
+def _check_layers(
+    section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings
+) -> None:
+    stacked = [_stacked(section, index, part) for index, part in parts.items()]
+    reference = stacked[0]
+    wanted = {kind for each in stacked for kind in each.used}
+    wanted |= reference.own.keys() if donor in parts else set()
+    fits = any(wanted <= each.own.keys() for each in stacked)
+    for each in stacked:
+        others = [other for other in stacked if other is not each]
+        for kind, layer in each.used.items():
+            whole = _whole_of(kind, each, others)
+            if whole is not None:
+                _report_hole(each, layer, whole - _suffixes(kind), findings)
+            elif not fits and kind not in reference.own:
+                _report_kind(each, layer, kind, reference, findings)
+
+
+def _stacked(section: Section, index: int, part: PlacedTensors) -> _Stacked:
+    taken = {
+        span.lead.first_layer + offset
+        for span in section.spans
+        if span.lead.source == index
+        for offset in range(span.num_layers or 0)
+    }
+    own: dict[_Kind, int] = {}
+    used: dict[_Kind, int] = {}
+    for layer, kind in enumerate(_kinds(part)):
+        own.setdefault(kind, layer)
+        if layer in taken:
+            used.setdefault(kind, layer)
+    return _Stacked(part, own, used)
+
+
+def _kinds(part: PlacedTensors) -> Iterator[_Kind]:
+    checkpoint = part.source.checkpoint
+    found, tensors = part.by_place(), checkpoint.tensors
+    # What is read as numbers is numbers, however each source stores them.
+    numbers = checkpoint.packs.packed if checkpoint.packs is not None else {}
+    for layer in range(part.num_layers):
+        start = len(f"{part.prefix}.{layer}.")
+        names = [name for name in found.get(layer, ()) if part.is_compared(name)]
+        yield frozenset(
+            (name[start:], tensors[name].shape, None if name in numbers else _codes(tensors[name]))
+            for name in names
+        )
+
+
+def _codes(tensor: StoredTensor) -> DType | None:
+    return None if tensor.dtype.is_mergeable else tensor.dtype
+
+
+def _suffixes(kind: _Kind) -> frozenset[str]:
+    return frozenset(suffix for suffix, _, _ in kind)
+
+
+def _whole_of(kind: _Kind, own: _Stacked, others: Sequence[_Stacked]) -> frozenset[str] | None:
+    """The tensors that a layer would have, had it not lost some; None where nothing is lost.
+
+    Fewer tensors than in another layer of the same source are a kind of their own when a second source has
+    such layers too, and a loss when none has.
+    """
+    mine = _suffixes(kind)
+    if any(mine == _suffixes(each) for other in others for each in other.own):
+        return None
+    wholes = {_suffixes(each) for each in own.own}
+    return min((each for each in wholes if mine < each), key=len, default=None)
+
+
+def _report_hole(each: _Stacked, layer: int, lost: frozenset[str], findings: Findings) -> None:
+    for suffix in sorted(lost):
+        findings.tensor(
+            ("hole", each.name),
+            where=each.name,
+            what="it lacks {count} tensors in single layers, which all others of its layers have",
+            remedy="Use a complete checkpoint, or slices without those layers.",
+            example=f"{each.placed.prefix}.{layer}.{suffix}",
+        )
+
+
+def _report_kind(each: _Stacked, layer: int, kind: _Kind, reference: _Stacked, findings: Findings) -> None:
+    """Say how a layer differs from the most similar one of the reference."""
+    mine = {suffix: (shape, codes) for suffix, shape, codes in kind}
+    nearest = min(reference.own, key=lambda other: (len(mine.keys() ^ _suffixes(other)), len(kind ^ other)))
+    theirs = {suffix: (shape, codes) for suffix, shape, codes in nearest}
+    block = f"{each.placed.prefix}.{layer}"
+    for suffix in sorted(mine.keys() & theirs.keys()):
+        if mine[suffix] != theirs[suffix]:
+            example = f"{block}.{suffix} is {_text(*mine[suffix])} here and {_text(*theirs[suffix])} there"
+            _report_shape(each.name, reference.name, example, findings)
+    for suffix in sorted(mine.keys() ^ theirs.keys()):
+        findings.tensor(
+            ("kind", each.name),
+            where=each.name,
+            what=f"its layers are made of other tensors than those of {reference.name}, and {_ONE_CONFIG}; "
+            "{count} are only in one of the two",
+            remedy=_REMEDY,
+            example=f"{block}.{suffix} only {'here' if suffix in mine else 'there'}",
+        )
+
+
+def _report_shape(name: str, reference: str, example: str, findings: Findings) -> None:
+    findings.tensor(
+        ("stacked shape", name),
+        where=name,
+        what=f"{{count}} of its tensors have other shapes than in {reference}, and {_ONE_CONFIG}",
+        remedy=_REMEDY,
+        example=example,
+    )
+
+
+def _text(shape: tuple[int, ...], codes: DType | None) -> str:
+    return f"{codes.value if codes is not None else ''}{list(shape)}"
+
+
+def _check_ends(
+    section: Section, parts: Mapping[int, PlacedTensors], donor: int, findings: Findings, *, by_token: bool
+) -> None:
+    """What stands before and after the layers, against the donor's, and by the names of the first source."""
+    first, last = parts[section.spans[0].lead.source], parts[section.spans[-1].lead.source]
+    giver = parts.get(donor)
+    if giver is not None:
+        _check_head(last, giver, findings, by_token=by_token)
+        _check_end(first, giver, "before", findings, by_token=by_token)
+        _check_end(last, giver, "after", findings, by_token=by_token)
+    if last.prefix != first.prefix:
+        _check_names(last, first, findings)
+
+
+def _check_names(last: PlacedTensors, first: PlacedTensors, findings: Findings) -> None:
+    """Every tensor after the layers needs a name by the first source's naming."""
+    for name in last.by_place().get("after", ()):
+        if not name.startswith(f"{last.prefix}.") and not _has_name(name, last, first):
+            findings.tensor(
+                ("names", last.source.name),
+                where=last.source.name,
+                what=f"its layers are called '{last.prefix}' and those of {first.source.name} "
+                f"'{first.prefix}', and nothing there tells what {{count}} of its tensors would be called",
+                remedy="Use checkpoints that were saved in the same way.",
+                example=name,
+            )
+
+
+def _has_name(name: str, own: PlacedTensors, other: PlacedTensors) -> bool:
+    pair = own.source.pair
+    is_head = pair is not None and other.source.pair is not None and name == pair.head
+    return is_head or counterpart(name, own, other) in other.source.checkpoint.tensors
+
+
+def _check_end(
+    lead: PlacedTensors, giver: PlacedTensors, end: End, findings: Findings, *, by_token: bool
+) -> None:
+    mine, theirs = _end(lead, end), _end(giver, end)
+    called = {counterpart(name, lead, giver): tensor for name, tensor in mine.items()}
+    for name in [*called, *(name for name in theirs if name not in called)]:
+        here, there = called.get(name), theirs.get(name)
+        if here is not None and there is not None:
+            if not (by_token and _is_embedding(here, lead) and here.shape[1:] == there.shape[1:]):
+                _compare(here, there, lead, giver, findings=findings)
+            continue
+        findings.tensor(
+            ("ends", lead.source.name),
+            where=lead.source.name,
+            what=f"beside its layers it has other tensors than {giver.source.name}, which gives the config; "
+            "{count} are only in one of the two",
+            remedy="Use models of one architecture, saved in the same way.",
+            example=f"{name} only {'here' if there is None else 'there'}",
+        )
+
+
+def _end(part: PlacedTensors, end: End) -> dict[str, StoredTensor]:
+    """The tensors at an end but for the head, which may be the embedding."""
+    names = part.by_place().get(end, ())
+    pair, tensors = part.source.pair, part.source.checkpoint.tensors
+    head = pair.head if pair is not None else None
+    return {name: tensors[name] for name in names if name != head and part.is_compared(name)}
+
+
+def _check_head(lead: PlacedTensors, giver: PlacedTensors, findings: Findings, *, by_token: bool) -> None:
+    mine, theirs = lead.source.pair, giver.source.pair
+    if mine is None or theirs is None:
+        return
+    here, there = _head(lead, mine), _head(giver, theirs)
+    if not (by_token and here.shape[1:] == there.shape[1:]):
+        _compare(here, there, lead, giver, findings=findings)
+
+
+def _is_embedding(tensor: StoredTensor, part: PlacedTensors) -> bool:
+    pair = part.source.pair
+    return pair is not None and tensor.name == pair.embedding
+
+
+def _head(part: PlacedTensors, pair: TiedPair) -> StoredTensor:
+    tensors = part.source.checkpoint.tensors
+    return tensors.get(pair.head) or tensors[pair.embedding]
+
+
+def _compare(
+    here: StoredTensor, there: StoredTensor, lead: PlacedTensors, giver: PlacedTensors, *, findings: Findings
+) -> None:
+    if here.shape != there.shape:
+        example = f"{here.name} is {list(here.shape)} here and {list(there.shape)} there"
+        _report_shape(lead.source.name, giver.source.name, example, findings)
+
+
+def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
+    """Where routers come from, if there are any.
+
+    Args:
+        recipe: with its ``router``.
+        outputs: what is written.
+        logical: tensors of the model whose names the output takes.
+    """
+    infos = logical.infos
+    if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
+        return
+    if recipe.router == "merge":
+        by = "as 'methods' and merge_method say" if recipe.methods else f"by {recipe.merge_method}"
+        yield f"routers are merged {by} (router: merge)"
+    else:
+        chosen = recipe.base_model if recipe.router == "base" else recipe.router
+        yield f"routers and their biases are those of {chosen} (router: {recipe.router})"
