@@ -28,7 +28,6 @@ from raymerge.recipes import AnyRecipe, Draft, ModelReference, Recipe, did_you_m
 from raymerge.storage.open import USUAL, Lookup
 
 _LENGTH_NBYTES = 8
-"""Bytes of a file before the JSON of its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,7 @@ class PlannedMerge:
     """One of several merges, decided."""
 
     recipe: AnyRecipe
-    """What is asked."""
     plan: Plan
-    """What will be done."""
     sources: tuple[Source, ...]
     """What is read; results of other merges and of stages as they will be."""
     stages: tuple[Stage, ...] = ()
@@ -46,7 +43,6 @@ class PlannedMerge:
 
     @property
     def uses(self) -> Mapping[int, str]:
-        """Names of the merges whose results are read, by the index of the source."""
         return {
             source.index: source.reference.path
             for source in self.sources
@@ -62,16 +58,11 @@ def plan_merges(
     opener: Opener | None = None,
     lookup: Lookup = USUAL,
 ) -> tuple[PlannedMerge, ...]:
-    """Plan recipes of which later ones may use the results of earlier ones by their names.
+    """Plan recipes, in the order of ``merge_order``; later ones may use results of earlier ones by name.
 
-    The last plan is returned with its problems, so that it can be shown; the others have none.
-
-    Args:
-        recipes: in the order of ``merge_order``.
-        root: directory that the results which others use will be in, each by its name.
-        version: raymerge's version, kept in the manifests.
-        opener: how models are opened that are no results; None for each recipe's own way.
-        lookup: how adapters are found, and models too where the opener is a recipe's own.
+    The last plan is returned with its problems, so that it can be shown; the others have none. ``root`` is
+    where results that others use will be, each by its name; ``opener`` None opens models in each recipe's own
+    way.
 
     Raises:
         PlanError: a merge that others need cannot be carried out, or there is no plan of one to show; with
@@ -93,11 +84,7 @@ def plan_merges(
 def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = USUAL) -> tuple[Problem, ...]:
     """All that is wrong with recipes that cannot be read as a whole, their models included.
 
-    Args:
-        draft: what could be read of them.
-        root: as of ``plan_merges``.
-        version: as of ``plan_merges``.
-        lookup: as of ``plan_merges``; but nothing is fetched before the recipes can be read.
+    Arguments as of ``plan_merges``; but nothing is fetched before the recipes can be read.
     """
     lookup = replace(lookup, fetches=False)
     planner = _Planner(draft.names, root, version, None, lookup, is_alone=len(draft.recipes) == 1)
@@ -107,15 +94,9 @@ def draft_problems(draft: Draft, root: Path, *, version: str, lookup: Lookup = U
 
 
 def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> Checkpoint:
-    """The checkpoint that a plan makes, as it will be when it is opened.
+    """The checkpoint that a plan without problems makes in ``root``, as it will be when it is opened.
 
-    Only the versions of its files are not known yet, and are empty.
-
-    Args:
-        plan: what is made; it has no problems.
-        root: directory that it will be in.
-        name: what messages call it.
-        donor: the source of the plan that gives companion files.
+    Only the versions of its files are not known yet, and are empty. ``donor`` gives companion files.
     """
     given = donor.checkpoint
     written = {row["name"]: row["content"] for row in plan["files"].to_pylist()}
@@ -141,14 +122,9 @@ def planned_checkpoint(plan: Plan, root: Path, *, name: str, donor: Source) -> C
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What is known of one merge after it was looked at."""
-
     merge: PlannedMerge | None
-    """Its plan; None where there is none to show."""
     problems: tuple[Problem, ...]
-    """What is wrong."""
     cause: UserError | None = None
-    """Why there is no plan."""
 
 
 class _Planner:
@@ -173,12 +149,7 @@ class _Planner:
         self._made: dict[str, PlannedMerge] = {}
 
     def look(self, recipe: AnyRecipe, *, is_partial: bool = False) -> _Look:
-        """Plan a recipe; where that cannot be, find all that is wrong with it.
-
-        Args:
-            recipe: what is asked.
-            is_partial: whether it lacks something on which the rest may depend.
-        """
+        """Plan a recipe; where that cannot be, or it is only a part, find all that is wrong with it."""
         refused = () if self._is_alone else tuple(_foreign(recipe, self._names))
         opened = open_models(recipe, opener=self._opener_for(recipe), lookup=self._lookup)
         error: UserError | None = None

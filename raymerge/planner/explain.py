@@ -33,11 +33,8 @@ class SourceLine:
     """One source, or one adapter, as it lies on disk."""
 
     name: str
-    """What the recipe calls it."""
     tensors: int
-    """Tensors in it."""
     nbytes: int
-    """Bytes of its tensors."""
     dtypes: tuple[str, ...]
     """Dtypes of its tensors, those with most bytes first."""
     gives_config: bool
@@ -49,13 +46,11 @@ class OutputLine:
     """What will be written."""
 
     tensors: int
-    """Tensors in the output."""
     nbytes: int
     """Bytes of all shards, headers included."""
     dtypes: tuple[str, ...]
     """Dtypes of the tensors, those with most bytes first."""
     shards: tuple[str, ...]
-    """File names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +58,10 @@ class DispositionLine:
     """Tensors of one source with the same fate by the same rule."""
 
     source: int
-    """Index of the source."""
     disposition: str
     """merged, copied, converted or dropped."""
     rule: str
-    """Name of the rule."""
     tensors: int
-    """How many."""
     nbytes: int
     """Their bytes in the source."""
     examples: tuple[str, ...]
@@ -85,13 +77,9 @@ class LeftOutLine:
     rule: str
     """Name of the rule; "" for weights that no rule is about, which stand in the plan's way."""
     reason: str
-    """What the rule is about."""
     files: int
-    """How many."""
     nbytes: int
-    """Their bytes."""
     examples: tuple[str, ...]
-    """The first names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +87,6 @@ class ConfigChange:
     """A field of ``config.json`` that differs from the donor's."""
 
     key: str
-    """Dotted path of the field."""
     before: str | None
     """The donor's value as JSON; None where it has none."""
     after: str | None
@@ -111,7 +98,6 @@ class StageLine:
     """Work on weights that comes before the merge."""
 
     title: str
-    """What it does."""
     units: int | None
     """Units that it is cut into; None where that, and what follows, is not known: it reads the result of
     another merge, or cannot be carried out."""
@@ -128,7 +114,6 @@ class Explanation:
     """A plan in numbers."""
 
     digest: str
-    """Digest of the plan."""
     method: str
     """Merge method, and after it those that rules choose."""
     sources: tuple[SourceLine, ...]
@@ -136,9 +121,7 @@ class Explanation:
     stages: tuple[StageLine, ...]
     """What has to be made of weights before, in order."""
     output: OutputLine
-    """What will be written."""
     dispositions: tuple[DispositionLine, ...]
-    """What becomes of the sources' tensors."""
     left_out: tuple[LeftOutLine, ...]
     """Weights beside those of the sources' tensors, and files of the donor that are no companions."""
     read_bytes: int
@@ -146,9 +129,7 @@ class Explanation:
     passes: int
     """Times that inputs which do not fit the budget are read for statistics, before the last time."""
     written_bytes: int
-    """Bytes to write."""
     segments: int
-    """Segments of the work."""
     duplicates: Duplicates
     """What is written twice."""
     tie: str
@@ -156,14 +137,10 @@ class Explanation:
     memory: Projection
     """Peak memory of one worker."""
     config_changes: tuple[ConfigChange, ...]
-    """How ``config.json`` differs from the donor's."""
     notes: tuple[str, ...]
-    """Things worth telling that stand in nobody's way."""
     problems: tuple[Problem, ...]
-    """What stands in the way."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
 
@@ -172,15 +149,10 @@ class TensorLine:
     """One tensor of the output."""
 
     name: str
-    """Its name."""
     dtype: str
-    """Dtype in the file."""
     shape: tuple[int, ...]
-    """Shape in the file."""
     nbytes: int
-    """Its bytes."""
     shard: str
-    """File that holds it."""
     disposition: str
     """merged, converted or copied; the strongest where its parts differ."""
     sources: tuple[int, ...]
@@ -189,7 +161,6 @@ class TensorLine:
     """What is computed, in order of first use."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
 
@@ -201,14 +172,9 @@ def explain(
     stages: Sequence[StageLine] = (),
     problems: Sequence[Problem] = (),
 ) -> Explanation:
-    """Account for a plan.
+    """Account for a plan, which may have problems; what is shown is then what could be planned.
 
-    Args:
-        plan: may have problems; what is shown is then what could be planned.
-        sources: the opened sources that it was made of.
-        memory: peak memory under the budget in question.
-        stages: what comes before the merge.
-        problems: of the run options and of stages, to be told with the plan's.
+    ``memory`` is for the budget in question; ``problems`` of run options and stages are told with the plan's.
     """
     holders = holdings(sources)
     donor = int(plan.manifest["donor"])
@@ -391,5 +357,4 @@ def _changes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 
 def _columns(plan: Plan, table: str, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Rows of some columns as plain values."""
     return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)

@@ -39,11 +39,9 @@ class Findings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was found."""
         return not self._groups
 
     def problems(self) -> tuple[Problem, ...]:
-        """Everything found."""
         return tuple(_problem(group) for group in self._groups.values())
 
 

@@ -39,11 +39,9 @@ class QuantisedGroup:
     scales: str
     """Dtype of the scales; "" where that is not read."""
     power_of_two: bool
-    """Whether all scales are powers of two."""
     tensors: int
     """Stored tensors, scales included."""
     nbytes: int
-    """Their bytes."""
     bits_per_weight: float | None
     """Bits that a number takes with its share of the scales; None where that is not read."""
 
@@ -95,9 +93,7 @@ class Group:
     name: str
     """A role or a dtype."""
     tensors: int
-    """How many."""
     nbytes: int
-    """Their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +105,8 @@ class ExpertLayout:
     num_experts: tuple[int, ...]
     """Experts of a layer; several numbers where layers differ."""
     layers: int
-    """Layers that have them."""
     tensors: int
-    """Tensors stored so."""
     nbytes: int
-    """Their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +116,9 @@ class Tie:
     head: str
     """Name of the head; where it is not stored, the name it would have."""
     embedding: str
-    """Name of the embedding."""
     declared: bool | None
     """``tie_word_embeddings`` of the config; None where it is silent."""
     stored: bool
-    """Whether the head has a tensor of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +126,7 @@ class File:
     """A file of weights."""
 
     key: str
-    """Its name in the directory."""
     nbytes: int
-    """Its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +134,19 @@ class Inspection:
     """A checkpoint in numbers."""
 
     name: str
-    """What it was called."""
     model_type: str
     """``model_type`` of the config, or ""."""
     architectures: tuple[str, ...]
-    """Class names of the config."""
     tensors: int
-    """Tensors in all."""
     nbytes: int
-    """Their bytes."""
     roles: tuple[Group, ...]
-    """Tensors by role."""
     dtypes: tuple[Group, ...]
-    """Tensors by dtype."""
     stacks: tuple[Stack, ...]
-    """Layer stacks."""
     experts: tuple[ExpertLayout, ...]
     """How experts are stored; empty for a dense model."""
     shared_expert_layers: int
     """Layers with experts that every token passes."""
     mtp_layers: int
-    """Multi-token-prediction layers."""
     tie: Tie | None
     """Head and embedding; None where there is no token embedding that is known as such."""
     quantised: tuple[QuantisedGroup, ...]
@@ -173,13 +154,11 @@ class Inspection:
     declared_quantisation: str | None
     """What the config calls its quantisation; None where it declares none."""
     files: tuple[File, ...]
-    """Files of weights."""
     companions: tuple[str, ...]
     """Other files of the model, which a merge copies."""
     left_out: tuple[LeftOut, ...]
     """Every file that a merge neither reads nor copies, with the rule; weights without one it refuses."""
     notes: tuple[str, ...]
-    """Things worth telling."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""

@@ -40,7 +40,6 @@ class CheckedRecipe:
     recipe: Recipe
     """With ``router`` as a rule of its ``methods``, and without what is wrong."""
     own: Method
-    """Its own method."""
     ruled: tuple[Method, ...]
     """The method of each of its rules."""
     router_rule: int | None
@@ -134,7 +133,6 @@ def _wrong_values(recipe: Recipe, own: Method | None, ruled: Sequence[Method]) -
 
 
 def _parameters(path: Path_, name: str, own: Method | None, ruled: Sequence[Method]) -> list[Parameter]:
-    """Those that may be meant by a name at a path."""
     if own is None:
         chosen = list(methods().values())
     else:
@@ -193,7 +191,6 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
 
 
 def _is_global(chosen: Sequence[Method], name: str) -> bool:
-    """Whether a parameter is one value per tensor, whichever of these methods has it."""
     found = [parameter for method in chosen if (parameter := method.parameter(name)) is not None]
     return all(parameter.scope == "global" for parameter in found)
 
@@ -270,10 +267,7 @@ def _slices(path: Path_, slices: Sequence[OutputSlice], change: Change) -> tuple
 def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
     """Every parameter must be known to some method, and one that has an effect must stand where it counts.
 
-    Args:
-        recipe: what is asked.
-        own: its ``merge_method``.
-        ruled: the method of each of its rules; a rule's parameters are its method's alone.
+    A rule's parameters are its method's alone.
     """
     problems: list[Problem] = []
     for path, parameters, is_entry in written_blocks(recipe):
@@ -288,11 +282,6 @@ def ineffective_parameters(recipe: Recipe, own: Method, ruled: Sequence[Method])
     """A note for each parameter that the recipe writes and that changes nothing under the methods there.
 
     mergekit ignores what its method does not have, and many recipes bring parameters of another one.
-
-    Args:
-        recipe: what is asked.
-        own: its ``merge_method``.
-        ruled: the method of each of its rules.
     """
     notes: dict[str, None] = {}
     for path, parameters, _ in written_blocks(recipe):

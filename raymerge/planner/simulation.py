@@ -37,7 +37,6 @@ class Cluster:
     """Workers and the storage that they share; speeds are in bytes per second."""
 
     workers: int = 1
-    """How many there are."""
     storage: float | None = None
     """What all workers together read and write."""
     read: float | None = None
@@ -102,7 +101,6 @@ class MethodSpeeds:
     """The same for each element of the output that is written quantised."""
 
     def per_element(self, method: str) -> float:
-        """Seconds for each element of every source."""
         return self.by_method.get(method, self.other)
 
 
@@ -135,11 +133,8 @@ def segment_loads(
 ) -> SegmentLoads:
     """What the segments of a plan take.
 
-    Args:
-        plan: an executable plan.
-        lane: a lane's share of the worker's budget: what it does not keep is read again for every pass.
-        speeds: how fast methods compute.
-        compute: bytes of sources per second and thread, in place of the methods' speeds.
+    What ``lane``, a lane's share of the worker's budget, does not keep is read again for every pass.
+    ``compute`` is bytes of sources per second and thread, in place of the methods' speeds.
     """
     rows, expressions = plan["rows"], plan.expressions
     made = (ints(rows, "copy_of") < 0) & (ints(rows, "made_with") < 0)
@@ -199,19 +194,14 @@ class Simulation:
     """What a run would take."""
 
     cluster: Cluster
-    """What it would run on."""
     segments: int
-    """Segments."""
     startup_seconds: float
-    """Until the workers are there."""
     run_seconds: float
-    """From the first byte read to the last one written."""
     finishing_seconds: float
     """Until the checkpoint is published."""
     read_bytes: int
     """Bytes read, those that statistics read again counted again."""
     written_bytes: int
-    """Bytes of tensors written."""
     busy: Mapping[str, float]
     """Share of the run in which each resource is busy, largest first."""
     others: Mapping[int, float]
@@ -221,7 +211,6 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Wall time of all."""
         return self.startup_seconds + self.run_seconds + self.finishing_seconds
 
     @property
@@ -230,7 +219,6 @@ class Simulation:
         return "start-up" if self.startup_seconds > self.seconds / 2 else next(iter(self.busy))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return {"seconds": self.seconds, "limiter": self.limiter, **asdict(self)}
 
 
@@ -239,11 +227,7 @@ def simulate_plan(
 ) -> Simulation:
     """Estimate the run of a plan, and that with half and with twice as many workers.
 
-    Args:
-        plan: an executable plan.
-        cluster: what it runs on.
-        budget: bytes that a worker may use, where the cluster does not say.
-        speeds: how fast methods compute, where the cluster does not say; None for what was measured.
+    ``budget`` and ``speeds`` count where the cluster does not say; ``speeds`` None is what was measured.
 
     Raises:
         OptionError: a worker's memory is too little for the plan.

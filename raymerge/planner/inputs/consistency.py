@@ -53,7 +53,6 @@ class _Model:
     where: str
 
     def describe(self, suffix: str) -> TensorInfo:
-        """What the tensor of that suffix is in the first layer."""
         return describe(f"{self.stack.prefix}.0.{suffix}", self.rules, stacks=(self.stack,))
 
     def is_quantised(self) -> bool:
@@ -376,7 +375,6 @@ def _kind(config: Mapping[str, Any], rules: Rules, layer: int, count: int) -> st
 
 
 def _fields(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a section and of the tables in it."""
     for key, value in section.items():
         yield key, value
         if isinstance(value, Mapping):

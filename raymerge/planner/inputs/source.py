@@ -34,13 +34,9 @@ class Constant:
     """A tensor of one value that the output needs and no source has, such as zero biases."""
 
     name: str
-    """Its name in the result."""
     dtype: DType
-    """How it is stored."""
     shape: tuple[int, ...]
-    """Its shape."""
     value: float
-    """The value of every element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,8 @@ class ExpertPrompts:
     """What tells a router when to choose an expert."""
 
     name: str
-    """What messages call the expert."""
     positive: tuple[str, ...] = ()
-    """Texts for which it should be chosen."""
     negative: tuple[str, ...] = ()
-    """Texts for which it should not."""
     text: str = ""
     """The content of its prompt file; "" without one."""
     held_out: tuple[str, ...] = ()
@@ -70,7 +63,6 @@ class GateSpec:
     base: Source
     """The model that reads the prompts."""
     mode: str
-    """``gate_mode`` of the recipe."""
     experts: tuple[ExpertPrompts, ...]
     """The routed experts, in the order of the rows."""
     shared: tuple[ExpertPrompts, ...]
@@ -80,13 +72,11 @@ class GateSpec:
     hidden_size: int
     """Elements of a row."""
     seed: int
-    """Chooses random rows."""
     scale: float
     """Factor on every finished row of routed experts."""
     penalty: float
     """Of ridge: the penalty, relative to the mean of the Gram matrix's diagonal."""
     constants: tuple[Constant, ...]
-    """Other tensors of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +104,9 @@ class Stage:
     name: str
     """Directory of the result below the steps."""
     title: str
-    """What people are told."""
     place: str
-    """Where the recipe asks for it."""
     spec: GateSpec | AlignSpec
-    """What is asked."""
     layout: FileLayout
-    """The file of the result, but for its data."""
     digest: str
     """Of everything that its bytes depend on, as far as headers tell."""
 
@@ -130,27 +116,20 @@ class Prepared:
     """The result of a stage, as a holding that a plan reads from."""
 
     name: str
-    """What messages call it."""
     root: str
-    """Its directory."""
     tensors: Mapping[str, StoredTensor]
-    """Every tensor by name."""
     files: tuple[WeightFile, ...]
     """Its one file; without a version as long as it is not made."""
     stage: Stage
-    """What makes it."""
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """Every tensor as it lies in its file, by name."""
         return self.tensors
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors that a tensor consists of: itself."""
         return (name,)
 
     def whole(self, stored: str) -> str:
-        """Name of the tensor that a stored one belongs to: itself."""
         return stored
 
 
@@ -161,17 +140,11 @@ class Source:
     index: int
     """Position among the recipe's distinct models; the first is 0."""
     reference: ModelReference
-    """What the recipe calls it."""
     checkpoint: Checkpoint
-    """Its headers and config."""
     adapter: Adapter | None
-    """What is laid over it."""
     rules: Rules
-    """Naming rules of its family."""
     stacks: tuple[Stack, ...]
-    """Its layer stacks."""
     pair: TiedPair | None
-    """Its language-model head and embedding, where it has them."""
     stored_head_is_embedding: bool
     """True when the stored head was found byte-equal to the embedding that the config ties it to."""
     prepared: tuple[Prepared, ...] = ()
@@ -213,7 +186,6 @@ def holdings(sources: Sequence[Source]) -> tuple[Holding, ...]:
 
 
 def reads_far(sources: Sequence[Source]) -> bool:
-    """Whether a plan over these sources reads from servers."""
     return any(is_remote(each.root) for each in holdings(sources))
 
 
@@ -241,16 +213,7 @@ def make_stage(
     tensors: Sequence[TensorSpec],
     version: str,
 ) -> Stage:
-    """A stage with the digest of what it does.
-
-    Args:
-        name: directory of the result.
-        title: what people are told.
-        place: where the recipe asks for it.
-        spec: what is asked.
-        tensors: what the result will hold.
-        version: raymerge's version.
-    """
+    """A stage with the digest of what it does; ``tensors`` are what its result will hold."""
     layout = lay_out(tensors)
     asked = {"raymerge": version, "spec": _plain(spec), "header": layout.header.hex()}
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"))

@@ -71,16 +71,10 @@ def names_file(reference: ModelReference) -> bool:
 
 
 def open_raw(place: str, name: str, *, revision: str | None, pickled: bool) -> Checkpoint:
-    """Open a file of tensors.
-
-    Args:
-        place: the file: a path, or an address with its options.
-        name: what the recipe calls it.
-        revision: what is asked for, of which a file has none.
-        pickled: whether it may be a pickled one.
+    """Open a file of tensors, a path or an address with its options.
 
     Raises:
-        CheckpointError: it is broken, or of a kind that is not read.
+        CheckpointError: it is broken, or of a kind that is not read; or a revision is asked for.
     """
     place = os.path.expanduser(as_path(place))
     path = shown(place)
@@ -123,13 +117,7 @@ _MAX_SHOWN = 60
 
 
 def value_problems(config: Mapping[str, Any], rules: Rules, where: str) -> Iterator[Problem]:
-    """A problem for each size or count of a config, at the top or in its text section, that cannot be.
-
-    Args:
-        config: the config.
-        rules: those of its family.
-        where: its place, for messages.
-    """
+    """A problem for each size or count of a config, at the top or in its text section, that cannot be."""
     widths = rules.sizes["hidden"]
     experts = (*rules.sizes["num_experts"], *rules.sizes["chosen_experts"])
     counts = (*rules.depth.counts, *experts, *_COUNTS)
@@ -180,13 +168,10 @@ Opener = Callable[[ModelReference], Checkpoint]
 def open_reference(
     reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL, is_merged: bool = False
 ) -> Checkpoint:
-    """Open the model that a reference names, without its adapter.
+    """Open the model that a reference names, without its adapter: a directory, Hub name, file or address.
 
-    Args:
-        reference: a local directory, a Hub repository, a local file of tensors, or an address.
-        pickled: whether pickled weights are read where there are no safetensors.
-        lookup: how it is found.
-        is_merged: whether all its weights are to be merged, so that one with others is not fetched.
+    With ``pickled``, pickled weights are read where there are no safetensors. ``is_merged``: all its weights
+    are merged, so that one with others is not fetched.
 
     Raises:
         CheckpointError: it is absent, broken, or of a kind that cannot be read.
@@ -211,7 +196,6 @@ def open_adapter_reference(
 
 
 def pickles_read(recipes: Iterable[AnyRecipe]) -> bool:
-    """Whether recipes have pickled weights read."""
     return all(recipe.pickled_weights == "read" for recipe in recipes)
 
 
@@ -230,11 +214,9 @@ class OpenedModels:
     """In recipe order. In the place of one that cannot be opened stands another under its name, so that the
     rest can be planned to tell what is wrong with it; empty where there is none to stand for it."""
     problems: tuple[Problem, ...] = ()
-    """Why models cannot be opened, each with the model and its place."""
     absent: tuple[tuple[Path_, ModelReference], ...] = ()
     """Models that are not open, with every place in the recipe at which they are named."""
     cause: UserError | None = None
-    """The first error."""
 
     def require(self) -> tuple[Source, ...]:
         """The models, if all are open.
@@ -252,12 +234,7 @@ def open_sources(
 ) -> tuple[Source, ...]:
     """Open every distinct model of a recipe, in recipe order, reporting all that fails at once.
 
-    Models of which only the tokenizer is taken come last.
-
-    Args:
-        recipe: what is asked.
-        opener: how models are opened; None for the recipe's own way.
-        lookup: how adapters are found, and models too where the opener is the recipe's own.
+    Models of which only the tokenizer is taken come last. ``opener`` None opens in the recipe's own way.
 
     Raises:
         PlanError: one or more models cannot be read, or files of tensors stand where models are needed; each
@@ -341,7 +318,6 @@ def unread_problems(recipe: AnyRecipe, sources: Sequence[Source]) -> Iterator[Pr
 
 
 def _open(index: int, reference: ModelReference, opener: Opener) -> Source:
-    """A model without its adapter."""
     checkpoint = opener(reference)
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     impossible = [*value_problems(checkpoint.config, rules, f"{checkpoint.name}/{CONFIG_FILE}")]
@@ -405,12 +381,6 @@ def refuse_unread(
     """Refuse a model of the Hub by the names of its files, before any of its weights is fetched.
 
     Nothing for other places; nor where the Hub does not tell its files: fetching them says why.
-
-    Args:
-        reference: a Hub name, or any other place.
-        pickled: whether pickled weights are read where there are no safetensors.
-        lookup: how it is found.
-        is_adapter: whether it names an adapter.
 
     Raises:
         CheckpointError: it has no weights that can be read, or others that no rule leaves out.

@@ -42,7 +42,6 @@ class Weights:
             store.close()
 
     def names(self) -> Collection[str]:
-        """Canonical names of all logical tensors."""
         return self._logical.names()
 
     def shape(self, logical: str) -> tuple[int, ...]:
@@ -99,7 +98,6 @@ class Weights:
         return found
 
     def _elements(self, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
-        """The stored elements in logical shape."""
         if not read.dtype.is_mergeable:
             what = f"it holds {read.dtype.value} where plain numbers are needed ({read.key})."
             raise CheckpointError(

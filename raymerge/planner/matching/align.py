@@ -32,13 +32,10 @@ class Member:
     """One source's part in a span."""
 
     source: int
-    """Index of the source."""
     first_layer: int
     """Source layer that becomes the span's first output layer; 0 for whole models."""
     parameters: Parameters
-    """Parameters written at this entry."""
     path: Path_
-    """The entry's place in the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class Span:
     members: tuple[Member, ...]
     """Everyone that a method of the recipe may take here, in recipe order; an unlisted base comes last."""
     base: Member | None
-    """The base among the members."""
     base_named: ModelReference | None
     """The base that the recipe names for this span, be it among the members or not."""
     lead: Member
@@ -60,7 +56,6 @@ class Span:
     scopes: tuple[Parameters, ...]
     """Parameters of the slice, the module and the recipe, nearest first."""
     path: Path_
-    """The span's place in the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,6 @@ class Section:
     module: str | None
     """Module name, or None for everything."""
     spans: tuple[Span, ...]
-    """In output order."""
 
     @property
     def is_whole(self) -> bool:
@@ -82,19 +76,13 @@ class SpanBuilder:
     """Builds the sections of one recipe and collects what is wrong with them."""
 
     def __init__(self, recipe: Recipe, chosen: Sequence[Method], sources: Sequence[Source]) -> None:
-        """
-        Args:
-            recipe: what is asked.
-            chosen: every method that the recipe names, its ``merge_method`` first.
-            sources: the recipe's models.
-        """
+        """``chosen`` is every method that the recipe names, its ``merge_method`` first."""
         self.problems: list[Problem] = []
         self._recipe = recipe
         self._chosen = chosen
         self._sources = {source.reference: source for source in sources}
 
     def sections(self) -> tuple[Section, ...]:
-        """The sections; ``problems`` holds what was wrong."""
         recipe = self._recipe
         if recipe.models:
             return self._found(None, [self._whole(recipe.models, ("models",), ({}, {}, recipe.parameters))])
@@ -278,7 +266,6 @@ class PlacedTensors:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the stack."""
         return self.stack.num_layers if self.stack is not None else 0
 
     def contains(self, name: str) -> bool:
@@ -286,11 +273,9 @@ class PlacedTensors:
         return self._module is None or self._module_of(name) == self._module
 
     def names(self) -> list[str]:
-        """The module's tensors in the checkpoint's order."""
         return [name for name in self.source.checkpoint.tensors if self.contains(name)]
 
     def by_place(self) -> Mapping[Where, Sequence[str]]:
-        """The module's tensors at each place."""
         if self._found is None:
             found: dict[Where, list[str]] = {}
             for name in self.names():
@@ -374,11 +359,8 @@ class Aligned(NamedTuple):
     """One output tensor before its expression is made."""
 
     output: str
-    """Output name."""
     span: Span
-    """The span it belongs to."""
     lead: str
-    """Its name in the lead checkpoint."""
     names: tuple[str, ...]
     """Its name in each of ``span.members``, whether stored there or not."""
     t: float
@@ -417,7 +399,6 @@ class Aligner:
         self._taken = {(s.module, index): _taken(s, index) for s, index in pairs}
 
     def outputs(self) -> Iterator[Aligned]:
-        """Every output tensor, once."""
         for section in self._sections:
             if section.is_whole:
                 yield from self._whole(section, section.spans[0])
@@ -460,7 +441,6 @@ class Aligner:
             yield self._outside(section, last, name, total=total)
 
     def _at(self, section: Section, span: Span, where: Where) -> Sequence[str]:
-        """The lead's tensors at one place."""
         return self.placed[section.module, span.lead.source].by_place().get(where, ())
 
     def _layer(self, section: Section, span: Span, name: str, offset: int, *, total: int) -> Aligned:
@@ -535,7 +515,6 @@ def _taken(section: Section, source: int) -> frozenset[Where | None]:
 
 
 def _first(section: Section) -> int:
-    """The source whose names the section's outputs take."""
     return section.spans[0].lead.source
 
 

@@ -47,13 +47,10 @@ class FieldRule:
     field: str
     """Dotted path in the section of the part that is merged."""
     verdict: Literal["refuse", "note"]
-    """Whether such models can be merged."""
     reason: str
-    """Why, as a part of a sentence."""
 
 
 def field_rules() -> tuple[FieldRule, ...]:
-    """The table ``config_differences.toml``."""
     sizes = load_rules(None).sizes
     table = files("raymerge.planner").joinpath("config_differences.toml").read_text(encoding="utf-8")
     return tuple(
@@ -279,12 +276,8 @@ def check_stacks(
 ) -> None:
     """Report every source whose slices do not fit those of the others, or the config of the donor.
 
-    Args:
-        sections: all of the recipe; those of whole models are passed over.
-        placed: the tensors of each module and source.
-        donor: index of the source that gives the config.
-        findings: receives what does not fit, with the tensors and both shapes.
-        by_token: whether rows of embedding and head are matched by token, so that they may be more or fewer.
+    ``placed`` has the tensors of each module and source. With ``by_token``, rows of embedding and head are
+    matched by token, so that they may be more or fewer.
     """
     for section in sections:
         if section.is_whole:
@@ -505,13 +498,7 @@ def _compare(
 
 
 def router_notes(recipe: Recipe, outputs: Sequence[Output], logical: LogicalTensors) -> Iterator[str]:
-    """Where routers come from, if there are any.
-
-    Args:
-        recipe: with its ``router``.
-        outputs: what is written.
-        logical: tensors of the model whose names the output takes.
-    """
+    """Where routers come from, if there are any; ``logical`` is of the model whose names the output takes."""
     infos = logical.infos
     if not any(o.name in infos and infos[o.name].part in ROUTER_ROLES for o in outputs):
         return

@@ -78,9 +78,7 @@ class InputResolver:
 
     def __init__(self, sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> None:
         self.sources = sources
-        """The recipe's models."""
         self.logical = logical
-        """The logical tensors of each."""
         self.adapters: Mapping[int, LaidOver] = _laid_over(sources, logical)
         """The adapter of each source that has one, by the source's index."""
         self.aligned: Mapping[int, Reordered] = aligned_tensors(
@@ -122,10 +120,8 @@ class InputResolver:
     def find(self, source: int, name: str, logical: str) -> ResolvedInput | None:
         """Where a source has a logical tensor.
 
-        Args:
-            source: index of the source.
-            name: the stored tensor that is expected to hold it.
-            logical: its canonical name in that source.
+        ``name`` is the stored tensor that is expected to hold it, ``logical`` its canonical name in that
+        source.
         """
         if source not in self._changed:
             # The usual case, told quickly: nobody asks by what name the place is known.
@@ -174,7 +170,6 @@ class InputResolver:
 
 
 def _laid_over(sources: Sequence[Source], logical: Sequence[LogicalTensors]) -> dict[int, LaidOver]:
-    """The adapters, numbered after the sources in the sources' order."""
     found: dict[int, LaidOver] = {}
     for source in sources:
         if source.adapter is not None:

@@ -48,13 +48,11 @@ class Place(NamedTuple):
     """
 
     tensor: StoredTensor
-    """The stored tensor."""
     start: int
     """First element of the block within the stored tensor."""
     num_elements: int
     """Elements of the block."""
     shape: tuple[int, ...]
-    """Logical shape."""
     view: View | None
     """Where its elements lie within the block; None: the block is the logical tensor, row-major."""
     scales: Scales | None = None
@@ -67,20 +65,14 @@ class Block(NamedTuple):
     start: int
     """First element within the stored tensor."""
     num_elements: int
-    """Its elements."""
     members: tuple[tuple[str, Place], ...]
-    """Logical names and their places."""
 
 
 class LogicalTensors:
     """The logical tensors of one source."""
 
     def __init__(self, source: Source, like: LogicalTensors | None = None) -> None:
-        """
-        Args:
-            source: whose tensors.
-            like: those of another source of the same rules and stacks, in which names mean the same.
-        """
+        """``like``: those of another source of the same rules and stacks, in which names mean the same."""
         self._source = source
         self._reader = NameReader(source.rules, stacks=source.stacks)
         known = _NOTHING if like is None else like.infos
@@ -108,7 +100,6 @@ class LogicalTensors:
         return self.infos[name].part
 
     def stored(self, name: str) -> StoredTensor | None:
-        """The stored tensor of that very name."""
         return self._source.checkpoint.tensors.get(name)
 
     def is_alone(self, name: str) -> bool:
@@ -224,7 +215,6 @@ class LogicalTensors:
 
     @property
     def model_type(self) -> str:
-        """What the source's config calls its family; "" where it is silent."""
         return self._source.model_type
 
     def whole(self, tensor: StoredTensor) -> Place:
@@ -251,7 +241,6 @@ class LogicalTensors:
         return self._all().get(logical)
 
     def names(self) -> Collection[str]:
-        """The logical tensors' names."""
         return self._all().keys()
 
     def _format(self, name: str) -> Format | None:
@@ -378,10 +367,7 @@ _TURNED: Mapping[LayoutKind, LayoutKind] = MappingProxyType(
 def _joined(runs: Sequence[Run], matrix: int, band: int) -> Iterator[Run]:
     """The runs, those as one of which one would end within a band; counts are of elements.
 
-    Args:
-        runs: one behind the other.
-        matrix: elements of a matrix, with which its last band ends.
-        band: elements of a band; 0 where a matrix is one.
+    A ``band`` of 0 is a whole matrix.
     """
     held: list[Run] = []
     for run in runs:
@@ -400,15 +386,10 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def scales_of_run(
     packing: Packing, stored: StoredTensor, start: int, count: int, *, of_tensor: StoredTensor | None = None
 ) -> Scales:
-    """The scales of a run of elements of a packed tensor.
+    """The scales of a run of ``count`` elements of a packed tensor; it begins and ends where a band does.
 
-    Args:
-        packing: how it is stored.
-        stored: its tensor of scales.
-        start: first element of the run, at the beginning of a band.
-        count: elements of the run, which ends at the end of a band.
-        of_tensor: the tensor of the one scale of each matrix, where there is one; it is named in the result
-            if the run lies within one matrix.
+    ``of_tensor`` holds the one scale of each matrix, where there is one; it is named in the result if the run
+    lies within one matrix.
 
     Raises:
         ValueError: it begins or ends elsewhere.

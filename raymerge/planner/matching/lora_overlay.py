@@ -34,13 +34,7 @@ class LaidOver:
     """The adapter of one source, matched with the source's tensors."""
 
     def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
-        """
-        Args:
-            source: the model.
-            adapter: what is laid over it.
-            store: index of the adapter among what plans read from.
-            logical: the model's logical tensors.
-        """
+        """``store`` is the index of the adapter among what plans read from."""
         self.adapter = adapter
         self.store = store
         self._source = source
@@ -64,7 +58,6 @@ class LaidOver:
         return self._factors.get(logical)
 
     def replaced(self, logical: str) -> StoredTensor | None:
-        """What takes the place of a logical tensor."""
         return self._replaced.get(logical)
 
     def replacement(self, name: str) -> StoredTensor | None:
@@ -142,12 +135,7 @@ class LaidOver:
                 self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
 
     def _target(self, name: str, said: str) -> str | None:
-        """The logical tensor that an adapter's name means; None once it is noted why there is none.
-
-        Args:
-            name: the tensor's name in the adapter.
-            said: what messages call it.
-        """
+        """The logical tensor that an adapter's name means; None once it is noted why there is none."""
         found = self._names.find(logical_name(name, self._source.rules))
         if self._is_tied_head(name, found):
             self._misfits.append(self._tied_head(said))
@@ -251,7 +239,6 @@ class LaidOver:
         )
 
     def _members(self, name: str) -> list[tuple[str, Place]]:
-        """The logical tensors of a stored one."""
         return [member for block in self._logical.blocks(name) or () for member in block.members]
 
     def _stored(self, logical: str) -> str:
@@ -260,7 +247,6 @@ class LaidOver:
 
 
 def tensors_of(factor: Factor) -> tuple[StoredTensor, ...]:
-    """Every stored tensor that a factor is made of."""
     parts = (factor.down, factor.up, factor.magnitude, factor.up_bias)
     return tuple(tensor for tensor in parts if tensor is not None)
 

@@ -28,11 +28,9 @@ class AssignedMethod:
     """How the tensors of one span are made that one rule, or none, speaks of."""
 
     method: Method
-    """What is computed."""
     members: tuple[Member, ...]
     """What is merged, in recipe order, the base excluded where the method takes deltas or a base."""
     base: Member | None
-    """The base, where the method uses one."""
     rule_parameters: Parameters
     """Parameters of the rule, which hold before all others."""
     scopes: tuple[Parameters, ...]
@@ -40,7 +38,6 @@ class AssignedMethod:
     rule: int
     """Number of the rule, or OWN."""
     path: Path_
-    """Its place in the recipe, for messages."""
     unchanged_by: str = ""
     """Name of a method of deltas that has no source beside the base, which is therefore the result."""
 
@@ -62,15 +59,6 @@ class MethodAssignment:
         *,
         router_rule: int | None = None,
     ) -> None:
-        """
-        Args:
-            recipe: what is asked.
-            own: its ``merge_method``.
-            ruled: the method of each of its rules.
-            sources: its models.
-            findings: receives what is wrong.
-            router_rule: the rule that stands for ``router``, if one does.
-        """
         self._router_rule = router_rule
         self._recipe = recipe
         self._methods: Mapping[int, Method] = {OWN: own, **dict(enumerate(ruled))}
@@ -80,12 +68,7 @@ class MethodAssignment:
         self._spoken: set[int] = set()
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
-        """The assignment of one output tensor, or None with a finding.
-
-        Args:
-            span: the span it belongs to.
-            subject: the output tensor.
-        """
+        """The assignment of one output tensor, or None with a finding."""
         rules = self._matching(subject)
         if len(rules) > 1:
             self._ambiguous(subject, rules)
@@ -106,8 +89,7 @@ class MethodAssignment:
     def report_unused(self, replaced: Sequence[Subject] = ()) -> None:
         """Report every rule that spoke of no tensor: most likely it is misspelled.
 
-        Args:
-            replaced: tensors that experts take the place of, so that no rule could make them.
+        ``replaced`` are tensors that experts take the place of, so that no rule could make them.
         """
         for index in range(len(self._recipe.methods)):
             if index not in self._spoken:
@@ -269,11 +251,7 @@ class Binder:
     """Binds one assignment's parameters; settings that depend on no name or layer are computed once."""
 
     def __init__(self, recipe: Recipe, assignment: AssignedMethod, names: Sequence[str]) -> None:
-        """
-        Args:
-            recipe: what is asked.
-            assignment: whose parameters are bound.
-            names: what messages call each source, by its index.
+        """``names`` are what messages call each source, by its index.
 
         Raises:
             BindError: as ``settings``, where that depends on no tensor.
@@ -289,13 +267,10 @@ class Binder:
     def settings(
         self, output: Subject, members: Sequence[Subject], t: float, *, depth: float = 0.0
     ) -> Settings:
-        """Settings for one output tensor.
+        """Settings for one output tensor, from it and from the tensor in each member of the assignment.
 
-        Args:
-            output: the output tensor.
-            members: the tensor in each member of the assignment.
-            t: position of its layer in the slice, in [0, 1], by which gradients go.
-            depth: position in the whole stack, by which positional methods go.
+        Gradients go by ``t``, the position of its layer in the slice, positional methods by ``depth``, that
+        in the whole stack; both in [0, 1].
 
         Raises:
             BindError: a required parameter has no value here, or a value is out of bounds.
@@ -365,13 +340,7 @@ class Binder:
 
 
 class BindError(ValueError):
-    """One parameter cannot be bound.
-
-    Attributes:
-        problem: what is wrong.
-        parameter: name of the parameter.
-        tensor: the tensor for which it cannot be bound; "" where it can be for none.
-    """
+    """One parameter cannot be bound; ``tensor`` is "" where it can be for none."""
 
     def __init__(self, problem: Problem, parameter: str, tensor: str) -> None:
         self.problem = problem
@@ -384,15 +353,12 @@ class Chosen(NamedTuple):
     """An aligned tensor with the assignment that was chosen for it."""
 
     aligned: Aligned
-    """The output tensor."""
     assignment: AssignedMethod
-    """By which method it is made, and from whom."""
     names: tuple[str, ...]
     """Its name in each of ``assignment.everyone()``."""
 
     @property
     def method(self) -> Method:
-        """What is computed."""
         return self.assignment.method
 
     def members(self) -> Iterator[tuple[Member, str]]:

@@ -52,13 +52,9 @@ class ActivationScales:
         return self._output(chosen.aligned.output, lead, found or [(chosen.aligned.span.lead.source, lead)])
 
     def of_inputs(self, name: str, output: str, own: Held, chosen: Chosen | None) -> Output:
-        """The output of a scale of the inputs of a matrix of codes.
+        """The output of a scale ``name`` of the inputs of a matrix of codes, the output ``output``.
 
-        Args:
-            name: what the output is called.
-            output: the matrix that it belongs to.
-            own: the lead's.
-            chosen: what the matrix is made of; None where it is made of the lead's alone.
+        ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone.
         """
         ending = name[len(output.removesuffix(_WEIGHT)) :]
         members = () if chosen is None else chosen.members()
@@ -110,7 +106,6 @@ class ActivationScales:
             yield each._replace(rows=(_largest(each.name, each, reads),), check_finite=True)
 
     def _name(self, read: Read) -> str:
-        """The stored tensor that is read."""
         if read.source not in self._names:
             packs = self._sources[read.source].checkpoint.packs
             stored = packs.stored.values() if packs is not None else ()
@@ -118,7 +113,6 @@ class ActivationScales:
         return self._names[read.source][read.key, read.offset]
 
     def _stored(self, source: int, matrix: str, ending: str) -> StoredTensor | None:
-        """The scale of the inputs of a source's matrix."""
         packs = self._sources[source].checkpoint.packs
         packed = None if packs is None else packs.packed.get(matrix)
         if packs is None or packed is None:
@@ -150,7 +144,6 @@ def input_scales(output: Output) -> tuple[Output, ...]:
 
 
 def _with_scales(output: Output, scales: Mapping[str, Output]) -> Output:
-    """An output with other scales of its inputs, by their names."""
     packed = output.packed
     if packed is None or not any(each.name in scales for each in packed.others):
         return output

@@ -4,8 +4,8 @@ Their rows are matched by token where the recipe asks for a tokenizer. Without o
 length are refused, cut to what is common, or filled up, as the recipe says.
 
 A language-model head may be the embedding itself, stored once or twice, or stored on its own. One copy is
-kept when all parents agree that they are one. When a merge makes them differ, or a stack ends in other sources
-than it begins with, both are written and ``tie_word_embeddings`` becomes false.
+kept when all parents agree that they are one. When a merge makes them differ, or a stack ends in other
+sources than it begins with, both are written and ``tie_word_embeddings`` becomes false.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class VocabularyTensors:
         return not (self._sizes(source) | others).isdisjoint(shape)
 
     def _sizes(self, source: int) -> set[int]:
-        """Rows of a source's own embedding and head."""
         tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
         names = (pair.embedding, pair.head) if pair is not None else ()
         return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
@@ -121,7 +120,6 @@ class _Table:
         return prod(self.beside(self.shape))
 
     def beside(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape without its rows."""
         return (*shape[: self.axis], *shape[self.axis + 1 :])
 
 
@@ -172,13 +170,7 @@ class Embeddings:
         return self._made_of(chosen, inputs, table=table, settings=settings, dtype=dtype)
 
     def alone(self, aligned: Aligned, lead: StoredTensor, dtype: DType) -> Output | None:
-        """The lead's tensor in the output's numbering; None where it stays as it is stored.
-
-        Args:
-            aligned: an output that is the lead's, whatever the method.
-            lead: the lead's stored tensor.
-            dtype: what the output is stored in.
-        """
+        """The lead's tensor in the output's numbering; None where it stays as it is stored."""
         axis, source = self._look(aligned), aligned.span.lead.source
         if axis is None or not lead.dtype.is_mergeable:
             return None
@@ -198,11 +190,8 @@ class Embeddings:
     def settle(self, outputs: Sequence[Output], donor: Source) -> int | None:
         """Rows of the output's embedding, where they may be others than the donor's; else None.
 
-        Findings say which outputs count other tokens than the rest, and what is left without a row.
-
-        Args:
-            outputs: all of the plan.
-            donor: the source that gives config and tokenizer.
+        Findings say which outputs count other tokens than the rest, and what is left without a row. The donor
+        gives config and tokenizer.
         """
         shapes = {output.name: output.shape for output in outputs}
         counts = {name: shapes[name][axis] for name, axis in self._axes.items() if name in shapes}
@@ -271,7 +260,6 @@ class Embeddings:
         return self._recipe.embedding_sizes == "common" and self._fewest(aligned) < rows
 
     def _fewest(self, aligned: Aligned) -> int:
-        """Rows that the vocabularies of all members of a span have."""
         return min(self._tensors.rows(member.source) for member in aligned.span.members)
 
     def _made_of(
@@ -426,11 +414,9 @@ class TieDecision:
     head: str
     """Output name of the head, or "" where the model has none."""
     embedding: str
-    """Output name of the embedding."""
     tied: bool | None
     """New value of ``tie_word_embeddings``; None leaves the config as it is."""
     reason: str
-    """One sentence for the plan."""
 
 
 def stores_own_head(source: Source) -> bool:
@@ -452,14 +438,8 @@ def with_heads(
     """The aligned outputs, with every head pointed at the bytes that hold it in each member.
 
     A head that the lead does not store is added where a member or the donor, whose config is written, has one
-    of its own, and where the lead's embedding is not the one that the output begins with.
-
-    Args:
-        aligned: the outputs without heads that no lead stores.
-        sections: those of the recipe.
-        sources: all of the recipe.
-        donor: the source that gives the config.
-        has_base: whether the donor is the recipe's ``base_model``.
+    of its own, and where the lead's embedding is not the one that the output begins with. ``has_base``: the
+    donor is the recipe's ``base_model``.
     """
     section = _text_section(sections)
     span = section.spans[-1] if section is not None else None
@@ -499,7 +479,6 @@ def _bias_names(pair: TiedPair) -> tuple[str, str]:
 
 
 def _bias_name(source: Source) -> str:
-    """The tensor that holds the bias of a source's head."""
     own, tied = _bias_names(source.pair) if source.pair is not None else ("", "")
     return own if own in source.checkpoint.tensors else tied
 
@@ -528,7 +507,6 @@ def _sources_of(span: Span) -> frozenset[int]:
 
 
 def _own_heads(span: Span, sources: Sequence[Source]) -> bool:
-    """Whether any member has a head that is not its embedding."""
     return any(stores_own_head(sources[member.source]) for member in span.members)
 
 
@@ -575,12 +553,10 @@ def settle_tie(
 
 
 def head_name(source: Source) -> str:
-    """Name of a source's head."""
     return source.pair.head if source.pair is not None else ""
 
 
 def embedding_name(source: Source) -> str:
-    """Name of a source's embedding."""
     return source.pair.embedding if source.pair is not None else ""
 
 

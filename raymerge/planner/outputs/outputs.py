@@ -56,11 +56,7 @@ def fresh_parts(
 ) -> PackedAs:
     """What an output becomes: named and stored as its neighbours are, or else as publishers do it.
 
-    Args:
-        output: its name.
-        packing: how its numbers are stored.
-        like: a neighbour in the same format; None where there is none.
-        stored: the tensors of the neighbour's source.
+    ``like`` is a neighbour in the same format and ``stored`` the tensors of that one's source.
     """
     names = fresh_names(output, packing.format) if like is None else _names_like(like, output)
     dtype = stored[like.shape_tensor].dtype if like is not None and like.shape_tensor else _SHAPE_DTYPE
@@ -94,15 +90,12 @@ class _Group:
     """Blocks of an output that are made alike: runs of experts' matrices in a fused tensor."""
 
     chosen: Chosen
-    """By which method, and from whom."""
     subject: Subject = field(compare=False)
-    """One of them as selectors see it."""
     settings: Settings | None = None
     """What the method is told; None where that is not bound yet, or cannot be."""
     is_copied: bool = False
     """Whether they stay as the lead has them, since others lack them."""
     blocks: list[int] = field(default_factory=list, compare=False)
-    """Their numbers."""
 
 
 class _FirstExpert(NamedTuple):
@@ -117,20 +110,8 @@ class _FirstExpert(NamedTuple):
 
 
 class _Experts:
-    """Makes experts' outputs after that of the first one of their layer, where nothing tells them apart.
-
-    A model has a million tensors only where it has that many experts: what is found out by role, layer, shape
-    and dtype is found out once for all of them.
-    """
-
     def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool) -> None:
-        """
-        Args:
-            resolver: the stored tensors.
-            fates: what becomes of them.
-            are_alike: whether neither the recipe nor a stage, an adapter or a quantised format makes a
-                difference between experts.
-        """
+        """``are_alike``: neither recipe nor stage, adapter or quantised format tells experts apart."""
         self._logical = resolver.logical
         self._fates = fates
         self._are_alike = are_alike
@@ -215,7 +196,6 @@ class OutputBuilder:
         self._plain = PlainNumbers(resolver.sources, findings)
         self._rows = RowMaker(resolver, self._plain, findings, self.fates)
         self.scales = ActivationScales(resolver.sources, self.fates)
-        """The scales of inputs and of cached keys and values."""
         self._formats = OutFormats(recipe, resolver.logical, self._main, findings)
         self._coded: dict[str, Aligned] = {}
         self._selectors = Selectors(recipe)
@@ -223,7 +203,6 @@ class OutputBuilder:
         # The latest settings that their method has no objection to: mostly those of the next tensor too.
         self._sound: Settings | None = None
         self.embeddings = Embeddings(recipe, resolver, self._rows, findings, vocabulary=vocabulary)
-        """The rows of tensors with a row for each token."""
         are_alike = recipe.out_format is None and not self._selectors.are_by_name
         are_alike = are_alike and self._plain.are_all and not (resolver.adapters or resolver.aligned)
         self._experts = _Experts(resolver, self.fates, are_alike=are_alike)
@@ -247,7 +226,6 @@ class OutputBuilder:
         return self._make(self._coded[name], may_copy=False)
 
     def report_unused(self) -> None:
-        """Report what the recipe says of outputs that there are not; after the last of them."""
         self._formats.report_unused()
 
     def notes(self) -> Iterator[str]:
@@ -492,7 +470,6 @@ class OutputBuilder:
         return made
 
     def _copy(self, aligned: Aligned, stored: StoredTensor, store: int, *, check_finite: bool) -> Output:
-        """One source's stored tensor as it is; of codes everything that belongs to them."""
         packs = self._sources[store].checkpoint.packs if store < len(self._sources) else None
         packed = None if packs is None else packs.packed.get(stored.name)
         if packs is None or packed is None:
@@ -506,7 +483,6 @@ class OutputBuilder:
         return Output(aligned.output, stored.dtype, stored.shape, codes.rows, False, packing)
 
     def _adapted(self, aligned: Aligned, lead: StoredTensor, written: Written) -> Output | None:
-        """The lead's tensor with what its adapter adds, and nothing else."""
         rows = self._rows.alone(aligned, written)
         if rows is None:
             return None
@@ -516,9 +492,7 @@ class OutputBuilder:
     def _lacking(self, chosen: Chosen, names: Sequence[str]) -> bool:
         """Whether some of those that take part store a tensor neither by this name nor within another.
 
-        Args:
-            chosen: the tensor.
-            names: the logical tensors of it that are asked about; all of them where there are none.
+        ``names`` are the logical tensors of it that are asked about; all of them where there are none.
         """
         return any(
             self._logical[member.source].stored(name) is None
@@ -644,7 +618,6 @@ class OutputBuilder:
 
 
 def _whole(source: int, tensor: StoredTensor) -> Read:
-    """All of a stored tensor of numbers."""
     return Read(0, source, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 

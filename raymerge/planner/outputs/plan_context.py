@@ -37,7 +37,6 @@ class PlanContext:
     recipe: Recipe
     """What is asked, ``router`` as a rule of its ``methods``."""
     method: Method
-    """Its own method."""
     ruled: tuple[Method, ...]
     """The method of each of its rules."""
     donor: int
@@ -45,19 +44,13 @@ class PlanContext:
     sections: tuple[Section, ...]
     """Which sources give what to which layers."""
     assignments: MethodAssignment
-    """By which method each tensor is made."""
     aligner: Aligner
-    """Which tensors meet."""
     resolver: InputResolver
-    """Where their numbers come from."""
     tokenizer: TokenizerChanges
-    """What becomes of the vocabulary."""
     builder: OutputBuilder
-    """Makes the outputs."""
 
     @property
     def findings(self) -> Findings:
-        """What is wrong."""
         return self.builder.findings
 
     def aligned(self) -> Iterator[Aligned]:
@@ -72,7 +65,6 @@ class PlanContext:
         )
 
     def notes(self, outputs: Sequence[Output]) -> tuple[str, ...]:
-        """Things worth telling, once all outputs are made."""
         chosen, sources = (self.method, *self.ruled), self.resolver.sources
         return (
             *router_notes(self.recipe, outputs, self.resolver.logical[self.donor]),
@@ -86,11 +78,7 @@ class PlanContext:
 
 
 def open_plan_context(recipe: Recipe, sources: Sequence[Source]) -> PlanContext:
-    """Everything that a recipe's outputs are made with.
-
-    Args:
-        recipe: what is asked.
-        sources: at least its distinct models, opened; others take no part.
+    """Everything that a recipe's outputs are made with; of the sources, others than its models take no part.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.

@@ -1,8 +1,8 @@
 """Rows of an output: how it is stored, and what is read for each logical tensor of it from every member.
 
 What goes in comes out: without ``out_format`` and ``dtype`` a tensor is stored as the lead checkpoint has it.
-A ``dtype`` alone asks for plain numbers, also of what the lead has as codes; it replaces the checkpoint's main
-dtype, and tensors that were kept in float32 on purpose stay so.
+A ``dtype`` alone asks for plain numbers, also of what the lead has as codes; it replaces the checkpoint's
+main dtype, and tensors that were kept in float32 on purpose stay so.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ from raymerge.recipes.settings import FormatChoice
 
 
 def output_dtype(wanted: DType | None, tensor: StoredTensor, role: Role, main: DType) -> DType:
-    """Dtype in which an output tensor is written.
+    """Dtype in which an output tensor is written; ``wanted`` None asks for the checkpoint's own.
 
-    Args:
-        wanted: what the recipe asks for; None for the checkpoint's own.
-        tensor: the lead checkpoint's tensor.
-        role: its role; a router's selection bias stays float32 whatever the recipe says.
-        main: dtype of most of the lead checkpoint's bytes.
+    ``main`` is the dtype of most of the lead checkpoint's bytes. A router's selection bias stays float32
+    whatever the recipe says.
     """
     if wanted is None or not tensor.dtype.is_mergeable:
         return tensor.dtype
@@ -79,13 +76,7 @@ class OutFormats:
     def __init__(
         self, recipe: Recipe, logical: Sequence[LogicalTensors], main: Sequence[DType], findings: Findings
     ) -> None:
-        """
-        Args:
-            recipe: what is asked.
-            logical: the tensors of each source.
-            main: dtype of most bytes of each source.
-            findings: told of tensors that cannot be stored as asked.
-        """
+        """``main`` is the dtype of most bytes of each source."""
         self._recipe = recipe
         self._logical = logical
         self._main = main
@@ -94,13 +85,7 @@ class OutFormats:
         self._held: set[FormatChoice] = set()
 
     def of(self, aligned: Aligned, lead: StoredTensor, role: Role) -> Written:
-        """How an output is stored.
-
-        Args:
-            aligned: the output.
-            lead: the lead's tensor.
-            role: what it does within its layer.
-        """
+        """How an output is stored."""
         source = aligned.span.lead.source
         own = self._logical[source].packing(lead.name)
         choice = self._choice(aligned, lead)
@@ -134,7 +119,6 @@ class OutFormats:
         return lead.dtype
 
     def report_unused(self) -> None:
-        """Report every line that held for no tensor: most likely it is misspelled."""
         asked = self._recipe.out_format
         for index, choice in enumerate(asked.choices if asked is not None else ()):
             if choice.selector is not None and choice not in self._held:
@@ -164,7 +148,6 @@ class OutFormats:
         return None
 
     def _partly_named(self, aligned: Aligned, choice: FormatChoice) -> None:
-        """Report a line that names some matrices of a tensor, which has one format."""
         self._held.add(choice)
         self._findings.tensor(
             ("format of a part", choice.value),
@@ -300,12 +283,8 @@ class RowMaker:
     ) -> tuple[Row, ...] | None:
         """The rows of a tensor with the layout of the lead's, or None with findings.
 
-        Args:
-            chosen: the tensor.
-            lead: the lead's stored tensor.
-            settings: what the method is told; None where that is not known, so that all else is checked.
-            written: how the output is stored.
-            only: numbers of the blocks of the lead's tensor whose rows are made; None for all of them.
+        With ``settings`` None, which are not known then, all else is checked. ``only`` are numbers of the
+        blocks of the lead's tensor whose rows are made; None for all of them.
         """
         aligned = chosen.aligned
         form = None if written.packing is None else written.packing.format
@@ -429,7 +408,6 @@ class RowMaker:
         return Block(0, count, ((aligned.lead, place),))
 
     def _several_scales(self, source: int, name: str, packing: Packing) -> None:
-        """Report a stack of matrices with scales of their own that is one logical tensor."""
         held = self._sources[source]
         scales = "one scale"
         if packing.tensor_scale_dtype is None:
@@ -477,7 +455,6 @@ class RowMaker:
         return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
 
     def missing(self, chosen: Chosen, member: Member, name: str) -> None:
-        """Report a tensor that a member lacks."""
         source = self._sources[member.source]
         lead = self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
@@ -503,11 +480,9 @@ class RowMaker:
         return self._plain.check(member.source, found.tensor)
 
     def is_plain(self, source: int, tensor: StoredTensor) -> bool:
-        """Whether a tensor is stored as plain numbers; else a finding says what it holds."""
         return self._plain.is_stored_plain(source, tensor)
 
     def other_shape(self, chosen: Chosen, member: Member, found: Place, wanted: tuple[int, ...]) -> None:
-        """Report a tensor whose shape is not the lead's."""
         source, lead = self._sources[member.source], self._sources[chosen.aligned.span.lead.source]
         self._findings.tensor(
             ("shape", source.name),

@@ -1,4 +1,4 @@
-"""The tokenizer's files in the output: the lead's, with other tokens and another chat template where asked."""
+"""The tokenizer's files in the output: the lead's, with other tokens and chat template where asked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Renumbering:
     """Those among them that the tokenizer beside the config gives another token: the config follows."""
 
     def config_changes(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of ``config`` that change, by dotted path."""
         changes: dict[str, Any] = {}
         text = text_path(config)
         sections = [text[:depth] for depth in range(len(text) + 1)]
@@ -152,13 +151,9 @@ class FileChanges:
 def tokenizer_files(
     lead: TokenizerFiles, donor: TokenizerFiles | None, tokens: TokenSet, *, template: str | None
 ) -> FileChanges:
-    """What makes the donor's files those of the output's tokenizer.
+    """What makes the files of ``donor``, those among the companions, those of the output's tokenizer.
 
-    Args:
-        lead: the tokenizer that the output's is made from.
-        donor: the tokenizer whose files are among the companions; None where there are none.
-        tokens: the output's tokens.
-        template: the output's chat template; None keeps the lead's.
+    That is made from ``lead``; a ``template`` of None keeps the lead's.
     """
     is_same = tokens.ids == lead.tokens and tokens.added == lead.added and not lead.is_ambiguous
     wanted = dict(lead.files)
@@ -357,12 +352,7 @@ BUILT_IN: Mapping[str, str] = {
 def resolve_template(
     recipe: Recipe, tokenizers: Sequence[TokenizerFiles | None]
 ) -> tuple[str | None, list[Problem]]:
-    """The template that the recipe asks for, None if it asks for none, and what stands in its way.
-
-    Args:
-        recipe: the recipe.
-        tokenizers: the models' tokenizers in recipe order.
-    """
+    """The template that the recipe asks for, None if it asks for none, and what stands in its way."""
     asked = recipe.chat_template
     if asked is None:
         return None, []

@@ -1,4 +1,4 @@
-"""Which tokens the output has, the lead's own ids first, and which source row each embedding row is made of."""
+"""Which tokens the output has, the lead's own ids first, and which source row each of its rows is made of."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ class ModelVocabulary:
     """One source with its vocabulary."""
 
     index: int
-    """The source's index."""
     reference: ModelReference
-    """What the recipe calls it."""
     tokenizer: TokenizerFiles | None
     """The tokenizer beside its config; None where there are no files of one."""
     num_rows: int
     """Rows of its embedding: a token with a higher id has none."""
     config: Mapping[str, Any]
-    """Its ``config.json``."""
     brought: TokenizerFiles | None = None
     """The tokenizer that its adapter brings with an embedding of its own."""
 
@@ -41,7 +38,6 @@ class ModelVocabulary:
 
     @property
     def name(self) -> str:
-        """The reference as text, for messages."""
         return str(self.reference)
 
 
@@ -50,11 +46,9 @@ class Numbering:
     """The tokens of one source that have a row."""
 
     model: ModelVocabulary
-    """The source."""
     files: TokenizerFiles
     """The tokenizer it goes by: its own, or the lead's."""
     rows: Mapping[str, int]
-    """Row by token."""
 
     @property
     def beyond(self) -> list[str]:
@@ -67,7 +61,6 @@ class TokenSet:
     """The output's tokens."""
 
     ids: Mapping[str, int]
-    """Id by token."""
     added: Mapping[str, AddedToken]
     """The added ones among them, with their settings."""
     num_tokens: int
@@ -114,7 +107,6 @@ def gather(lead: Numbering, others: Sequence[Numbering], wanted: Iterable[str]) 
 
 
 def examples(tokens: Sequence[str]) -> str:
-    """A few of the tokens, for messages."""
     shown = ", ".join(map(repr, islice(tokens, _SHOWN)))
     return f"{shown} and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else shown
 
@@ -286,9 +278,7 @@ class RowRun:
     """Consecutive output rows that are made alike."""
 
     to_row: int
-    """The first of them."""
     count: int
-    """How many there are."""
     terms: tuple[tuple[int, int], ...]
     """Source and its first row, which goes on with the output's. Of several the mean; of none zeros."""
 
@@ -298,7 +288,6 @@ class FixedRow:
     """The row that the recipe gives a token."""
 
     place: str
-    """Where the recipe says so."""
     name: str
     """The token and its source, for messages."""
     term: tuple[int, int] | None
@@ -321,10 +310,8 @@ class RowSources:
     def runs(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
         """The rows of the matrix that stands for ``member`` in a merge, in order and without a gap.
 
-        Args:
-            member: the source whose matrix is brought into the output's numbering; one that lacks the
-                tensor is filled throughout.
-            holders: rows of this tensor in each source that has it; a token beyond them is absent there.
+        ``holders`` has the rows of this tensor in each source that has it; a token beyond them is absent
+        there. A member that lacks the tensor is filled throughout.
 
         Raises:
             PlanError: the recipe takes a row from a source that lacks the tensor.
@@ -381,7 +368,6 @@ class RowSources:
 
 
 def _within(ids: Ids, num_rows: int) -> Ids:
-    """The rows of each token, those that a tensor of so many rows has."""
     found: Ids = np.where(ids < num_rows, ids, ABSENT)
     return found
 

@@ -49,13 +49,9 @@ class ModelReport:
     """One source's tokens against the output's."""
 
     index: int
-    """The source's index."""
     name: str
-    """The source, as the recipe calls it."""
     num_rows: int
-    """Rows of its embedding."""
     num_equal: int
-    """Its tokens that keep their ids."""
     moved: tuple[str, ...]
     """Its tokens that the output has under other ids, in the order of its ids."""
     dropped: tuple[str, ...]
@@ -77,7 +73,6 @@ class VocabularyReport:
     """All sources' tokens, and the rows that are no source's own."""
 
     models: tuple[ModelReport, ...]
-    """One for each source."""
     means: tuple[str, ...]
     """Tokens whose missing rows are the mean of several sources' rows."""
     zeros: tuple[str, ...]
@@ -88,7 +83,6 @@ class VocabularyReport:
     """Ids that no token has; their rows are zeros."""
 
     def notes(self) -> Iterator[str]:
-        """Sentences for the plan."""
         yield from map(str, self.models)
         for model in self.models:
             if model.beyond:
@@ -110,14 +104,6 @@ class VocabularyReport:
 def report_vocabulary(
     known: Mapping[int, Numbering], tokens: TokenSet, texts: Sequence[str | None], sources: RowSources
 ) -> VocabularyReport:
-    """The report on a vocabulary.
-
-    Args:
-        known: each source's tokens.
-        tokens: the output's tokens.
-        texts: the same in the order of their ids.
-        sources: what their rows are made of.
-    """
     lacking = {text for each in known.values() for text in tokens.ids if text not in each.rows}
     counts = sources.defaults().tolist()
     chosen = {texts[number] for number in sources.fixed}
@@ -176,11 +162,8 @@ class VocabularyPlan:
     removed: tuple[str, ...]
     """Companions of the donor that must not be copied: they would contradict the others."""
     config_changes: Mapping[str, Any]
-    """Fields of ``config.json`` that change, by dotted path."""
     report: VocabularyReport
-    """What becomes of each model's tokens."""
     remarks: tuple[str, ...]
-    """Sentences on what was decided."""
     sources: RowSources = field(repr=False, compare=False)
     """What the rows are made of."""
 
@@ -190,15 +173,7 @@ class VocabularyPlan:
         return len(self.tokens)
 
     def rows_of(self, member: int, holders: Mapping[int, int]) -> tuple[RowRun, ...]:
-        """What rows 0 to ``num_tokens`` of the matrix that stands for ``member`` are made of, in order.
-
-        Args:
-            member: the source whose embedding or head is brought into the output's numbering.
-            holders: rows of this tensor in each source that has it; rows are taken from them only.
-
-        Raises:
-            PlanError: the recipe takes a row from a source that lacks the tensor.
-        """
+        """What the rows of the matrix that stands for ``member`` are made of; see ``RowSources.runs``."""
         return self.sources.runs(member, holders)
 
     @property
@@ -207,7 +182,6 @@ class VocabularyPlan:
         return any(model.moved or model.dropped or model.added for model in self.report.models)
 
     def notes(self) -> list[str]:
-        """Sentences for the plan."""
         return [*self.remarks, *self.report.notes()]
 
 
@@ -221,11 +195,8 @@ def build_vocabulary(
 ) -> tuple[VocabularyPlan | None, list[Problem]]:
     """The output's vocabulary, or what stands in its way.
 
-    Args:
-        recipe: a recipe with a tokenizer block.
-        models: every source in recipe order, the base first; a model of which only the tokenizer is taken
-            may stand among them.
-        donor: index of the source that gives config and companions.
+    Of ``models`` the base comes first; one of which only the tokenizer is taken may stand among them. The
+    donor gives config and companions.
     """
     wish = tokenizer_block(recipe) or Tokenizer()
     giver = next(model for model in models if model.index == donor)
@@ -266,8 +237,6 @@ def plan_chat_template(
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """What all parts of the plan are made of."""
-
     wish: Tokenizer
     giver: ModelVocabulary
     lead: Numbering
@@ -456,15 +425,12 @@ class TokenizerChanges:
     """What becomes of tokenizer and vocabulary; empty where the recipe leaves them alone."""
 
     vocabulary: VocabularyPlan | None = None
-    """What rows are made of."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files to write in place of the donor's companions."""
     left_out: tuple[str, ...] = ()
     """Companions of the donor that are not copied."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the config that change, by dotted path."""
     notes: tuple[str, ...] = ()
-    """Sentences for the plan."""
 
 
 def plan_tokenizer(
@@ -472,10 +438,7 @@ def plan_tokenizer(
 ) -> tuple[TokenizerChanges, list[Problem]]:
     """Decide what the recipe's ``tokenizer``, ``tokenizer_source`` and ``chat_template`` ask for.
 
-    Args:
-        recipe: what is asked.
-        resolver: its models with their adapters; tokenizer files are read if anything is asked.
-        donor: index of the source that gives config and companions.
+    Tokenizer files are read if anything is asked. The donor gives config and companions.
     """
     is_asked = wants_vocabulary(recipe)
     if not is_asked and (problem := _unasked(resolver, donor)) is not None:
@@ -514,10 +477,8 @@ def compare_vocabularies(resolver: InputResolver, source: int, lead: int) -> str
 def lost_ids(recipe: Recipe, donor: Source, kept: range) -> list[Problem]:
     """A problem for each kind of thing that a shorter vocabulary leaves without a row.
 
-    Args:
-        recipe: a recipe that leaves the tokenizer alone.
-        donor: the source whose config, tokenizer and generation config the output has.
-        kept: from the rows of the output to those of the donor: ids that had a row and have none.
+    The recipe leaves the tokenizer alone, and the output has the donor's config, tokenizer and generation
+    config. ``kept`` goes from the rows of the output to those of the donor: ids that had a row and have none.
     """
     if not kept:
         return []
