@@ -209,7 +209,7 @@ def test_experts_that_are_made_like_others_are_made_as_if_alone(
     monkeypatch.chdir(mixtures)
     asked = recipe_from_mapping(recipe)
     alike = build_plan(asked, open_sources(asked), version="0").require()
-    monkeypatch.setattr("raymerge.planner.outputs.outputs._Experts.stored", lambda *_: None)
+    monkeypatch.setattr("raymerge.planner.outputs.outputs._AlikeTensors.stored", lambda *_: None)
     alone = build_plan(asked, open_sources(asked), version="0")
     assert alike.tables == alone.tables
     assert alike.digest == alone.digest

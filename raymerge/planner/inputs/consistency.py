@@ -73,18 +73,18 @@ def config_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     yield from value_problems(checkpoint.config, rules, where)
     found = stacks(checkpoint.tensors, checkpoint.config)
-    yield from _count_problems(checkpoint, found, where)
+    yield from _count_problems(checkpoint, found, rules, where)
     yield from _dtype_problems(checkpoint, where)
-    yield from _head_problems(checkpoint, where)
-    yield from _layer_problems(checkpoint, found, where)
+    yield from _head_problems(checkpoint, rules, where)
+    yield from _layer_problems(checkpoint, found, rules, where)
     yield from quantised_tensors(checkpoint).faults
 
 
-def _count_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
+def _count_problems(
+    checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
+) -> Iterator[Problem]:
     """The number of layers that the config counts must be there; unknown layouts are left alone."""
-    config = checkpoint.config
-    rules = load_rules(str(config.get("model_type") or "") or None)
-    section = text_section(config)
+    section = text_section(checkpoint.config)
     counts = {key: section[key] for key in rules.depth.counts if isinstance(section.get(key), int)}
     if not counts or not found or any(stack.is_main for stack in found):
         return
@@ -116,7 +116,7 @@ def declared_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+def _head_problems(checkpoint: Checkpoint, rules: Rules, where: str) -> Iterator[Problem]:
     pair = tied_pair(checkpoint.tensors, checkpoint.config)
     if pair is None:
         return
@@ -127,7 +127,7 @@ def _head_problems(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
             f"tie_word_embeddings is false, but {pair.head} is not stored.",
             "A loader would start it at random: store the head, or tie it.",
         )
-    yield from size_problems(checkpoint, pair, where)
+    yield from _size_problems(checkpoint, pair, rules, where)
 
 
 def _is_held(checkpoint: Checkpoint, name: str) -> bool:
@@ -137,10 +137,9 @@ def _is_held(checkpoint: Checkpoint, name: str) -> bool:
     return any(each in checkpoint.tensors for each in codes)
 
 
-def size_problems(checkpoint: Checkpoint, pair: TiedPair, where: str) -> Iterator[Problem]:
+def _size_problems(checkpoint: Checkpoint, pair: TiedPair, rules: Rules, where: str) -> Iterator[Problem]:
     """The width and the rows of embedding and head against the config's sizes."""
     config = checkpoint.config
-    rules = load_rules(str(config.get("model_type") or "") or None)
     embedding = _matrix(checkpoint, pair.embedding)
     head = _matrix(checkpoint, pair.head)
     widths = {size for key in rules.sizes["hidden"] if (size := config_int(config, [key])) is not None}
@@ -180,7 +179,9 @@ def _more_rows(checkpoint: Checkpoint, rules: Rules, pair: TiedPair) -> Iterator
             yield tensor
 
 
-def _layer_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) -> Iterator[Problem]:
+def _layer_problems(
+    checkpoint: Checkpoint, found: Sequence[Stack], rules: Rules, where: str
+) -> Iterator[Problem]:
     """The main stack's layers: all there, alike within a kind, with the experts that the config counts."""
     stack = next((each for each in found if each.is_main), None)
     if stack is None:
@@ -190,7 +191,7 @@ def _layer_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) 
         what = f"the config counts {stack.num_layers} layers, but only {stored} tensors are stored."
         yield Problem(where, what, _REMEDY)
         return
-    model = _model(checkpoint, stack, where)
+    model = _model(checkpoint, stack, rules, where)
     count = len(model.layers)
     said = [_kind(checkpoint.config, model.rules, layer, count) for layer in range(count)]
     yield from _absent_layers(model)
@@ -200,14 +201,13 @@ def _layer_problems(checkpoint: Checkpoint, found: Sequence[Stack], where: str) 
     yield from _mtp_problems(model)
 
 
-def _model(checkpoint: Checkpoint, stack: Stack, where: str) -> _Model:
+def _model(checkpoint: Checkpoint, stack: Stack, rules: Rules, where: str) -> _Model:
     layers: list[dict[str, StoredTensor]] = [{} for _ in range(stack.num_layers)]
     head = f"{stack.prefix}." if stack.prefix else ""
     for name, tensor in checkpoint.tensors.items():
         number, _, suffix = name.removeprefix(head).partition(".")
         if name.startswith(head) and number.isdecimal() and int(number) < len(layers):
             layers[int(number)][suffix] = tensor
-    rules = load_rules(str(checkpoint.config.get("model_type") or "") or None)
     return _Model(checkpoint, rules, stack, layers, where)
 
 

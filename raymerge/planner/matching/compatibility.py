@@ -120,9 +120,10 @@ def _differences(
 
     The donor is before all others.
     """
+    parts = list(_configs(sections, sources, donor))
     for rule in field_rules():
-        for said in _configs(sections, sources, donor) if rule.verdict == verdict else ():
-            values = [(source, _at(config, rule.field)) for source, config in said]
+        for configs in parts if rule.verdict == verdict else ():
+            values = [(source, _at(config, rule.field)) for source, config in configs]
             stated = [(source, value) for source, value in values if value is not None]
             for source, value in stated[1:]:
                 first, own = stated[0]
@@ -137,9 +138,10 @@ def _unstated(
 
     Null says no more than a field that is absent.
     """
+    parts = list(_configs(sections, sources, donor))
     for rule in field_rules():
         reason = f"unless the default is the same, {rule.reason}" if rule.verdict == "refuse" else rule.reason
-        for (_, given), *others in _configs(sections, sources, donor):
+        for (_, given), *others in parts:
             own = _at(given, rule.field)
             for source, config in others:
                 value = _at(config, rule.field)
@@ -162,34 +164,27 @@ def _is_default(value: Any, rule: FieldRule, config: Mapping[str, Any]) -> bool:
 def _configs(
     sections: Sequence[Section], sources: Sequence[Source], donor: Source
 ) -> Iterator[list[tuple[Source, Mapping[str, Any]]]]:
-    """For each part of a config the sources whose part is merged, with it; the donor is the first."""
-    for part, indices in _users(sections).items():
-        order = [donor, *(sources[index] for index in indices if index != donor.index)]
-        yield [(source, _said(source, part)) for source in order]
+    """For each part of a config the sources whose part the recipe uses, with it; the donor is the first."""
+    users: dict[str, dict[int, None]] = {}
+    for section in sections:
+        used = [m.source for span in section.spans for m in (span.lead, *span.members)]
+        for part in _PARTS.get(section.module, ()):
+            users.setdefault(part, {donor.index: None}).update(dict.fromkeys(used))
+    for part, indices in users.items():
+        yield [(sources[index], _part(sources[index].checkpoint.config, part)) for index in indices]
+
+
+def _part(config: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    if part == _TEXT:
+        return {**config, **text_section(config)}
+    inside = config.get(part)
+    return inside if isinstance(inside, Mapping) else {}
 
 
 def _at(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
-
-
-def _users(sections: Sequence[Section]) -> Mapping[str, Sequence[int]]:
-    """For each part of a config the sources of which the recipe uses that part of the model, in order."""
-    found: dict[str, dict[int, None]] = {}
-    for section in sections:
-        used = [m.source for span in section.spans for m in (span.lead, *span.members)]
-        for part in _PARTS.get(section.module, ()):
-            found.setdefault(part, {}).update(dict.fromkeys(used))
-    return {part: list(indices) for part, indices in found.items()}
-
-
-def _said(source: Source, part: str) -> Mapping[str, Any]:
-    config = source.checkpoint.config
-    if part == _TEXT:
-        return {**config, **text_section(config)}
-    inside = config.get(part)
-    return inside if isinstance(inside, Mapping) else {}
 
 
 def recipe_notes(

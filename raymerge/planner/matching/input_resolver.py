@@ -52,7 +52,9 @@ class ResolvedInput(NamedTuple):
         return assembled(part, Assembly(rows, columns, (term,), ((0, 0, rows, 0),), rows))
 
     def _plain(self, part: int) -> Read:
-        place, (_, dtype, _, key, offset, _) = self.place, self.place.tensor
+        place, (_, dtype, shape, key, offset, nbytes) = self.place, self.place.tensor
+        if place.shape is shape and place.scales is None:
+            return Read(part, self.store, key, offset, nbytes, dtype, place.view)
         first, nbytes = offset + dtype.nbytes(place.start), dtype.nbytes(place.num_elements)
         return Read(part, self.store, key, first, nbytes, dtype, place.view, scales=place.scales)
 
@@ -85,7 +87,8 @@ class InputResolver:
             sources, logical, len(sources) + len(self.adapters)
         )
         """What stages put in place of tensors of a source, by the source's index."""
-        self._changed = frozenset([*self.adapters, *self.aligned])
+        self.changed = frozenset([*self.adapters, *self.aligned])
+        """Sources of which not every tensor is as it is stored."""
 
     def stored(self, source: int, name: str) -> tuple[int, StoredTensor] | None:
         """The stored tensor of that very name, with the index of what holds it."""
@@ -123,11 +126,12 @@ class InputResolver:
         ``name`` is the stored tensor that is expected to hold it, ``logical`` its canonical name in that
         source.
         """
-        if source not in self._changed:
+        tensors = self.logical[source]
+        if source not in self.changed and name not in tensors.stacked:
             # The usual case, told quickly: nobody asks by what name the place is known.
-            own = self.logical[source].stored(name)
-            if own is not None and self.logical[source].is_alone(name):
-                return ResolvedInput(source, self.logical[source].whole(own))
+            own = self.sources[source].checkpoint.tensors.get(name)
+            if own is not None:
+                return ResolvedInput(source, tensors.whole(own))
         found = self._place(source, name, logical)
         if found is None:
             return None

@@ -83,11 +83,12 @@ class LogicalTensors:
         self._packed: Mapping[str, Packed] = {} if packs is None else packs.packed
         self._canonical = CanonicalNames(source.rules)
         self._names: dict[str, str] = {} if like is None else like._names
-        self._stacked = frozenset(
+        self.stacked: frozenset[str] = frozenset(
             name
             for name, tensor in source.checkpoint.tensors.items()
             if _may_be_stacked(self.infos[name], tensor)
         )
+        """Stored tensors that may hold matrices of several experts; all others are one logical tensor."""
         self._places: Mapping[str, Place] | None = None
         # Of fused tensors, which are asked for once for each of their experts.
         self._layouts: dict[str, FusedLayout | None] = {}
@@ -207,7 +208,7 @@ class LogicalTensors:
     def shape_in(self, name: str, form: Format | None) -> tuple[int, ...]:
         """The shape that a tensor's numbers have where it is stored in a format; None for plain numbers."""
         shape = self._source.checkpoint.tensors[name].shape
-        if name not in self._stacked:
+        if name not in self.stacked:
             return shape
         own = self._format(name)
         differs = form is not own and self.is_turned(name, form) != self.is_turned(name, own)
@@ -219,8 +220,9 @@ class LogicalTensors:
 
     def whole(self, tensor: StoredTensor) -> Place:
         """One of the tensors as one logical tensor."""
-        count = tensor.num_elements
-        return Place(tensor, 0, count, tensor.shape, None, self._scales(tensor, 0, count))
+        count = prod(tensor.shape)
+        scales = self._scales(tensor, 0, count) if self._packed else None
+        return Place(tensor, 0, count, tensor.shape, None, scales)
 
     def packing(self, name: str) -> Packing | None:
         """How a tensor is stored where it is codes with scales."""
@@ -260,7 +262,7 @@ class LogicalTensors:
 
     def _layout(self, name: str) -> FusedLayout | None:
         """How a tensor holds matrices of many experts where it is not packed; None for one logical tensor."""
-        if name not in self._stacked:
+        if name not in self.stacked:
             return None
         if name not in self._layouts:
             self._layouts[name] = self._fused_layout(name)

@@ -6,8 +6,8 @@ computed for the tensors that it matches, never what they are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from raymerge.errors import Problem
@@ -41,9 +41,12 @@ class AssignedMethod:
     unchanged_by: str = ""
     """Name of a method of deltas that has no source beside the base, which is therefore the result."""
 
-    def everyone(self) -> tuple[Member, ...]:
-        """Base first, then the members."""
-        return (self.base, *self.members) if self.base is not None else self.members
+    everyone: tuple[Member, ...] = field(init=False)
+    """Base first, then the members."""
+
+    def __post_init__(self) -> None:
+        everyone = (self.base, *self.members) if self.base is not None else self.members
+        object.__setattr__(self, "everyone", everyone)
 
 
 class MethodAssignment:
@@ -66,6 +69,11 @@ class MethodAssignment:
         self._findings = findings
         self._made: dict[tuple[Path_, int], AssignedMethod | None] = {}
         self._spoken: set[int] = set()
+
+    @property
+    def are_positional(self) -> bool:
+        """Whether some method computes otherwise in other layers."""
+        return any(method.positional for method in self._methods.values())
 
     def of(self, span: Span, subject: Subject) -> AssignedMethod | None:
         """The assignment of one output tensor, or None with a finding."""
@@ -354,22 +362,14 @@ class Chosen(NamedTuple):
 
     aligned: Aligned
     assignment: AssignedMethod
-    names: tuple[str, ...]
-    """Its name in each of ``assignment.everyone()``."""
-
-    @property
-    def method(self) -> Method:
-        return self.assignment.method
-
-    def members(self) -> Iterator[tuple[Member, str]]:
-        """Who takes part, the base first, with the tensor's name there."""
-        return zip(self.assignment.everyone(), self.names, strict=True)
+    members: tuple[tuple[Member, str], ...]
+    """Who takes part, the base first, with the tensor's name there."""
 
 
 def choose(aligned: Aligned, assignment: AssignedMethod) -> Chosen:
     """The assignment's members with their names, of those that the span has."""
-    everyone = assignment.everyone()
+    everyone = assignment.everyone
     if everyone == aligned.span.members:
-        return Chosen(aligned, assignment, aligned.names)
+        return Chosen(aligned, assignment, tuple(zip(everyone, aligned.names, strict=True)))
     names = {member.path: name for member, name in zip(aligned.span.members, aligned.names, strict=True)}
-    return Chosen(aligned, assignment, tuple(names[member.path] for member in everyone))
+    return Chosen(aligned, assignment, tuple((member, names[member.path]) for member in everyone))

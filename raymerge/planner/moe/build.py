@@ -82,7 +82,7 @@ def _check_vocabulary(context: PlanContext, shape: MoeShape, aligned: Aligned) -
     own = context.resolver.stored(base.index, aligned.lead)
     if assignment is None or own is None:
         return
-    for member, name in choose(aligned, assignment).members():
+    for member, name in choose(aligned, assignment).members:
         found = context.resolver.stored(member.source, name)
         if found is None or found[1].shape[0] == own[1].shape[0] or found[1].shape[1:] != own[1].shape[1:]:
             continue

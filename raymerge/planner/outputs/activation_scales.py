@@ -33,16 +33,18 @@ class ActivationScales:
     def __init__(self, sources: Sequence[Source], fates: Fates) -> None:
         self._sources = sources
         self._fates = fates
-        self._is_quantised = [bool(declared_tables(each.checkpoint.config)) for each in sources]
+        self._quantised = frozenset(
+            source.index for source in sources if declared_tables(source.checkpoint.config)
+        )
         self._names: dict[int, Mapping[tuple[str, int], str]] = {}
 
     def is_one(self, source: int, name: str) -> bool:
         """Whether a tensor is such a scale; a model without a table of quantisation may use the words."""
-        return self._is_quantised[source] and is_activation_scale(name)
+        return source in self._quantised and is_activation_scale(name)
 
     def alone(self, chosen: Chosen, lead: StoredTensor) -> Output:
         """The output of a scale that belongs to no matrix of codes."""
-        named = ((member.source, name) for member, name in chosen.members())
+        named = ((member.source, name) for member, name in chosen.members)
         found = [
             (source, stored)
             for source, name in named
@@ -57,7 +59,7 @@ class ActivationScales:
         ``own`` is the lead's; ``chosen`` None where the matrix is made of the lead's alone.
         """
         ending = name[len(output.removesuffix(_WEIGHT)) :]
-        members = () if chosen is None else chosen.members()
+        members = () if chosen is None else chosen.members
         found = [
             (member.source, stored)
             for member, matrix in members

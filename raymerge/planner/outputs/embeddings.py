@@ -40,22 +40,29 @@ class VocabularyTensors:
     def __init__(self, resolver: InputResolver) -> None:
         self._resolver = resolver
 
+    def counts(self, source: int, name: str) -> bool:
+        """Whether a tensor counts tokens by what it is called: most do not."""
+        model = self._resolver.sources[source]
+        tensors, pair = model.checkpoint.tensors, model.pair
+        if pair is None or not tensors[name].shape:
+            return False
+        info = self._resolver.logical[source].infos[name]
+        if name in (pair.embedding, pair.head):
+            return True
+        if info.part in (Role.EMBEDDING, Role.HEAD):
+            return counts_tokens(name, info)
+        return _is_bare_bias(name, info, tensors)
+
     def axis(self, source: int, name: str) -> int | None:
-        """The axis on which a source's tensor counts tokens; None for a tensor that counts none.
+        """The axis on which a tensor of which ``counts`` is true counts tokens; None where nothing tells it.
 
         Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
         first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
         """
-        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
-        shape = tensors[name].shape
-        if pair is None or not shape:
-            return None
-        if name in (pair.embedding, pair.head):
-            return 0
-        if not self._is_named_so(source, name):
-            return None
+        model = self._resolver.sources[source]
+        shape = model.checkpoint.tensors[name].shape
         sizes = self._sizes(source)
-        if shape[0] in sizes:
+        if shape[0] in sizes or (model.pair is not None and name in (model.pair.embedding, model.pair.head)):
             return 0
         return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
 
@@ -66,27 +73,19 @@ class VocabularyTensors:
         return found[1].shape[0] if found is not None else 0
 
     def is_doubtful(self, source: int, name: str) -> bool:
-        """Whether a tensor counts tokens by its name, and nothing tells which on what axis.
+        """Whether nothing tells which tokens a tensor counts that has no ``axis``, but that it counts some.
 
         It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
         """
         model = self._resolver.sources[source]
-        shape = model.checkpoint.tensors[name].shape
-        if model.pair is None or not self._is_named_so(source, name) or self.axis(source, name) is not None:
-            return False
         fields = text_section(model.checkpoint.config).items()
         others = {value for key, value in fields if "vocab" in key and type(value) is int and value > 1}
-        return not (self._sizes(source) | others).isdisjoint(shape)
+        return not (self._sizes(source) | others).isdisjoint(model.checkpoint.tensors[name].shape)
 
     def _sizes(self, source: int) -> set[int]:
         tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
         names = (pair.embedding, pair.head) if pair is not None else ()
         return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
-
-    def _is_named_so(self, source: int, name: str) -> bool:
-        info = self._resolver.logical[source].infos[name]
-        tensors = self._resolver.sources[source].checkpoint.tensors
-        return counts_tokens(name, info) or _is_bare_bias(name, info, tensors)
 
 
 def _is_bare_bias(name: str, info: TensorInfo, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -154,7 +153,7 @@ class Embeddings:
         if axis is None or self._vocabulary is not None:
             return axis is not None
         rows = self._table(chosen, axis).rows
-        everyone = {chosen.aligned.span.lead.source, *(member.source for member, _ in chosen.members())}
+        everyone = {chosen.aligned.span.lead.source, *(member.source for member, _ in chosen.members)}
         return {rows.get(each, lead.shape[axis]) for each in everyone} != {lead.shape[axis]}
 
     def output(
@@ -175,7 +174,7 @@ class Embeddings:
         if axis is None or not lead.dtype.is_mergeable:
             return None
         assignment = AssignedMethod(PASSTHROUGH, (aligned.span.lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, assignment, (aligned.lead,))
+        chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
         table = self._table(chosen, axis)
         if not self._is_changed(aligned, table.rows[source]) or not self._maker.is_plain(source, lead):
             return None
@@ -246,6 +245,8 @@ class Embeddings:
     def _look(self, aligned: Aligned) -> int | None:
         """The axis on which an output counts tokens; None where it counts none, or nothing tells where."""
         source = aligned.span.lead.source
+        if not self._tensors.counts(source, aligned.lead):
+            return None
         axis = self._tensors.axis(source, aligned.lead)
         if axis is not None:
             self._axes[aligned.output] = axis
@@ -300,7 +301,7 @@ class Embeddings:
     def _fits(self, chosen: Chosen, lead: StoredTensor, table: _Table) -> bool:
         """Whether every member has the tensor, in plain numbers, with rows of the lead's length."""
         complete = True
-        for member, name in chosen.members():
+        for member, name in chosen.members:
             found = table.resolver.get(member.source)
             if found is None:
                 self._maker.missing(chosen, member, name)
@@ -321,19 +322,19 @@ class Embeddings:
         """Rows of the output, and the input of each member."""
         if self._vocabulary is not None:
             return self._by_token(self._vocabulary, chosen, table)
-        rows = [table.rows[member.source] for member, _ in chosen.members()]
+        rows = [table.rows[member.source] for member, _ in chosen.members]
         if self._recipe.embedding_sizes == "error" and self._has_other_sizes(chosen, table):
             return None
         wanted = max(rows) if self._recipe.embedding_sizes == "pad" else min(rows)
         return wanted, [
             self._assembled(chosen, table, self._by_number(chosen, table, member.source, wanted), wanted)
-            for member, _ in chosen.members()
+            for member, _ in chosen.members
         ]
 
     def _by_token(self, vocabulary: VocabularyPlan, chosen: Chosen, table: _Table) -> tuple[int, list[Read]]:
         holders = {i: table.rows[i] for i, each in table.resolver.items() if self._is_as_wide(each, table)}
         reads = []
-        for member, _ in chosen.members():
+        for member, _ in chosen.members:
             runs = vocabulary.rows_of(member.source, holders)
             reads.append(
                 self._assembled(chosen, table, runs, vocabulary.num_rows, real=vocabulary.num_tokens)
@@ -342,7 +343,7 @@ class Embeddings:
 
     def _by_number(self, chosen: Chosen, table: _Table, source: int, wanted: int) -> Sequence[RowRun]:
         """A member's own rows, and beyond them the base's, or else the mean of those that go on."""
-        everyone = list(dict.fromkeys(member.source for member, _ in chosen.members()))
+        everyone = list(dict.fromkeys(member.source for member, _ in chosen.members))
         base = chosen.aligned.span.base.source if chosen.aligned.span.base is not None else None
         bounds = sorted({min(wanted, table.rows[each]) for each in everyone} | {wanted})
         runs, start = [], 0
@@ -379,7 +380,7 @@ class Embeddings:
         """Whether a member has other rows than the lead, which may have them from its adapter: findings."""
         leader = chosen.aligned.span.lead.source
         wanted = table.rows[leader]
-        others = [member.source for member, _ in chosen.members() if table.rows[member.source] != wanted]
+        others = [member.source for member, _ in chosen.members if table.rows[member.source] != wanted]
         for index in others:
             source = self._resolver.sources[index]
             self._findings.tensor(

@@ -45,10 +45,11 @@ from raymerge.planner.outputs.embeddings import Embeddings
 from raymerge.planner.outputs.rows import OutFormats, RowMaker, Written
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
-from raymerge.recipes import Conditional, Recipe, Selector, Subject
+from raymerge.recipes import Conditional, Gradient, Recipe, Selector, Setting, Subject
 from raymerge.recipes.settings import plain_selector
 
 _SHAPE_DTYPE = DType.I64
+_OF_TOKENS = (Role.EMBEDDING, Role.HEAD)
 
 
 def fresh_parts(
@@ -98,8 +99,8 @@ class _Group:
     blocks: list[int] = field(default_factory=list, compare=False)
 
 
-class _FirstExpert(NamedTuple):
-    """What was made of one expert's tensor, by which those of the other experts of its layer are made."""
+class _First(NamedTuple):
+    """What was made of one tensor, by which those like it are made."""
 
     output: Output
     """The output, of one part."""
@@ -109,21 +110,36 @@ class _FirstExpert(NamedTuple):
     """What becomes of the tensor of each member."""
 
 
-class _Experts:
-    def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool) -> None:
-        """``are_alike``: neither recipe nor stage, adapter or quantised format tells experts apart."""
+class _AlikeTensors:
+    """Makes outputs after the first one like them: those of other experts, and of other layers.
+
+    A model has many tensors only where it has many layers and experts: what is found out by role, shape and
+    dtype is found out once for all of them.
+    """
+
+    def __init__(self, resolver: InputResolver, fates: Fates, *, are_alike: bool, by_layer: bool) -> None:
+        """``are_alike``: neither recipe nor stage, adapter or quantised format tells tensors apart by name.
+
+        ``by_layer``: the recipe tells layers apart.
+        """
+        self._tensors = [source.checkpoint.tensors for source in resolver.sources]
         self._logical = resolver.logical
         self._fates = fates
         self._are_alike = are_alike
-        self._first: dict[tuple[object, ...], _FirstExpert] = {}
+        self._by_layer = by_layer
+        self._first: dict[tuple[object, ...], _First] = {}
 
     def stored(self, aligned: Aligned) -> list[StoredTensor] | None:
-        """The tensor of each member of the span; None where it is not one expert's, or some lack it."""
-        info = self._logical[aligned.span.lead.source].infos[aligned.lead]
-        if not self._are_alike or info.expert is None or not aligned.lead.endswith((".weight", ".bias")):
+        """The tensor of each member of the span; None where it is one of its kind, or some lack it."""
+        lead = self._logical[aligned.span.lead.source]
+        info = lead.infos[aligned.lead]
+        is_single = info.layer is None and info.expert is None
+        if not self._are_alike or is_single or info.part in _OF_TOKENS or aligned.lead in lead.stacked:
+            return None
+        if not aligned.lead.endswith((".weight", ".bias")):
             return None
         found = [
-            self._logical[member.source].stored(name)
+            self._tensors[member.source].get(name)
             for member, name in zip(aligned.span.members, aligned.names, strict=True)
         ]
         tensors = [tensor for tensor in found if tensor is not None]
@@ -143,10 +159,10 @@ class _Experts:
         fates = [self._fates.of(source, name) for source, name in zip(members, aligned.names, strict=True)]
         settled = [fate for fate in fates if fate is not None and fate.output == aligned.output]
         if len(reads) == len(row.reads) and len(settled) == len(fates):
-            self._first[self._key(aligned, tensors)] = _FirstExpert(output, tuple(reads), tuple(settled))
+            self._first[self._key(aligned, tensors)] = _First(output, tuple(reads), tuple(settled))
 
     def make(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> Output | None:
-        """The output of another expert; None where the first one of its layer is still to be made."""
+        """The output like an earlier one; None where the first of its kind is still to be made."""
         first = self._first.get(self._key(aligned, tensors))
         if first is None:
             return None
@@ -163,13 +179,18 @@ class _Experts:
         return Output(aligned.output, *first.output[1:3], (row,), first.output.check_finite)
 
     def _key(self, aligned: Aligned, tensors: Sequence[StoredTensor]) -> tuple[object, ...]:
-        """All that what becomes of an expert's tensor hangs on, beside its number."""
+        """All that what becomes of a tensor hangs on, beside the numbers of its expert and layer."""
         source = aligned.span.lead.source
-        lead, info = self._logical[source].stored(aligned.lead), self._logical[source].infos[aligned.lead]
-        specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        info = self._logical[source].infos[aligned.lead]._replace(expert=None)
+        where: tuple[object, ...] = ()
+        if self._by_layer:
+            where = aligned.t, aligned.layer, aligned.depth
+        else:
+            info = info._replace(layer=None, block=None)
+        lead = self._tensors[source].get(aligned.lead)
         like = None if lead is None else (lead.dtype, lead.shape)
-        where = aligned.t, aligned.layer, aligned.depth, aligned.copied
-        return aligned.span.path, where, info._replace(expert=None), like, *specs
+        specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return aligned.span.path, aligned.copied, where, info, like, *specs
 
 
 class OutputBuilder:
@@ -205,16 +226,17 @@ class OutputBuilder:
         self.embeddings = Embeddings(recipe, resolver, self._rows, findings, vocabulary=vocabulary)
         are_alike = recipe.out_format is None and not self._selectors.are_by_name
         are_alike = are_alike and self._plain.are_all and not (resolver.adapters or resolver.aligned)
-        self._experts = _Experts(resolver, self.fates, are_alike=are_alike)
+        by_layer = self._selectors.tell_layers_apart or assignments.are_positional
+        self._alike = _AlikeTensors(resolver, self.fates, are_alike=are_alike, by_layer=by_layer)
 
     def output(self, aligned: Aligned) -> Output | None:
         """The output for one aligned tensor, or None with a finding that says why not."""
-        tensors = self._experts.stored(aligned)
-        if tensors is not None and (alike := self._experts.make(aligned, tensors)) is not None:
+        tensors = self._alike.stored(aligned)
+        if tensors is not None and (alike := self._alike.make(aligned, tensors)) is not None:
             return alike
         made = self._make(aligned)
         if made is not None and tensors is not None:
-            self._experts.learn(aligned, tensors, made)
+            self._alike.learn(aligned, tensors, made)
         if made is None:
             self._give_up(aligned)
         elif made.packed is not None:
@@ -240,7 +262,7 @@ class OutputBuilder:
     def _make(self, aligned: Aligned, *, may_copy: bool = True) -> Output | None:
         source = aligned.span.lead.source
         lead = self._sources[source].checkpoint.tensors[aligned.lead]
-        role = self._logical[source].part(aligned.lead)
+        role = self._logical[source].infos[aligned.lead].part
         if role is Role.BUFFER or self._plain.is_integer(source, lead):
             return self._from_lead(aligned, lead, Written(lead.dtype), Rule.COPIED_FROM_LEAD)
         written = self._formats.of(aligned, lead, role)
@@ -376,7 +398,7 @@ class OutputBuilder:
 
         What cannot be computed is looked at all the same: every problem is to be said at once.
         """
-        combines = settings is not None or len(chosen.names) > 1
+        combines = settings is not None or len(chosen.members) > 1
         return settings if not combines or self._all_plain(chosen) else None
 
     def _computed(
@@ -390,7 +412,8 @@ class OutputBuilder:
         """The output of rows that are computed, of those that were chosen or of the lead's tensor alone."""
         source = aligned.span.lead.source
         if written.packing is None:
-            shape = self._logical[source].shape_in(aligned.lead, None)
+            logical = self._logical[source]
+            shape = logical.shape_in(aligned.lead, None) if aligned.lead in logical.stacked else lead.shape
             return Output(aligned.output, written.dtype, shape, rows, True)
         packs, packing = self._sources[source].checkpoint.packs, written.packing
         packed = None if packs is None else packs.packed.get(aligned.lead)
@@ -497,14 +520,14 @@ class OutputBuilder:
         return any(
             self._logical[member.source].stored(name) is None
             and None in self._elsewhere(chosen.aligned, member, name, names)
-            for member, name in chosen.members()
+            for member, name in chosen.members
         )
 
     def _held(self, aligned: Aligned) -> Iterator[tuple[int, str]]:
         """The stored tensors that hold an aligned tensor, or change it: source or adapter, and name."""
         for member, name in zip(aligned.span.members, aligned.names, strict=True):
             is_bare = member.source not in self._resolver.adapters
-            if is_bare and self._logical[member.source].stored(name) is not None:
+            if is_bare and name in self._sources[member.source].checkpoint.tensors:
                 yield member.source, name
                 continue
             for resolved in filter(None, self._elsewhere(aligned, member, name)):
@@ -530,7 +553,7 @@ class OutputBuilder:
             return None
         if settings is self._sound:
             return settings
-        objection = chosen.method.check(settings)
+        objection = chosen.assignment.method.check(settings)
         if objection is None:
             self._sound = settings
             return settings
@@ -553,7 +576,7 @@ class OutputBuilder:
             return binder.constant
         members = [
             member_subject(member, name, self._logical, (subject.name, *subject.aliases))
-            for member, name in chosen.members()
+            for member, name in chosen.members
             if member is not assignment.base
         ]
         self._selectors.see(members)
@@ -576,11 +599,11 @@ class OutputBuilder:
         self, chosen: Chosen, lead: StoredTensor, settings: Settings, written: Written
     ) -> Output | None:
         """One source's stored tensor as it is, where the method changes nothing."""
-        which = chosen.method.identity(settings)
+        which = chosen.assignment.method.identity(settings)
         if which is None:
             return None
         aligned, position = chosen.aligned, which + (1 if chosen.assignment.base is not None else 0)
-        member, name = chosen.assignment.everyone()[position], chosen.names[position]
+        member, name = chosen.members[position]
         found = self._resolver.stored(member.source, name)
         if found is None or self._resolver.is_changed(member.source, name):
             return None
@@ -592,7 +615,7 @@ class OutputBuilder:
         laid = self._resolver.aligned.get(member.source)
         if laid is not None and laid.store == store:
             self.fates.settle(member.source, name, Fate(Disposition.COPIED, Rule.ONE_SOURCE, aligned.output))
-        for other, other_name in chosen.members():
+        for other, other_name in chosen.members:
             if self._logical[other.source].stored(other_name) is not None:
                 fate = Fate(Disposition.DROPPED, Rule.METHOD, aligned.output)
                 self.fates.settle(other.source, other_name, fate)
@@ -608,10 +631,10 @@ class OutputBuilder:
     def _all_plain(self, chosen: Chosen) -> bool:
         """Whether lead and members hold plain numbers by these names; what is quantised is reported."""
         aligned = chosen.aligned
-        names = ((member.source, name) for member, name in chosen.members())
+        names = ((member.source, name) for member, name in chosen.members)
         plain = True
         for source, name in dict.fromkeys([(aligned.span.lead.source, aligned.lead), *names]):
-            tensor = self._logical[source].stored(name)
+            tensor = self._sources[source].checkpoint.tensors.get(name)
             # All of them are looked at, to say what each one is.
             plain &= tensor is None or self._plain.check(source, tensor)
         return plain
@@ -643,6 +666,9 @@ class Selectors:
         rules = [rule.selector for rule in recipe.methods]
         selectors = dict.fromkeys([*self._unmatched.values(), *rules])
         self._by_name = tuple(each for each in selectors if each.is_by_name)
+        gradients = any(_has_gradient(setting) for _, setting in written_settings(recipe))
+        self.tell_layers_apart = gradients or any(each.layers for each in selectors)
+        """Whether a setting or a rule holds for some layers and not for others."""
 
     @property
     def are_by_name(self) -> bool:
@@ -668,6 +694,12 @@ class Selectors:
                 f"{self._recipe.where(*path)}: {given} matches no tensor that is merged, so that its value "
                 "has no effect ('raymerge inspect MODEL' lists names and roles)"
             )
+
+
+def _has_gradient(setting: Setting) -> bool:
+    if isinstance(setting, Conditional):
+        return any(_has_gradient(choice.value) for choice in setting.choices)
+    return isinstance(setting, Gradient)
 
 
 def _of_parameters(recipe: Recipe) -> Iterator[tuple[Path_, Selector]]:

@@ -316,7 +316,9 @@ class RowMaker:
         latest = self._latest
         if latest is not None and latest[0] is settings and latest[1:4] == (has_base, dtype, encode):
             return latest[4]
-        made = make_expression(chosen.method, settings, has_base=has_base, cast=dtype, encode=encode)
+        made = make_expression(
+            chosen.assignment.method, settings, has_base=has_base, cast=dtype, encode=encode
+        )
         self._latest = (settings, has_base, dtype, encode, made)
         return made
 
@@ -329,12 +331,15 @@ class RowMaker:
         """
         lead = aligned.span.lead
         assignment = AssignedMethod(PASSTHROUGH, (lead,), None, {}, (), OWN, aligned.span.path)
-        chosen = Chosen(aligned, assignment, (aligned.lead,))
+        chosen = Chosen(aligned, assignment, ((aligned.span.lead, aligned.lead),))
         stored = self._sources[lead.source].checkpoint.tensors[aligned.lead]
         return self.rows(chosen, stored, Settings(values={}, sources=({"scale": None},)), written, only=only)
 
     def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
         """Record the use of everything that an input is made of; what an adapter replaces is left out."""
+        if source not in self._resolver.changed:
+            self._fates.settle(source, resolved.place.tensor.name, fate)
+            return
         for store, name in resolved.holders():
             self._fates.settle(store, name, fate)
         replaced = self._resolver.replaced(source, resolved)
@@ -345,7 +350,7 @@ class RowMaker:
         self, chosen: Chosen, lead: StoredTensor, settings: Settings | None
     ) -> tuple[Block, ...] | None:
         """An expert stack of unknown orientation is one tensor for element-wise methods only."""
-        aligned, method, count = chosen.aligned, chosen.method, lead.num_elements
+        aligned, method, count = chosen.aligned, chosen.assignment.method, lead.num_elements
         if settings is None or method.access_with(settings) is Access.ELEMENT:
             return (Block(0, count, ((aligned.lead, Place(lead, 0, count, lead.shape, None)),)),)
         source = self._sources[aligned.span.lead.source]
@@ -377,9 +382,9 @@ class RowMaker:
     def _is_one_run(self, chosen: Chosen, settings: Settings, written: Written) -> bool:
         """Whether a fused tensor is made as one logical tensor: from tensors that have their elements in its
         order, element by element, whatever matrix they are of."""
-        aligned, method = chosen.aligned, chosen.method
+        aligned, method = chosen.aligned, chosen.assignment.method
         source, packing = aligned.span.lead.source, written.packing
-        if self._logical[source].is_alone(aligned.lead):
+        if aligned.lead not in self._logical[source].stacked or self._logical[source].is_alone(aligned.lead):
             return False
         if method.random or method.access_with(settings) is not Access.ELEMENT:
             return False
@@ -387,7 +392,7 @@ class RowMaker:
         return (
             order is not None
             and _runs_on(packing)
-            and all(self._has_order(member.source, name, order) for member, name in chosen.members())
+            and all(self._has_order(member.source, name, order) for member, name in chosen.members)
         )
 
     def _has_order(self, source: int, name: str, order: ElementOrder) -> bool:
@@ -429,13 +434,11 @@ class RowMaker:
         parts: list[Part] = []
         reads: list[Read] = []
         complete = True
-        lead = self._logical[chosen.aligned.span.lead.source]
-        is_alone = lead.is_alone(chosen.aligned.lead)
         for logical, place in block.members:
-            for member, name in chosen.members():
+            for member, name in chosen.members:
                 found = self._found(chosen, member, logical, name)
                 if found is None:
-                    self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
+                    self._missing_part(chosen, member, logical, name)
                 if found is None or not self._fits(chosen, member, place, found.place):
                     complete = False
                     continue
@@ -447,12 +450,16 @@ class RowMaker:
     def _found(self, chosen: Chosen, member: Member, logical: str, name: str) -> ResolvedInput | None:
         """Where a member has a logical tensor of the lead's."""
         lead = self._logical[chosen.aligned.span.lead.source]
-        if logical == chosen.aligned.lead and not lead.is_alone(logical):
+        if logical == chosen.aligned.lead and logical in lead.stacked and not lead.is_alone(logical):
             # A stack that is made in one run, which holds many: nobody asks for them one by one.
             found = self._resolver.whole(member.source, name)
             if found is not None:
                 return found
         return self._resolver.find(member.source, name, moved(chosen.aligned, logical, name))
+
+    def _missing_part(self, chosen: Chosen, member: Member, logical: str, name: str) -> None:
+        is_alone = self._logical[chosen.aligned.span.lead.source].is_alone(chosen.aligned.lead)
+        self.missing(chosen, member, name if is_alone else moved(chosen.aligned, logical, name))
 
     def missing(self, chosen: Chosen, member: Member, name: str) -> None:
         source = self._sources[member.source]
@@ -471,7 +478,8 @@ class RowMaker:
         if place.shape != found.shape:
             self.other_shape(chosen, member, found, place.shape)
             return False
-        scales, packing = found.scales, self._logical[member.source].packing(found.tensor.name)
+        scales = found.scales
+        packing = None if scales is None else self._logical[member.source].packing(found.tensor.name)
         if scales is not None and packing is not None:
             lacks_scale = scales.tensor_nbytes and not scales.tensor_key
             if lacks_scale or not packing.has_bands_of(found.start, found.num_elements):
@@ -502,7 +510,7 @@ def _runs_on(packing: Packing | None) -> bool:
 def fate_of(chosen: Chosen, settings: Settings | None) -> Fate:
     """What becomes of the tensors that an output is computed from."""
     output = chosen.aligned.output
-    if settings is not None and chosen.method.identity(settings) is not None:
+    if settings is not None and chosen.assignment.method.identity(settings) is not None:
         return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
     return Fate(Disposition.MERGED, Rule.METHOD, output)
 
