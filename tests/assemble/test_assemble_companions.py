@@ -43,13 +43,6 @@ def test_bytes_sizes_and_digests(source: LocalStore, target: LocalStore) -> None
     assert {file.key: target.read(file.key, 0, file.nbytes) for file in target.files()} == FILES
 
 
-def test_files_larger_than_a_chunk(source: LocalStore, target: LocalStore) -> None:
-    assert len(FILES["big.model"]) > 8 << 20
-    (copied,) = copy_companions(source, target, ["big.model"])
-    assert copied.nbytes == len(FILES["big.model"])
-    assert target.read("big.model", 0, copied.nbytes) == FILES["big.model"]
-
-
 def test_only_what_is_asked_for_in_that_order(source: LocalStore, target: LocalStore) -> None:
     wanted = ["tokenizer.json", "code/modeling_x.py"]
     assert [each.key for each in copy_companions(source, target, wanted)] == wanted

@@ -49,10 +49,6 @@ def several(model: Path) -> tuple[Plan, tuple[Source, ...]]:
     return made
 
 
-def test_planned_shards_pass(several: tuple[Plan, tuple[Source, ...]], tmp_path: Path) -> None:
-    check_shards(several[0], _shards_written(several[0], tmp_path / "out"))
-
-
 def _remove(path: Path) -> None:
     path.unlink()
 
@@ -75,6 +71,7 @@ def test_every_harmed_shard_is_named(
     harm: Callable[[Path], None], said: str, several: tuple[Plan, tuple[Source, ...]], tmp_path: Path
 ) -> None:
     store = _shards_written(several[0], tmp_path / "out")
+    check_shards(several[0], store)
     names = several[0]["shards"].column("name").to_pylist()
     for name in names[:2]:
         harm(tmp_path / "out" / name)
@@ -100,12 +97,6 @@ def test_companions_and_the_card_are_written(model: Path, tmp_path: Path) -> Non
     assert f"Seed: {made.manifest['seed']}." in card
 
 
-def test_parents_are_what_the_recipe_calls_them(model: Path) -> None:
-    _, sources = _planned(model)
-    (parent,) = parents_of(sources)
-    assert (parent.name, parent.revision) == (str(model), None)
-
-
 def _finished(made: Plan, sources: tuple[Source, ...], root: Path) -> list[str]:
     """Finish the config; the names that were written, in order."""
     store = _shards_written(made, root)
@@ -129,7 +120,7 @@ def test_an_unchanged_config_keeps_its_bytes(model: Path, tmp_path: Path) -> Non
         (source / path.name).write_bytes(path.read_bytes())
     text = json.dumps(json.loads((model / "config.json").read_text()), indent=7, sort_keys=True) + "\n\n"
     (source / "config.json").write_text(text)
-    _finished(*_planned(source), tmp_path / "out")
+    assert _finished(*_planned(source), tmp_path / "out") == ["config.json"]
     assert (tmp_path / "out" / "config.json").read_text() == text
 
 
@@ -139,10 +130,6 @@ def test_a_changed_config_is_written_anew(model: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == made.manifest["config"]
     assert config["torch_dtype"] == "float32"
-
-
-def test_one_shard_needs_no_index(model: Path, tmp_path: Path) -> None:
-    assert _finished(*_planned(model), tmp_path / "out") == ["config.json"]
 
 
 def test_tensors_without_a_config_get_none(model: Path, tmp_path: Path) -> None:

@@ -165,6 +165,11 @@ def test_a_base_must_be_among_the_sources_of_its_slice(models: tuple[Path, Path,
     assert f"base_model {c} is not among the sources of this slice" in problem
     (problem,) = refusals({"merge_method": "slerp", "models": [{"model": a}], "parameters": {"t": 1}})
     assert "slerp needs a base_model" in problem
+    alone = {"merge_method": "slerp", "base_model": a, "models": [{"model": a}], "parameters": {"t": 1}}
+    (problem,) = refusals(alone)
+    assert "slerp takes 1 model(s) beside the base, but 0 are listed" in problem
+    (problem,) = refusals({"merge_method": "passthrough", "models": [{"model": a}, {"model": b}]})
+    assert "passthrough takes 1 model(s), but 2 are listed here" in problem
 
 
 @pytest.mark.parametrize(
@@ -183,13 +188,6 @@ def test_a_base_alone_in_one_slice_is_taken_as_it_is(models: tuple[Path, Path, P
     slices = [{"sources": [{"model": a, "layer_range": [0, 2]}]}, {"sources": both}]
     made = good({"merge_method": "ties", "base_model": a, "slices": slices})
     assert (made.method(Q.format(1)), made.method(Q.format(2))) == ("copy", "ties")
-
-
-def test_a_base_alone_is_refused_where_nothing_is_left_to_combine(models: tuple[Path, Path, Path]) -> None:
-    a, _, _ = models
-    data = {"merge_method": "slerp", "base_model": a, "models": [{"model": a}], "parameters": {"t": 0.5}}
-    (problem,) = refusals(data)
-    assert "slerp takes 1 model(s) beside the base, but 0 are listed" in problem
 
 
 def test_one_model_twice_is_two_sources(models: tuple[Path, Path, Path]) -> None:

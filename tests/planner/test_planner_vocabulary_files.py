@@ -183,13 +183,6 @@ def test_pieces_without_a_row_are_cut_off(tmp_path: Path) -> None:
     assert Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab() == _ids(plan)
 
 
-def test_a_stripped_token_may_come_back_under_another_id(tmp_path: Path) -> None:
-    models, donor = _pair(tmp_path, bpe(["a", "b", "c", "z"]), num_rows=2)
-    plan = planned(models, tokenizer_source="union")
-    assert _ids(plan)["z"] == 2
-    _check_loads(_out(tmp_path, plan, donor), plan)
-
-
 def test_configs_of_the_tokenizer_name_only_tokens_that_there_are(tmp_path: Path) -> None:
     config = {
         **CHATML_CONFIG,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.tokenizer_maker import gathered
 
 from raymerge.errors import PlanError
 from raymerge.planner.tokenizer.tokens import ABSENT, FixedRow, RowRun, RowSources
@@ -45,11 +44,6 @@ def _expand(runs: Sequence[RowRun]) -> list[list[tuple[int, int]]]:
     return [[(s, first + at) for s, first in run.terms] for run in runs for at in range(run.count)]
 
 
-def test_one_run_for_a_vocabulary_that_stays() -> None:
-    sources = _sources([range(5), range(5)])
-    assert sources.runs(1, {0: 99, 1: 99}) == (RowRun(0, 5, ((1, 0),)),)
-
-
 def test_own_rows_then_the_base_then_the_mean_then_zeros() -> None:
     sources = _sources([[0, 1, 2, -1, -1, -1], [-1, 5, -1, 7, -1, -1], [3, -1, -1, 4, 9, -1]])
     everybody = {0: 99, 1: 99, 2: 99}
@@ -67,27 +61,6 @@ def test_own_rows_then_the_base_then_the_mean_then_zeros() -> None:
     assert sources.defaults().tolist() == [1, 1, 1, 2, 1, 0]
 
 
-def test_only_holders_give_rows() -> None:
-    sources = _sources([[0, 1], [2, -1], [3, 4]])
-    assert sources.runs(1, {1: 99, 2: 99}) == (RowRun(0, 1, ((1, 2),)), RowRun(1, 1, ((2, 4),)))
-    # A model that lacks the tensor is filled from those that have it.
-    assert sources.runs(0, {1: 99, 2: 99}) == (RowRun(0, 1, ((1, 2), (2, 3))), RowRun(1, 1, ((2, 4),)))
-
-
-def test_fixed_rows_fill_gaps_and_forced_ones_replace_all() -> None:
-    ids = [[0, 1, 2, 3], [0, -1, 2, -1]]
-    sources = _sources(ids, fixed={1: None, 2: (0, 9), 3: (1, 7)}, forced=[2])
-    both = {0: 99, 1: 99}
-    assert _expand(sources.runs(0, both)) == [[(0, 0)], [(0, 1)], [(0, 9)], [(0, 3)]]
-    assert _expand(sources.runs(1, both)) == [[(1, 0)], [], [(0, 9)], [(1, 7)]]
-
-
-def test_forced_without_a_row_of_its_own_is_the_default_for_all() -> None:
-    sources = _sources([[0, -1], [5, 3], [6, 4]], forced=[0, 1])
-    found = [_expand(sources.runs(member, {0: 99, 1: 99, 2: 99})) for member in range(3)]
-    assert found == [[[(0, 0)], [(1, 3), (2, 4)]]] * 3
-
-
 def test_a_fixed_row_of_a_source_without_the_tensor_is_refused_with_its_place() -> None:
     sources = _sources([[0, 1], [0, -1], [5, 6]], fixed={1: (2, 6)})
     with pytest.raises(PlanError, match=r"recipe\.yml:1:1: row 1 lacks a tensor that needs it"):
@@ -95,29 +68,11 @@ def test_a_fixed_row_of_a_source_without_the_tensor_is_refused_with_its_place() 
     assert sources.runs(1, {0: 99, 1: 99, 2: 99})[-1] == RowRun(1, 1, ((2, 6),))
 
 
-def test_a_token_beyond_the_rows_of_one_tensor_is_absent_there() -> None:
-    sources = _sources([[0, 1, 2], [2, 1, 0]])
-    assert _expand(sources.runs(1, {0: 3, 1: 2})) == [[(0, 0)], [(1, 1)], [(1, 0)]]
-    assert _expand(sources.runs(0, {0: 2, 1: 3})) == [[(0, 0)], [(0, 1)], [(1, 0)]]
-    assert _expand(sources.runs(0, {0: 2, 1: 0})) == [[(0, 0)], [(0, 1)], []]
-
-
 def test_a_fixed_row_beyond_a_tensor_is_refused_with_its_place() -> None:
     sources = _sources([[0, 1], [0, -1]], fixed={1: (0, 6)})
     with pytest.raises(PlanError, match="or that row of it"):
         sources.runs(1, {0: 6, 1: 6})
     assert sources.runs(1, {0: 7, 1: 6})[-1] == RowRun(1, 1, ((0, 6),))
-
-
-def test_no_tokens_no_runs() -> None:
-    assert _sources([[], []]).runs(0, {0: 99, 1: 99}) == ()
-
-
-def test_planning_leaves_its_arrays_alone() -> None:
-    sources = _sources([[0, 1], [1, 0]], fixed={0: (1, 5)}, forced=[0])
-    before = {source: each.copy() for source, each in sources.ids.items()}
-    sources.runs(0, {0: 99, 1: 99})
-    assert all((before[source] == each).all() for source, each in sources.ids.items())
 
 
 @st.composite
@@ -149,23 +104,10 @@ def test_runs_say_what_the_rules_say_row_by_row(case: tuple[RowSources, dict[int
     ends = [run.to_row + run.count for run in runs]
     assert [run.to_row for run in runs] == [0, *ends[:-1]]
     assert ends[-1] == num_tokens
-
-
-@settings(deadline=None, max_examples=80)
-@given(_cases())
-def test_runs_are_as_long_as_can_be(case: tuple[RowSources, dict[int, int], int]) -> None:
-    sources, holders, member = case
-    runs = sources.runs(member, holders)
+    # They are as long as can be.
     for run, following in pairwise(runs):
         grown = tuple((source, first + run.count) for source, first in run.terms)
         assert grown != following.terms
-
-
-def test_gathering_takes_the_mean_of_the_terms() -> None:
-    sources = _sources([[0, -1, -1], [-1, 2, -1], [-1, 0, -1]])
-    matrices = {source: np.arange(6.0).reshape(3, 2) + 10 * source for source in range(3)}
-    found = gathered(sources.runs(0, {0: 99, 1: 99, 2: 99}), matrices)
-    assert found.tolist() == [[0.0, 1.0], [17.0, 18.0], [0.0, 0.0]]
 
 
 @pytest.mark.slow
