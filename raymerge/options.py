@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raymerge.errors import OptionError, Problem
-from raymerge.storage.addresses import is_path, shown
-from raymerge.storage.options import NO_OPTIONS, StoreOptions
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions, is_path, shown
 
 STEPS_WANTED = (
     "this recipe has results between, and they need a directory: an object store cannot hold them.",

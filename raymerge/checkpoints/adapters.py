@@ -18,7 +18,7 @@ from raymerge.checkpoints.json_files import read_bounded
 from raymerge.checkpoints.source import PickleReader, WeightFile, natural_key
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.hub.download import unfetched_files
+from raymerge.storage.hub.cache import unfetched_files
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo, ReadStore
 

@@ -14,8 +14,8 @@ from typing import Any
 from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
+from raymerge.storage.temporary import fetched
 
 
 class TokenizerKind(StrEnum):

@@ -27,7 +27,7 @@ from raymerge.errors import (
     shown_problems,
 )
 from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
-from raymerge.storage.refusals import OUT_OF_ROOM
+from raymerge.storage.retry import OUT_OF_ROOM
 
 STOPPED = 3
 """Exit code of what was stopped before its end."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raymerge.deploy.targets.choose import Where
     from raymerge.deploy.targets.sending import RunNotes
     from raymerge.deploy.targets.target import RunReport, Runs, Target
-    from raymerge.storage.options import StoreOptions
+    from raymerge.storage.addresses import StoreOptions
 
 Run: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
 TargetChoice: TypeAlias = Annotated[
@@ -131,8 +131,7 @@ def seek(text: str, profile: str | None, target: str | None, address: str | None
         ProfileError: the profile is not valid.
     """
     from raymerge.deploy.targets.target import is_run_name
-    from raymerge.storage.addresses import check_alone
-    from raymerge.storage.options import NO_OPTIONS
+    from raymerge.storage.addresses import NO_OPTIONS, check_alone
 
     if not text.strip():
         raise OptionError(Problem("RUN", "no run is named.", "Give its name, or its output place."))

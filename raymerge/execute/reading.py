@@ -15,8 +15,7 @@ from raymerge.merge_plan.expressions import Read, Scales, Term
 from raymerge.merge_plan.memory import HOLE_MOST, LOAD_MOST, READ_ROOM, REQUEST_MOST
 from raymerge.methods import sample_runs
 from raymerge.storage.local.buffers import room_for
-from raymerge.storage.ranges import Extent, Range, coalesce
-from raymerge.storage.store import ReadStore
+from raymerge.storage.store import Extent, Range, ReadStore, coalesce
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _ELEMENT = 64

@@ -13,7 +13,7 @@ from raymerge.planner.inputs.source import Source
 from raymerge.publish.card import Parent, model_card
 from raymerge.publish.companions import copy_companions
 from raymerge.storage.hub.addresses import hub_place, is_hub_place
-from raymerge.storage.hub.download import snapshot_revision
+from raymerge.storage.hub.cache import snapshot_revision
 from raymerge.storage.store import ReadStore, WriteStore
 
 

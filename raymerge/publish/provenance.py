@@ -21,7 +21,7 @@ from raymerge.merge_plan.dispositions import Disposition, Holding
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.source import Source, holdings
-from raymerge.storage.hub.download import blob_digest, snapshot_revision
+from raymerge.storage.hub.cache import blob_digest, snapshot_revision
 from raymerge.storage.store import is_key
 
 

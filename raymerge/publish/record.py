@@ -20,9 +20,9 @@ from raymerge.planner.inputs.source import Prepared, Source, holdings
 from raymerge.publish.attempt import RECORD
 from raymerge.publish.provenance import Made, provenance
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore
+from raymerge.storage.temporary import fetched
 from raymerge.verifier.companions import PROVENANCE_FILE, file_digest
 
 PROVENANCE = PROVENANCE_FILE

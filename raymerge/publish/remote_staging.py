@@ -49,11 +49,10 @@ from raymerge.publish.staging import RECIPE, Staging
 from raymerge.publish.stop_request import STOP, StopRequest
 from raymerge.storage.addresses import shown
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.objects.stream import LARGEST_OBJECT, stream_bytes
-from raymerge.storage.objects.writer import ObjectWriter
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.objects.writer import LARGEST_OBJECT, ObjectWriter, stream_bytes
 from raymerge.storage.retry import KEPT
 from raymerge.storage.store import FileInfo
+from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 from raymerge.verifier.companions import PROVENANCE_FILE
 

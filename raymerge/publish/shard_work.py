@@ -30,12 +30,11 @@ from raymerge.merge_plan.files_read import SourceFile, files_read
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import MARK, RECORD
 from raymerge.publish.segment_work import SegmentsRunner, SegmentWork
-from raymerge.storage.local.disk_space import check_room
-from raymerge.storage.local.store import LocalStore
+from raymerge.storage.local.store import LocalStore, check_room
 from raymerge.storage.objects.writer import ObjectWriter
-from raymerge.storage.own_directory import OwnDirectory
 from raymerge.storage.retry import KEPT, RetryPolicy
 from raymerge.storage.store import ReadStore, Sink
+from raymerge.storage.temporary import OwnDirectory
 
 MOST_EARLY_BYTES = 32 << 20
 """Bytes of a shard that are kept at most until their place in it is reached."""

@@ -38,8 +38,7 @@ from raymerge.publish.output_contents import (
 from raymerge.publish.shards import Shards
 from raymerge.publish.steps_place import steps_beside
 from raymerge.publish.stop_request import StopRequest
-from raymerge.storage.local.disk_space import check_room, nearest
-from raymerge.storage.local.store import LocalStore
+from raymerge.storage.local.store import LocalStore, check_room, nearest
 from raymerge.verifier.companions import PROVENANCE_FILE
 
 if TYPE_CHECKING:

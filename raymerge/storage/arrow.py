@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import HDFS_SCHEMES, parse_place, shown
-from raymerge.storage.local.transfers import as_bytes
-from raymerge.storage.refusals import changed, ends_before, reading
+from raymerge.storage.local.direct_io import as_bytes
 from raymerge.storage.remote import FarStore
-from raymerge.storage.retry import RetryPolicy
+from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 _PIECE_NBYTES = 4 << 20

@@ -9,11 +9,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
-from raymerge.storage.addresses import HUB_SCHEME, OBJECT_SCHEMES, is_remote, parse_place, shown, with_options
+from raymerge.storage.addresses import (
+    HUB_SCHEME,
+    NO_OPTIONS,
+    OBJECT_SCHEMES,
+    StoreOptions,
+    is_remote,
+    parse_place,
+    shown,
+    with_options,
+)
 from raymerge.storage.hub.addresses import USUAL_REVISION, HubPlace, hub_place, is_hub_place
-from raymerge.storage.hub.download import is_hub_name, resolve_model, snapshot_revision
+from raymerge.storage.hub.cache import is_hub_name, resolve_model, snapshot_revision
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.options import NO_OPTIONS, StoreOptions
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import NO_FILES, FileInfo, ReadStore
 
@@ -39,7 +47,7 @@ def open_store(
         return ObjectStore(place, patience=patience, expected=expected)
     if scheme == HUB_SCHEME:
         from raymerge.storage.hub.addresses import hub_place
-        from raymerge.storage.hub.commits import open_hub
+        from raymerge.storage.hub.cache import open_hub
 
         return open_hub(hub_place(place), patience=patience, expected=expected)
     from raymerge.storage.arrow import ArrowStore
@@ -104,7 +112,7 @@ def resolve_source(
         TransientError: the Hub does not answer.
     """
     if is_hub_place(path):
-        from raymerge.storage.hub.commits import at_commit
+        from raymerge.storage.hub.cache import at_commit
 
         place = hub_place(path, revision)
         known = lookup.commits.get(str(place))
@@ -132,7 +140,7 @@ def listed_repository(path: str, revision: str | None, lookup: Lookup) -> ReadSt
     """
     if is_hub_place(path) or is_remote(path) or _is_offline(lookup):
         return None
-    from raymerge.storage.hub.commits import is_barred, listed_store
+    from raymerge.storage.hub.cache import is_barred, listed_store
 
     name = _local(path)
     if is_barred() or os.path.exists(os.path.expanduser(name)) or not is_hub_name(name):
@@ -144,7 +152,7 @@ def _is_offline(lookup: Lookup) -> bool:
     """Whether of Hub names only the local cache is looked at."""
     if lookup.offline or lookup.fetches:
         return lookup.offline
-    from raymerge.storage.hub.commits import is_barred
+    from raymerge.storage.hub.cache import is_barred
 
     # Where the Hub may not be asked at all, what its cache lacks is not to be had: no open question.
     return not is_barred()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from raymerge.storage.local.buffers import ALIGNMENT, room_for
-from raymerge.storage.local.transfers import as_bytes
+from raymerge.storage.local.direct_io import as_bytes
 from raymerge.storage.store import is_key
 
 

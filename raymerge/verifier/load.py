@@ -29,7 +29,7 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
 from raymerge.merge_plan.elements import torch_dtype
-from raymerge.storage.fetched import fetched
+from raymerge.storage.temporary import fetched
 from raymerge.units import format_size
 
 MXFP4 = "mxfp4"

@@ -15,8 +15,8 @@ from raymerge.merge_plan.tables import Plan, load_plan
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
-from raymerge.storage.fetched import fetched
 from raymerge.storage.open import open_store
+from raymerge.storage.temporary import fetched
 from raymerge.verifier.companions import file_problems, stray_weights
 
 RECORD_PLAN = Path("raymerge") / "plan"

@@ -17,7 +17,7 @@ from raymerge.api import submit, verify_load
 from raymerge.errors import OptionError
 from raymerge.options import RunOptions
 from raymerge.storage import retry
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.temporary import OwnDirectory
 
 OUT = "s3://models/out"
 

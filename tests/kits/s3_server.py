@@ -24,7 +24,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
-from raymerge.storage.options import StoreOptions
+from raymerge.storage.addresses import StoreOptions
 
 BUCKET = "models"
 ENVIRONMENT = {

@@ -26,7 +26,7 @@ from raymerge.runtime.driver.run import InlinePool, RunResult
 from raymerge.runtime.driver.stage_work import StageWork
 from raymerge.runtime.workers.pool import Pool
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 UNITS = 4
 WIDTH = 8

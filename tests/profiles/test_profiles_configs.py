@@ -24,7 +24,7 @@ from raymerge.deploy.profiles import (
     load_profile,
     parse_profile,
 )
-from raymerge.storage.options import StoreOptions
+from raymerge.storage.addresses import StoreOptions
 
 SECTIONS = (
     Profile,

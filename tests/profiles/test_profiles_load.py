@@ -14,7 +14,7 @@ from raymerge.deploy.profiles import (
     profile_from_mapping,
 )
 from raymerge.errors import ProfileError
-from raymerge.storage.options import StoreOptions
+from raymerge.storage.addresses import StoreOptions
 
 FULL = """\
 target: job

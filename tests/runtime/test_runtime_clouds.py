@@ -24,7 +24,7 @@ from raymerge.publish import remote_lease
 from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import leased
 from raymerge.publish.shard_work import shard_orders
-from raymerge.storage.objects import stream
+from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
 
 _CLOUDS: Mapping[str, type[CloudServer]] = {"gs": GoogleServer, "az": AzureServer}

@@ -33,7 +33,7 @@ from raymerge.recipes import recipe_from_mapping
 from raymerge.runtime.driver.audit_run import AuditOptions
 from raymerge.runtime.workers.placement import Seen, Sight, survey_problems
 from raymerge.runtime.workers.ray_nodes import _look
-from raymerge.storage.options import NO_OPTIONS
+from raymerge.storage.addresses import NO_OPTIONS
 from raymerge.units import format_size
 
 NAMED_AFTER_SOURCES = frozenset(

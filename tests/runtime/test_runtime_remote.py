@@ -46,7 +46,7 @@ from raymerge.publish.remote_staging import RemoteLedger, RemoteStaging
 from raymerge.publish.shard_work import shard_orders, stamp_of
 from raymerge.runtime.workers import ray_pool
 from raymerge.runtime.workers.worker import MergeWorker
-from raymerge.storage.objects import stream
+from raymerge.storage.objects import writer as stream
 from raymerge.storage.objects.writer import ObjectWriter
 
 INDEX = "out/model.safetensors.index.json"
@@ -393,7 +393,7 @@ def _reached(s3: S3Server, folder: Path) -> tuple[str, str]:
 
 
 _IN_PARTS = f"""
-from raymerge.storage.objects import stream
+from raymerge.storage.objects import writer as stream
 stream.SMALLEST_PART = {_PART}
 from raymerge.cli.main import main
 main()

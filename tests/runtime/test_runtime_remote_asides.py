@@ -28,9 +28,9 @@ from raymerge.publish.lease import myself
 from raymerge.publish.remote_lease import RemoteLease, leased, look
 from raymerge.publish.run_records import RemoteRecords, journal_lines
 from raymerge.publish.stop_request import StopRequest
+from raymerge.storage.addresses import StoreOptions
 from raymerge.storage.objects.writer import ObjectWriter
-from raymerge.storage.options import StoreOptions
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.temporary import OwnDirectory
 
 INLINE = RunOptions(inline=True)
 KEY = "raymerge/lease.json"

@@ -35,7 +35,7 @@ from raymerge.publish.remote_staging import RemoteStaging
 from raymerge.publish.shard_work import ShardsRunner, shard_orders
 from raymerge.publish.stop_request import StopRequest
 from raymerge.runtime.driver import interruptions, run
-from raymerge.storage.objects import stream as object_stream
+from raymerge.storage.objects import writer as object_stream
 from raymerge.storage.retry import RetryPolicy
 
 INDEX = "out/model.safetensors.index.json"

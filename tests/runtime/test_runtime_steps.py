@@ -46,8 +46,7 @@ from raymerge.runtime.driver import disk_space
 from raymerge.runtime.driver.disk_space import check_disk
 from raymerge.runtime.driver.result_cache import kept_steps
 from raymerge.runtime.driver.steps import steps_problems
-from raymerge.storage.addresses import with_options
-from raymerge.storage.options import StoreOptions
+from raymerge.storage.addresses import StoreOptions, with_options
 
 Recipes = list[dict[str, Any]]
 

@@ -17,7 +17,7 @@ from raymerge.deploy.targets import job_server
 from raymerge.deploy.targets.job_server import JobServer
 from raymerge.deploy.targets.target import Submission
 from raymerge.errors import OptionError
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.temporary import OwnDirectory
 
 RUN = "raymerge-0123456789ab"
 RECIPE = "merge_method: linear\nmodels: [{model: /mnt/a, parameters: {weight: 1}}]\n"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raymerge.errors import IncompleteError
 from raymerge.runtime.driver import stage_work
 from raymerge.runtime.driver.stage_work import digests_of, telling, told
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 
 class Clock:

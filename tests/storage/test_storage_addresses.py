@@ -8,18 +8,20 @@ import pytest
 
 from raymerge.errors import OptionError
 from raymerge.storage.addresses import (
+    NO_OPTIONS,
     Address,
+    StoreOptions,
     as_path,
     check_output_address,
     is_object_place,
     is_remote,
     join,
+    options_from_text,
     parent_and_name,
     parse_place,
     shown,
     with_options,
 )
-from raymerge.storage.options import NO_OPTIONS, StoreOptions, options_from_text
 
 MINIO = StoreOptions(region="eu-west-1", endpoint="https://minio.example:9000", anonymous=True, profile="a b")
 

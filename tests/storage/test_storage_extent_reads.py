@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, UnreadableError
-from raymerge.storage.local import direct_io, transfers
+from raymerge.storage.local import direct_io
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.local.direct_io import Residency
 from raymerge.storage.local.store import LocalStore
@@ -43,7 +43,7 @@ def forget_pages(store: LocalStore, key: str) -> None:
 def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Offset and length of every direct read; all that are long enough are direct, whatever is cached."""
     seen: list[tuple[int, int]] = []
-    real = transfers.read_direct
+    real = direct_io.read_direct
 
     def spy(descriptor: int, offset: int, view: memoryview) -> int:
         seen.append((offset, len(view)))
@@ -122,7 +122,7 @@ class TestBytes:
     def test_long_requests_are_cut(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, direct_reads: list[tuple[int, int]]
     ) -> None:
-        monkeypatch.setattr("raymerge.storage.local.transfers._DIRECT_MOST", 64 << 10)
+        monkeypatch.setattr("raymerge.storage.local.direct_io._DIRECT_MOST", 64 << 10)
         assert extent(store, 100, NBYTES - 100) == DATA[100:]
         assert len(direct_reads) == 1
 
@@ -164,7 +164,7 @@ class TestChoice:
             if Residency().is_cached(file.fileno(), 0, NBYTES):
                 pytest.skip("the page cache keeps the files of this file system")
         seen: list[int] = []
-        real = transfers.read_direct
+        real = direct_io.read_direct
 
         def spy(descriptor: int, offset: int, view: memoryview) -> int:
             seen.append(len(view))

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raymerge.errors import RoomError
-from raymerge.storage.local import direct_io, transfers
+from raymerge.storage.local import direct_io
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer
 from raymerge.storage.local.store import LocalStore
 
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 def direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Offset and length of every direct write; one block is enough for one, two in flight at once."""
     seen: list[tuple[int, int]] = []
-    real = transfers.write_direct
+    real = direct_io.write_direct
 
     def spy(descriptor: int, offset: int, view: memoryview) -> int:
         seen.append((offset, len(view)))
@@ -284,7 +284,7 @@ class TestWithoutDirectWrites:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return whole(descriptor, view, offset)
 
-        monkeypatch.setattr(transfers, "_DIRECT_MOST", 8 * ALIGNMENT)
+        monkeypatch.setattr(direct_io, "_DIRECT_MOST", 8 * ALIGNMENT)
         monkeypatch.setattr(os, "pwrite", written)
         store.create("x", NBYTES)
         store.write_extent("x", 0, placed(data, shift))

@@ -6,7 +6,7 @@ import pytest
 
 from raymerge.errors import CheckpointError
 from raymerge.storage.hub.addresses import HubPlace, hub_place, is_hub_place
-from raymerge.storage.hub.download import blob_digest, snapshot_revision
+from raymerge.storage.hub.cache import blob_digest, snapshot_revision
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -14,7 +14,7 @@ from kits.hub_server import HubServer, Repository, blob_id, hub_server
 
 from raymerge.errors import CheckpointError, TransientError, UnreadableError
 from raymerge.storage.hub.addresses import HubPlace, hub_place
-from raymerge.storage.hub.commits import SnapshotStore, at_commit, cached_snapshot, open_hub
+from raymerge.storage.hub.cache import SnapshotStore, at_commit, cached_snapshot, open_hub
 from raymerge.storage.hub.store import HubStore
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
 from raymerge.storage.open import open_store

@@ -13,13 +13,11 @@ import pytest
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.errors import CheckpointError, OptionError, TransientError, UnreadableError
-from raymerge.storage.addresses import parse_place, with_options
+from raymerge.storage.addresses import StoreOptions, parse_place, with_options
 from raymerge.storage.local.buffers import ALIGNMENT, aligned_buffer, room_for
-from raymerge.storage.objects.client import object_client
-from raymerge.storage.objects.faults import told
+from raymerge.storage.objects.client import object_client, told
 from raymerge.storage.objects.store import ObjectStore
 from raymerge.storage.open import open_store
-from raymerge.storage.options import StoreOptions
 from raymerge.storage.retry import RetryPolicy
 from raymerge.storage.store import FileInfo
 

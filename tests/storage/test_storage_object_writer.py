@@ -17,12 +17,11 @@ from moto.s3.models import FakeMultipart
 from raymerge.errors import IncompleteError, TargetError, TransientError
 from raymerge.storage import retry
 from raymerge.storage.addresses import with_options
-from raymerge.storage.objects import stream as object_stream
+from raymerge.storage.objects import writer as object_stream
 from raymerge.storage.objects import writer as object_writer
 from raymerge.storage.objects import writer as unfinished_uploads
 from raymerge.storage.objects.store import ObjectStore
-from raymerge.storage.objects.stream import SMALLEST_PART, part_bytes, stream_bytes
-from raymerge.storage.objects.writer import ObjectInfo, ObjectWriter
+from raymerge.storage.objects.writer import SMALLEST_PART, ObjectInfo, ObjectWriter, part_bytes, stream_bytes
 from raymerge.storage.retry import RetryPolicy
 
 LARGE = os.urandom(2 * SMALLEST_PART + (3 << 20) + 5)

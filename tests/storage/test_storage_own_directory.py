@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from kits.s3_server import s3_server
 
-from raymerge.storage.fetched import fetched
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.temporary import OwnDirectory, fetched
 
 NOBODY_ELSE = 54_321
 
@@ -55,7 +54,7 @@ def _names(shared: Path) -> set[str]:
 
 def test_those_of_killed_processes_are_removed_and_no_others(tmp_path: Path) -> None:
     code = (
-        "from raymerge.storage.own_directory import OwnDirectory\n"
+        "from raymerge.storage.temporary import OwnDirectory\n"
         "found = OwnDirectory(); (found.path / 'file').write_bytes(b'x')\n"
         "print(found.path, flush=True); time.sleep(1000)"
     )
@@ -127,7 +126,7 @@ def test_what_a_killed_command_fetched_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
-        "from raymerge.storage.fetched import fetched\n"
+        "from raymerge.storage.temporary import fetched\n"
         "with fetched(sys.argv[1], ['config.json']) as found:\n"
         "    print(found, flush=True); time.sleep(1000)"
     )

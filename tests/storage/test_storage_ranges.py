@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.storage.ranges import Extent, Range, coalesce
+from raymerge.storage.store import Extent, Range, coalesce
 
 ranges = st.lists(st.builds(Range, st.integers(0, 400), st.integers(0, 60)), max_size=25)
 gaps = st.integers(0, 40)

@@ -23,7 +23,7 @@ from raymerge.documents.fields import (
     show,
 )
 from raymerge.errors import OptionError
-from raymerge.storage.options import NO_OPTIONS, StoreOptions
+from raymerge.storage.addresses import NO_OPTIONS, StoreOptions
 
 _HOST = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]"
 _GCS_ADDRESS = re.compile(rf"auto|({_HOST}):[0-9]{{1,5}}")

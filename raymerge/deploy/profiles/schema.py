@@ -14,7 +14,7 @@ from raymerge.deploy.profiles.run import ClusterSection, JobSection, RunSettings
 from raymerge.deploy.profiles.values import Place
 from raymerge.documents.fields import Fault, FaultError, MapEntry, by, choice_of
 from raymerge.documents.yaml_text import Places
-from raymerge.storage.options import NO_OPTIONS
+from raymerge.storage.addresses import NO_OPTIONS
 
 TargetName: TypeAlias = Literal["local", "cluster", "job", "kubernetes"]
 _TARGETS = ("local", "cluster", "job", "kubernetes")

@@ -16,7 +16,7 @@ from raymerge.deploy.targets.sending import recipe_digest, sending_problems
 from raymerge.deploy.targets.target import RunReport, RunState, Submission
 from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.publish.journal import entries_of
-from raymerge.storage.own_directory import OwnDirectory
+from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
 
 RECIPE, PROFILE = "recipe.yml", "profile.yml"

@@ -11,7 +11,7 @@ from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.planner.inputs.source import Stage
 from raymerge.publish.staging import Staging
 from raymerge.storage.addresses import is_remote
-from raymerge.storage.local.disk_space import check_room, nearest
+from raymerge.storage.local.store import check_room, nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from raymerge.errors import IncompleteError, Problem, RaymergeError, RoomError, 
 from raymerge.events import OnEvent, Stopping
 from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
 from raymerge.runtime.workers.pool import Stop
-from raymerge.storage.refusals import OUT_OF_ROOM, room_error
-from raymerge.storage.retry import KEPT
+from raymerge.storage.retry import KEPT, OUT_OF_ROOM, room_error
 from raymerge.units import format_size
 
 GRACE_SECONDS = 1.0

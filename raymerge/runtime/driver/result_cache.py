@@ -24,8 +24,8 @@ from raymerge.runtime.driver.prepared import over_results, with_stage_results
 from raymerge.runtime.driver.stage_run import is_stage_made
 from raymerge.runtime.driver.versions import file_versions
 from raymerge.runtime.workers.pool import Pool
-from raymerge.storage.fetched import fetched
 from raymerge.storage.local.store import LocalStore
+from raymerge.storage.temporary import fetched
 from raymerge.verifier.structure import RECORD_PLAN, verify_structure
 
 

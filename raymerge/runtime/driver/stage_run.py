@@ -43,8 +43,7 @@ from raymerge.runtime.driver.stage_work import StageWork, UnitWork, digests_of, 
 from raymerge.runtime.driver.versions import check_unchanged, file_versions, source_files
 from raymerge.runtime.workers.pool import Pool
 from raymerge.runtime.workers.sizing import fit_units, num_workers
-from raymerge.storage.local.disk_space import check_room
-from raymerge.storage.local.store import LocalStore
+from raymerge.storage.local.store import LocalStore, check_room
 
 _STAGE = "stage.json"
 

@@ -24,7 +24,7 @@ from raymerge.planner.inputs.source import GateSpec, Source, Stage
 from raymerge.runtime.driver.interruptions import STOPPED_AT_ONCE
 from raymerge.runtime.workers.pool import UNIT, Runner
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 _PREFIX = "progress-"
 _EVERY_SECONDS = 0.5

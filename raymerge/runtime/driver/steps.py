@@ -12,7 +12,7 @@ from raymerge.planner.chained_merges import PlannedMerge
 from raymerge.publish.output_place import INSIDE, relation
 from raymerge.publish.steps_place import steps_directory
 from raymerge.storage.addresses import is_remote, shown
-from raymerge.storage.local.disk_space import nearest
+from raymerge.storage.local.store import nearest
 
 _ELSEWHERE = "Choose another --steps."
 

@@ -21,8 +21,8 @@ import psutil
 
 from raymerge.errors import OptionError, Problem, first_line
 from raymerge.runtime.workers.control_groups import process_rooms
-from raymerge.storage.own_directory import OwnDirectory
-from raymerge.storage.refusals import size_limit
+from raymerge.storage.retry import size_limit
+from raymerge.storage.temporary import OwnDirectory
 
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """What Ray's agents call themselves once they are up."""

@@ -38,8 +38,7 @@ from raymerge.planner.moe.expert_permutation import (
     paired_blocks,
 )
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.ranges import Range
-from raymerge.storage.store import WriteStore
+from raymerge.storage.store import Range, WriteStore
 
 Costs = npt.NDArray[np.float64]
 """What it costs to put a column's member into a row's place; square."""

@@ -24,7 +24,7 @@ from raymerge.stages.router.readings import prompt_problems
 from raymerge.stages.router.report import GateReport, layer_report
 from raymerge.stages.router.results import Result
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 _ROWS_AT_ONCE = 1024
 _OTHER_MODE = "Use gate_mode: hidden_avg, or random."

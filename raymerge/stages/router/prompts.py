@@ -10,7 +10,7 @@ from raymerge.architectures.sections import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.inputs.source import ExpertPrompts, GateSpec, Source
-from raymerge.storage.fetched import fetched
+from raymerge.storage.temporary import fetched
 
 MOST_TOKENS = 512
 """Tokens of one piece of a prompt file, the one that begins it included."""

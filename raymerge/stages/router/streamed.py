@@ -34,7 +34,7 @@ from raymerge.stages.router.results import CHOICES_FILE, ChoicesFile, Result
 from raymerge.stages.router.streamed_model import StreamedModel
 from raymerge.stages.router.tensor_files import Piece
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 
 class LayerVisitor(Protocol):

@@ -12,7 +12,7 @@ from raymerge.planner.inputs.source import GateSpec, Stage
 from raymerge.recipes import RANDOM_GATES
 from raymerge.stages.router.direct import DirectWork
 from raymerge.stages.router.streamed import StreamedWork
-from raymerge.storage.ranges import Range
+from raymerge.storage.store import Range
 
 
 class GateWork(Protocol):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import posixpath
+import shutil
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,15 +15,30 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self, TypeVar
 
-from raymerge.errors import CheckpointError, TransientError
+from raymerge.errors import CheckpointError, OptionError, Problem, TransientError
 from raymerge.storage.local.copying import RangeCopier, inner_blocks, share_extents
-from raymerge.storage.local.direct_io import ExtentReader, ExtentWriter
-from raymerge.storage.local.open_files import OpenFiles
-from raymerge.storage.local.transfers import as_bytes, read_fully, write_fully
-from raymerge.storage.ranges import Range
-from raymerge.storage.refusals import changed, ends_early, reading, room_error, unlistable, writing
-from raymerge.storage.retry import KEPT, TRANSIENT, RetryPolicy, said
-from raymerge.storage.store import NO_FILES, Buffer, FileInfo, ReadStore, is_key
+from raymerge.storage.local.direct_io import (
+    ExtentReader,
+    ExtentWriter,
+    OpenFiles,
+    as_bytes,
+    read_fully,
+    write_fully,
+)
+from raymerge.storage.retry import (
+    KEPT,
+    TRANSIENT,
+    RetryPolicy,
+    changed,
+    ends_early,
+    reading,
+    room_error,
+    said,
+    unlistable,
+    writing,
+)
+from raymerge.storage.store import NO_FILES, Buffer, FileInfo, Range, ReadStore, is_key
+from raymerge.units import format_size
 
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 
@@ -408,3 +424,30 @@ class LocalStore:
         wanted = self._expected.get(path)
         if wanted is not None and self._info(wanted.key, status) != wanted:
             raise CheckpointError(changed(path))
+
+
+def check_room(place: Path, wanted: int, *, what: str = "the output", option: str = "-o") -> None:
+    """See that the file system below ``place`` takes so many bytes.
+
+    Args:
+        place: need not exist.
+
+    Raises:
+        OptionError: it has less room.
+    """
+    free = shutil.disk_usage(nearest(place)).free
+    if free < wanted:
+        raise OptionError(
+            Problem(
+                str(place),
+                f"{what} takes {format_size(wanted)}, and {format_size(free)} are free there.",
+                f"Free some space or choose another {option}.",
+            )
+        )
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the closest place above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from raymerge.errors import CheckpointError, Problem
 from raymerge.storage.addresses import parse_place, shown
-from raymerge.storage.local.transfers import as_bytes
-from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, file_info, object_client
-from raymerge.storage.objects.faults import asking
-from raymerge.storage.refusals import changed, ends_before, reading
+from raymerge.storage.local.direct_io import as_bytes
+from raymerge.storage.objects.client import READ_SECONDS, ObjectClient, asking, file_info, object_client
 from raymerge.storage.remote import FarStore, Pieces
-from raymerge.storage.retry import RetryPolicy
+from raymerge.storage.retry import RetryPolicy, changed, ends_before, reading
 from raymerge.storage.store import NO_FILES, FileInfo, is_key
 
 if TYPE_CHECKING:
