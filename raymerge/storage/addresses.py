@@ -1,4 +1,9 @@
-"""Places as text: local paths, and addresses of what lies elsewhere. The only module that knows schemes."""
+"""Places as text: local paths, and addresses of what lies elsewhere. The only module that knows schemes.
+
+A place in an object store carries its ``StoreOptions`` as its query, as the addresses of pyarrow do
+(``s3://bucket/prefix?region=eu-west-1``), so that a place says all that is needed to read it, in whatever
+process. ``shown`` gives it as the user wrote it.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.alignment.work import (
+from raymerge.stages.alignment import (
     EXPERT_STEP,
     expert_costs,
     group_order,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raymerge.architectures import Projection
 from raymerge.dtypes import DType
 from raymerge.planner.moe.expert_permutation import Network, Part
-from raymerge.stages.alignment.work import (
+from raymerge.stages.alignment import (
     NUM_PROBES,
     activation_of,
     neuron_features,

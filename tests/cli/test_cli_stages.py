@@ -36,7 +36,7 @@ from raymerge.events import (
     Verified,
     WorkerLost,
 )
-from raymerge.stages.router.report import GateReport, LayerReport
+from raymerge.stages.router.results import GateReport, LayerReport
 
 WORKERS = ("worker-0", "worker-1")
 STAGE = StageStarted("router rows", 1, 2, 3, 3000, WORKERS, "cpu", 0, 0)

@@ -28,7 +28,7 @@ from raymerge.planner.inputs.source import (
     make_stage,
 )
 from raymerge.stages.router import gate_work
-from raymerge.stages.router.report import GateReport
+from raymerge.stages.router.results import GateReport
 
 CPU = torch.device("cpu")
 VOCABULARY = 64

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.router.accumulate import accumulator, part_shapes, work_nbytes
-from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.readings import Schedule, Use, make_schedule
+from raymerge.stages.router.gates import accumulator, part_shapes, work_nbytes
+from raymerge.stages.router.prompts import Schedule, TokenRun, Use, make_schedule
 
 WIDTH = 6
 CPU = torch.device("cpu")

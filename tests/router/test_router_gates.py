@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.router.direct import random_rows
 from raymerge.stages.router.gates import difference, mean_rows, unit
-from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.readings import make_schedule
+from raymerge.stages.router.prompts import TokenRun, make_schedule
+from raymerge.stages.router.work import random_rows
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,9 +15,18 @@ from kits.model_parents import save
 from torch import nn
 
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
-from raymerge.stages.router.hidden_states import keep_states, kept_nbytes
-from raymerge.stages.router.streamed_model import ParameterFinder, StreamedModel, compute_buffers, state_of
+from raymerge.stages.router.streamed import keep_states, kept_nbytes
+from raymerge.stages.router.streamed_model import (
+    Call,
+    ParameterFinder,
+    StreamedModel,
+    are_alike,
+    compute_buffers,
+    is_chain,
+    recorded,
+    state_of,
+    tensors_of,
+)
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.router.prompts import TokenRun
-from raymerge.stages.router.readings import UNIT_TOKENS, Reading, Schedule, make_schedule
+from raymerge.stages.router.prompts import UNIT_TOKENS, Reading, Schedule, TokenRun, make_schedule
 
 ROUTED = 3
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.stages.router.report import (
+from raymerge.stages.router.results import (
     Choices,
     GateReport,
     LayerReport,

@@ -66,7 +66,7 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, base: Source, mode: str) -> 
 def test_each_unit_leaves_its_own_whole_files(
     tmp_path: Path, base: Source, monkeypatch: pytest.MonkeyPatch, *, mode: str, unit_tokens: int
 ) -> None:
-    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", unit_tokens)
+    monkeypatch.setattr("raymerge.stages.router.prompts.UNIT_TOKENS", unit_tokens)
     work = _work(base, mode)
     seen: set[str] = set()
     for number in range(work.num_units):
@@ -149,7 +149,7 @@ def test_base_and_prompts_are_looked_at_once(
 
     monkeypatch.setattr(StreamedModel, "__init__", built)
     monkeypatch.setattr("raymerge.stages.router.streamed.tokenized", counted)
-    monkeypatch.setattr("raymerge.stages.router.direct.tokenized", counted)
+    monkeypatch.setattr("raymerge.stages.router.work.tokenized", counted)
     for mode, num_models in (("ridge", 1), ("cheap_embed", 0)):
         models.clear()
         readings.clear()
@@ -172,7 +172,8 @@ from pathlib import Path
 import torch
 from kits.gate_stages import CPU, reading_base, stage_of, three_experts
 from raymerge.allocator import return_free_memory
-from raymerge.stages.router import gate_work, readings
+from raymerge.stages.router import gate_work
+from raymerge.stages.router import prompts as readings
 
 def status(word):
     lines = open("/proc/self/status").read().splitlines()

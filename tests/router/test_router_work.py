@@ -239,7 +239,7 @@ def test_units_do_not_matter(
 ) -> None:
     stage = stage_of(base, mode, three_experts(negative=True), shared=[expert("s", text(4, 9))])
     one = make(stage, tmp_path / "one")
-    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", 20)
+    monkeypatch.setattr("raymerge.stages.router.prompts.UNIT_TOKENS", 20)
     several = make(stage, tmp_path / "several")
     backwards = make(stage, tmp_path / "backwards", backwards=True)
     assert one.num_units == 1

@@ -153,7 +153,7 @@ def _most_taken(work: StageWork, staging: Path, budget: int) -> int:
 def test_router_rows_take_what_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, unit_tokens: int, *, spills: bool
 ) -> None:
-    monkeypatch.setattr("raymerge.stages.router.readings.UNIT_TOKENS", unit_tokens)
+    monkeypatch.setattr("raymerge.stages.router.prompts.UNIT_TOKENS", unit_tokens)
     work = work_of(stage_of(reading_base(tmp_path / "base"), mode, three_experts()))
     budget = work.least_budget() + (0 if spills else 1 << 30)
     told = work.staging_nbytes(budget=budget, busy=1)

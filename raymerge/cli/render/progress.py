@@ -47,7 +47,7 @@ from raymerge.events import (
 from raymerge.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from raymerge.stages.router.report import GateReport
+    from raymerge.stages.router.results import GateReport
 
 
 OfWorkers = MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
@@ -421,7 +421,7 @@ _LAYERS_SHOWN = 8
 
 def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
     """Print a short table for each stage that made router rows; other stages have none."""
-    from raymerge.stages.router.report import KIND, GateReport
+    from raymerge.stages.router.results import KIND, GateReport
 
     for each in reports:
         if each.report.get("kind") == KIND:

@@ -1,10 +1,13 @@
-"""Prompts as tokens: each a sequence by itself, never padded."""
+"""Prompts as tokens, each a sequence by itself, never padded; and what the base model reads of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from raymerge.architectures.sections import config_int
 from raymerge.checkpoints.source import CONFIG_FILE
@@ -136,3 +139,168 @@ def _load_tokenizer(base: Source) -> Any:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+UNIT_TOKENS = 65_536
+"""Most tokens of a unit, but for a run that has more. No setting: the rows' last bits depend on it."""
+
+NO_NEGATIVES = frozenset({"centroid", "ridge"})
+"""Gate modes that look at positive texts alone."""
+
+_KEPT_TOKENS = 256
+_KEPT_IN_ALL = 8_192
+
+
+class Use(NamedTuple):
+    """What a run counts towards."""
+
+    expert: int
+    sign: int
+    """1 for it, -1 against it."""
+    first: int
+    """Tokens, from the beginning, in the first half of the expert's positive texts; the others are in the
+    second. What is learnt from one half can be tried on the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A run of tokens and everything that it is for."""
+
+    run: TokenRun
+    """The tokens; of equal runs the first."""
+    uses: tuple[Use, ...]
+    """One for each time that it counts towards the rows."""
+    kept: tuple[tuple[int, tuple[int, ...]], ...]
+    """Experts that the report counts it to, and the positions that it looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All readings."""
+
+    units: tuple[tuple[Reading, ...], ...]
+    num_routed: int
+    """Routed experts; shared ones follow them."""
+    num_positive: tuple[int, ...]
+    num_negative: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    num_first: tuple[int, ...]
+    """Those of them that are in the first half."""
+    num_kept: tuple[int, ...]
+    """Tokens of each routed expert that the report looks at."""
+    on_own: tuple[int, ...]
+    """Routed experts without held-out texts: the report looks at what their rows were made from."""
+
+    @property
+    def num_experts(self) -> int:
+        """Routed and shared experts."""
+        return len(self.num_positive)
+
+    @property
+    def shares(self) -> torch.Tensor:
+        """The share of each routed expert's positive tokens that is in each half: float64 ``[2, E]``."""
+        pairs = zip(self.num_first[: self.num_routed], self.num_tokens, strict=False)
+        first = torch.tensor([part / max(count, 1) for part, count in pairs], dtype=torch.float64)
+        return torch.stack([first, 1.0 - first])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest run."""
+        return max((len(each.run.tokens) for unit in self.units for each in unit), default=0)
+
+
+def make_schedule(runs: Sequence[TokenRun], mode: str, *, num_routed: int, num_shared: int) -> Schedule:
+    """Decide what is read, where, and what for.
+
+    Equal runs are read once. The report looks at 256 tokens of each routed expert, evenly taken (fewer where
+    there are more than 32 experts), of its held-out texts or else of its own.
+    """
+    signs = (1,) if mode in NO_NEGATIVES else (1, -1)
+    held_out = {run.expert for run in runs if not run.sign}
+    kept: dict[int, tuple[int, ...]] = {}
+    for expert in range(num_routed):
+        sign = 0 if expert in held_out else 1
+        judged = [at for at, run in enumerate(runs) if (run.expert, run.sign) == (expert, sign)]
+        kept |= zip(judged, _evenly([len(runs[at].tokens) for at in judged], num_routed), strict=True)
+    experts = range(num_routed + num_shared)
+    positive = [[run for run in runs if run.sign > 0 and run.expert == expert] for expert in experts]
+    halves = [_first_half([run.tokens for run in each]) for each in positive]
+    readings: dict[tuple[int, ...], Reading] = {}
+    for at, run in enumerate(runs):
+        first = halves[run.expert].get(run.tokens, 0) if run.sign > 0 else 0
+        uses = (Use(run.expert, run.sign, first),) if run.sign in signs else ()
+        looks = ((run.expert, kept[at]),) if kept.get(at) else ()
+        if uses or looks:
+            before = readings.get(run.tokens, Reading(run, (), ()))
+            readings[run.tokens] = Reading(before.run, (*before.uses, *uses), (*before.kept, *looks))
+    return Schedule(
+        units=tuple(_units(readings.values())),
+        num_routed=num_routed,
+        num_positive=tuple(map(len, positive)),
+        num_negative=tuple(sum(run.sign < 0 and run.expert == e for run in runs) for e in experts),
+        num_tokens=tuple(sum(len(run.tokens) for run in each) for each in positive),
+        num_first=tuple(
+            sum(half[run.tokens] for run in each) for half, each in zip(halves, positive, strict=True)
+        ),
+        num_kept=tuple(
+            sum(len(found) for at, found in kept.items() if runs[at].expert == expert)
+            for expert in range(num_routed)
+        ),
+        on_own=tuple(expert for expert in range(num_routed) if expert not in held_out),
+    )
+
+
+def prompt_problems(spec: GateSpec, runs: Sequence[TokenRun], *, where: str) -> Iterator[Problem]:
+    """Experts that no row can be made for, because they have no positive text."""
+    prompted = {run.expert for run in runs if run.sign > 0}
+    for number, expert in enumerate((*spec.experts, *spec.shared)):
+        if number not in prompted:
+            what = (
+                f"{expert.name} has no positive_prompts and no prompt_file; gate_mode {spec.mode} needs text."
+            )
+            yield Problem(where, what, "Give it some, or write gate_mode: random.")
+
+
+def _first_half(texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """For each of one expert's texts the tokens, from the beginning, that are in the first half of all.
+
+    Texts are in one half or the other, so that no half knows the other's: the longest are shared out first,
+    each to the half that has less. A text that is all there is is cut in two.
+    """
+    lengths = {text: len(text) * count for text, count in Counter(texts).items()}
+    if len(lengths) == 1:
+        return {text: len(text) // 2 for text in lengths}
+    found: dict[tuple[int, ...], int] = {}
+    more_in_first = 0
+    for text in sorted(lengths, key=lambda text: -lengths[text]):
+        is_first = more_in_first <= 0
+        found[text] = len(text) if is_first else 0
+        more_in_first += lengths[text] if is_first else -lengths[text]
+    return found
+
+
+def _evenly(lengths: Sequence[int], num_routed: int) -> list[tuple[int, ...]]:
+    """For each run of one expert the positions that are kept, evenly taken over all of its tokens."""
+    total = sum(lengths)
+    count = min(total, _KEPT_TOKENS, max(1, _KEPT_IN_ALL // num_routed))
+    wanted = [(2 * number + 1) * total // (2 * count) for number in range(count)]
+    found, begin = [], 0
+    for length in lengths:
+        found.append(tuple(at - begin for at in wanted if begin <= at < begin + length))
+        begin += length
+    return found
+
+
+def _units(readings: Iterable[Reading]) -> Iterator[tuple[Reading, ...]]:
+    """Whole readings in order, as many at a time as ``UNIT_TOKENS`` allows."""
+    current: list[Reading] = []
+    filled = 0
+    for reading in readings:
+        length = len(reading.run.tokens)
+        if current and filled + length > UNIT_TOKENS:
+            yield tuple(current)
+            current, filled = [], 0
+        current.append(reading)
+        filled += length
+    if current:
+        yield tuple(current)

@@ -4,7 +4,8 @@ The arithmetic is that of transformers' own modules, so that every family of dec
 
 It is made on the meta device. Which parts it has, and which tensors of the checkpoint each parameter is made
 of, follows from the modules' names: a parameter is one tensor of the checkpoint by the same name, or many
-experts' matrices stacked.
+experts' matrices stacked. With what the model calls its layers is found by calling it with layers that only
+note how they are called.
 """
 
 from __future__ import annotations
@@ -20,13 +21,201 @@ from torch import nn
 
 from raymerge.allocator import return_free_memory
 from raymerge.architectures import Role, describe, fused_layout, logical_name, logical_names
+from raymerge.architectures.sections import class_names
 from raymerge.checkpoints.views import View, fused_views
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.elements import strided
+from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.weights import Weights
-from raymerge.stages.router.calls import Call, are_alike, is_chain, recorded, tensors_of
-from raymerge.stages.router.meta_model import NO_PROMPTS_REMEDY, bare_model
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How one layer is called."""
+
+    hidden: torch.Tensor
+    """What goes through the layers: ``[1, T, hidden]``."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_named: bool
+    """Whether ``hidden`` is given by name as well."""
+
+    def make(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Call a layer so, with other hidden states of the same shape; returns the states behind it."""
+        given = {"hidden_states": hidden} if self.is_named else {}
+        found = layer(*(() if self.is_named else (hidden,)), *self.args, **given, **self.kwargs)
+        states: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return states
+
+    def leaves(self) -> Iterator[Any]:
+        """Everything in it but the hidden states; an empty mapping counts as something."""
+        yield from _leaves((self.args, dict(self.kwargs)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds nothing in which layers could leave something for one another."""
+        return all(isinstance(leaf, (*_PLAIN, torch.Tensor)) for leaf in self.leaves())
+
+
+def recorded(run: Callable[[], object], layers: Sequence[nn.Module], *, as_tuple: bool) -> tuple[Call, ...]:
+    """How ``run`` calls layers, none of which does anything but to hand on its hidden states.
+
+    Args:
+        as_tuple: whether the layers answer with a tuple of the states, as older families expect.
+    """
+    calls: list[Call] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        is_named = not args
+        hidden = kwargs.pop("hidden_states") if is_named else args[0]
+        calls.append(Call(hidden, args[1:], kwargs, is_named))
+        return (hidden,) if as_tuple else hidden
+
+    with _replaced(layers, note):
+        run()
+    return tuple(calls)
+
+
+def is_chain(calls: Sequence[Call], num_layers: int) -> bool:
+    """Whether every layer was called once, with just what the layer before it handed on."""
+    return len(calls) == num_layers and all(call.hidden is calls[0].hidden for call in calls)
+
+
+def are_alike(calls: Sequence[Call], others: Sequence[Call]) -> bool:
+    """Whether layers are called with equal arguments, the hidden states not counted."""
+    return all(
+        _same(list(call.leaves()), list(other.leaves())) for call, other in zip(calls, others, strict=True)
+    )
+
+
+def tensors_of(calls: Sequence[Call]) -> Sequence[torch.Tensor]:
+    """The tensors among the arguments, each once, the hidden states not counted."""
+    found = {id(leaf): leaf for call in calls for leaf in call.leaves() if isinstance(leaf, torch.Tensor)}
+    return tuple(found.values())
+
+
+@contextmanager
+def _replaced(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Have layers do something else. They stay in their place, as models ask them for their attributes."""
+    for layer in layers:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict) and value:
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+NO_PROMPTS_REMEDY = "Use gate_mode: cheap_embed or random, which do not run the base model."
+"""What helps wherever a base model cannot be run."""
+
+_NOT_OURS = ("auto_map", "quantization_config")
+# Names code that is not run; and a quantisation, of which no tensor may be left.
+
+
+def bare_model(base: Source) -> nn.Module:
+    """The model for causal language of the base's config, on the meta device, to be computed in float32.
+
+    Attention is the plain one, which every family has and which adds up in one order.
+
+    Raises:
+        PlanError: transformers has no such model, or it cannot be fed with the base's tensors.
+    """
+    # Slow to import, and only wanted where a base model is run.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    problems = list(_unfit(base))
+    if base.model_type not in CONFIG_MAPPING:
+        raise PlanError([*problems, _unknown(base)])
+    config: Any = None
+    try:
+        config = CONFIG_MAPPING[base.model_type].from_dict(_config(base))
+    except Exception as error:  # what a config's checks raise depends on its class and version
+        problems.append(_misread(base, error))
+    if config is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"transformers has no model for causal language of the kind {base.model_type}."
+        problems.append(Problem(base.name, what, NO_PROMPTS_REMEDY))
+    if problems:
+        raise PlanError(problems)
+    try:
+        return _built(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    except Exception as error:  # as above
+        raise PlanError(_misread(base, error)) from error
+
+
+def _built(architecture: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = architecture._from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+    return model.eval()
+
+
+def _config(base: Source) -> dict[str, Any]:
+    stated = base.checkpoint.config
+    return {key: _decoded(value) for key, value in stated.items() if key not in _NOT_OURS}
+
+
+def _decoded(value: Any) -> Any:
+    """Infinities as transformers writes them, as numbers."""
+    if isinstance(value, dict):
+        is_number = value.keys() == {"__float__"}
+        return (
+            float(value["__float__"]) if is_number else {key: _decoded(each) for key, each in value.items()}
+        )
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+def _unfit(base: Source) -> Iterator[Problem]:
+    if base.checkpoint.config.get("is_encoder_decoder"):
+        what = "is an encoder with a decoder; the router's prompts are read by a decoder alone."
+        yield Problem(base.name, what, NO_PROMPTS_REMEDY)
+    found = quantised_tensors(base.checkpoint)
+    formats = sorted({*stored_formats(found).values(), *found.unknown.values()})
+    if formats:
+        what = f"holds tensors that are quantised ({', '.join(formats)}), and prompts cannot be run on codes."
+        yield Problem(base.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
+
+
+def _unknown(base: Source) -> Problem:
+    said = f"its config says model_type {base.model_type!r}" if base.model_type else "it has no model_type"
+    own = "; its own code (auto_map) is not run" if base.checkpoint.config.get("auto_map") else ""
+    return Problem(
+        base.name,
+        f"{said}, which the installed transformers does not know{own}.",
+        f"Install a transformers that has it. {NO_PROMPTS_REMEDY}",
+    )
+
+
+def _misread(base: Source, error: Exception) -> Problem:
+    names = ", ".join(class_names(base.checkpoint.config)) or base.model_type
+    reason = " ".join(str(error).split())[:160]
+    what = f"transformers cannot build {names} of its config ({type(error).__name__}: {reason})."
+    return Problem(base.name, what, f"Mend its config.json. {NO_PROMPTS_REMEDY}")
 
 
 @dataclass(frozen=True, slots=True)
