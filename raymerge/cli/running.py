@@ -257,7 +257,7 @@ def give_up(run: str | None) -> None:
         run: ``--run``.
     """
     if run:
-        from raymerge.deploy.targets.own_job import end_for_good
+        from raymerge.deploy.targets.choose import end_for_good
 
         end_for_good(os.environ)
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from kits.command_line import run_command
 from kits.crd import schema_errors
+from kits.kube_operator import broken_rules
 from kits.kubernetes_profiles import RECIPE
 
-from raymerge.deploy.manifests import broken_rules
 from raymerge.deploy.profiles import load_profile
 from raymerge.deploy.targets.kubernetes import KubernetesTarget
 from raymerge.deploy.targets.target import Submission

@@ -106,7 +106,7 @@ class Operator:
             self._set(job, jobDeploymentStatus=None, message=None, reason=None, **gone)
 
     def _begin(self, job: Json) -> None:
-        if wrong := _broken(job):
+        if wrong := ", ".join(broken_rules(job)):
             self._warn(job, "InvalidRayJobSpec", wrong)
             self._set(job, jobDeploymentStatus="ValidationFailed", reason="ValidationFailed", message=wrong)
             return
@@ -267,20 +267,40 @@ def operator(api: KubeApi, root: Path, head: RayHead | None = None) -> Iterator[
     assert made.trouble == []
 
 
-def _broken(job: Json) -> str:
-    """What the operator refuses a RayJob for; "" for nothing."""
-    spec, name = job["spec"], job["metadata"]["name"]
-    if len(name) > 47:
-        return f"the RayJob name {name} is longer than 47 characters"
-    if spec.get("submissionMode", "K8sJobMode") not in _MODES:
-        return f"the submission mode {spec['submissionMode']} is not known"
-    if spec.get("suspend") and not spec.get("shutdownAfterJobFinishes"):
-        return "a RayJob with shutdownAfterJobFinishes set to false is not allowed to be suspended"
-    if spec.get("ttlSecondsAfterFinished") and not spec.get("shutdownAfterJobFinishes"):
-        return "a RayJob with shutdownAfterJobFinishes set to false cannot have TTLSecondsAfterFinished"
-    if "rayClusterSpec" not in spec and "clusterSelector" not in spec:
-        return "one of RayClusterSpec or ClusterSelector must be set"
-    return ""
+def broken_rules(manifest: Json) -> list[str]:
+    """What the operator refuses a RayJob or RayCluster for, of all that raymerge could make."""
+    spec, name = manifest["spec"], manifest["metadata"]["name"]
+    cluster = spec.get("rayClusterSpec", {}) if manifest["kind"] == "RayJob" else spec
+    groups, pods = cluster.get("workerGroupSpecs", ()), []
+    for group in (cluster.get("headGroupSpec", {}), *groups):
+        pods.append(group.get("template", {}).get("spec", {}))
+    never = [pod.get("restartPolicy") == "Never" for pod in pods]
+    ray = tuple(int(part) for part in cluster.get("rayVersion", "0.0").split(".")[:2])
+    is_scaled, mode = cluster.get("enableInTreeAutoscaling"), spec.get("submissionMode", "K8sJobMode")
+    is_queued = "kueue.x-k8s.io/queue-name" in manifest["metadata"].get("labels", {})
+    rules = {
+        "its name is no DNS-1035 name of 47 characters": re.fullmatch(
+            r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", name
+        ),
+        "its submission mode is not known": mode in _MODES,
+        "shutdownAfterJobFinishes is false": spec.get("shutdownAfterJobFinishes")
+        or not (spec.get("suspend") or spec.get("ttlSecondsAfterFinished"))
+        or manifest["kind"] == "RayCluster",
+        "neither rayClusterSpec nor clusterSelector is set": cluster or "clusterSelector" in spec,
+        "SidecarMode needs a head that never restarts": mode != "SidecarMode" or never[0],
+        "autoscaling needs pods that never restart": not is_scaled or all(never),
+        "tokens came with Ray 2.52": cluster.get("authOptions", {}).get("mode") != "token" or ray >= (2, 52),
+        "two groups have one name": len({each["groupName"] for each in groups}) == len(groups),
+        "replicas are out of bounds": all(
+            0 <= each["minReplicas"] <= each["replicas"] <= each["maxReplicas"] for each in groups
+        ),
+        "an idle time needs autoscaling": is_scaled
+        or not any("idleTimeoutSeconds" in each for each in groups),
+        "a pod has no container": all(pod.get("containers") for pod in pods),
+        "what waits in a queue is suspended, of fixed size, of at most 7 groups": not is_queued
+        or (spec.get("suspend") and not is_scaled and len(groups) <= 7),
+    }
+    return [rule for rule, is_kept in rules.items() if not is_kept]
 
 
 def _object(version: str, kind: str, name: str, *, owner: Json | None = None, **more: object) -> Json:

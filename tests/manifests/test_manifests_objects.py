@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.crd import kept, schema_errors, trimmed, with_defaults
+from kits.kube_operator import broken_rules
 from kits.kubernetes_profiles import OUTPUT, RECIPE, SHARED, kubernetes_profile
 
-from raymerge.deploy.manifests import as_yaml, broken_rules, output_digest, raycluster, rayjob, render_name
+from raymerge.deploy.manifests import as_yaml, output_digest, raycluster, rayjob, render_name
 from raymerge.deploy.profiles import Profile, parse_profile
 from raymerge.errors import ProfileError
 

@@ -15,8 +15,9 @@ from raymerge.deploy.targets.kubernetes_api import (
     RUNTIME_CLASSES,
     SECRETS,
     SERVICE_ACCOUNTS,
+    Need,
+    needs,
 )
-from raymerge.deploy.targets.kubernetes_needs import Need, needs
 from raymerge.deploy.targets.kubernetes_status import (
     DriverLog,
     given_up,

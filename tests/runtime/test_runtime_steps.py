@@ -24,8 +24,8 @@ from kits.permuted_experts import MIXTRAL, make_model, moved, store
 from kits.s3_server import S3Server, s3_server
 
 from raymerge.api import AuditOptions, audit, plan_for, replay, submit
-from raymerge.deploy.manifests.checks import check
-from raymerge.deploy.profiles.run import RunSettings
+from raymerge.deploy.manifests import check
+from raymerge.deploy.profiles.sections import RunSettings
 from raymerge.deploy.targets.sending import sending_problems
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import (

@@ -1,18 +1,25 @@
 """Where and how to run: profiles, read and checked, with the place of every value."""
 
-from raymerge.deploy.profiles.kubernetes import (
+from raymerge.deploy.profiles.profile import (
+    Profile,
+    TargetName,
+    load_profile,
+    parse_profile,
+    profile_from_mapping,
+)
+from raymerge.deploy.profiles.sections import (
     Autoscaling,
+    ClusterSection,
     EmptyDir,
     Head,
+    JobSection,
     Kubernetes,
+    RunSettings,
     SecurityContext,
     Toleration,
     Volume,
     WorkerGroup,
 )
-from raymerge.deploy.profiles.load import load_profile, parse_profile, profile_from_mapping
-from raymerge.deploy.profiles.run import ClusterSection, JobSection, RunSettings
-from raymerge.deploy.profiles.schema import Profile, TargetName
 
 __all__ = [
     "Autoscaling",

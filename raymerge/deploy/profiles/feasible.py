@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from raymerge.deploy.profiles.kubernetes import Kubernetes, Volume, WorkerGroup
-from raymerge.deploy.profiles.run import RunSettings
+from raymerge.deploy.profiles.sections import Kubernetes, RunSettings, Volume, WorkerGroup
 from raymerge.deploy.profiles.values import Labels, amount
 from raymerge.documents.fields import Fault, FieldPath
 from raymerge.options import STEPS_WANTED

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from raymerge.deploy.manifests import OUTPUT_LABEL, SENT_ANNOTATION, check, output_digest, rayjob
-from raymerge.deploy.manifests.objects import RECIPE_FILE
+from raymerge.deploy.manifests import OUTPUT_LABEL, RECIPE_FILE, SENT_ANNOTATION, check, output_digest, rayjob
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets.kubernetes_api import (
     CONFIG_MAPS,
@@ -22,9 +21,9 @@ from raymerge.deploy.targets.kubernetes_api import (
     AwayError,
     Kind,
     Server,
+    missing,
     open_server,
 )
-from raymerge.deploy.targets.kubernetes_needs import missing
 from raymerge.deploy.targets.kubernetes_status import DriverLog, given_up, pod_troubles, reported, warnings
 from raymerge.deploy.targets.sending import recipe_digest
 from raymerge.deploy.targets.target import RunReport, RunState, Submission

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raymerge.deploy.profiles.feasible import steps_faults
-from raymerge.deploy.profiles.run import RunSettings
+from raymerge.deploy.profiles.sections import RunSettings
 from raymerge.errors import Problem
 from raymerge.recipes import canonical, parse_recipes
 from raymerge.recipes.order import places_read

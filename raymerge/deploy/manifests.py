@@ -1,0 +1,454 @@
+"""Runs as objects of Kubernetes for KubeRay: plain maps, the same for the same profile and recipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import yaml
+
+from raymerge.deploy.profiles.feasible import (
+    CONFIG_PATH,
+    faults_between,
+    fewest,
+    is_mounted,
+    most,
+    steps_faults,
+)
+from raymerge.deploy.profiles.profile import Profile
+from raymerge.deploy.profiles.sections import Head, Kubernetes, Toleration, Volume, WorkerGroup
+from raymerge.errors import OptionError, Problem, ProfileError
+from raymerge.recipes import AnyRecipe, parse_recipes
+from raymerge.recipes.order import places_read
+from raymerge.recipes.reference import Exists
+from raymerge.storage.addresses import check_output_address, is_remote, shown
+
+OUTPUT_LABEL = "raymerge.io/output"
+"""Label with the digest of a run's output place, by which runs are found."""
+OUTPUT_ANNOTATION = "raymerge.io/output"
+"""Annotation with that place as people know it."""
+SENT_ANNOTATION = "raymerge.io/sent"
+"""Annotation with the moment at which a run was sent, in UTC: the server's own has whole seconds."""
+
+_DIGITS = 12
+
+
+def output_digest(output: str) -> str:
+    """What ``OUTPUT_LABEL`` has for an output place; options of its store do not count."""
+    return hashlib.sha256(shown(output).rstrip("/").encode()).hexdigest()[:32]
+
+
+def render_name(*texts: str) -> str:
+    """A run's name that follows from texts alone, for manifests that are shown and not sent."""
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return f"raymerge-{digest[:_DIGITS]}"
+
+
+def labels_of(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Labels that Kubernetes recommends, over those of the profile."""
+    return {**more, "app.kubernetes.io/name": "raymerge", **pod_labels(name, component, {})}
+
+
+def pod_labels(name: str, component: str, more: Mapping[str, str]) -> dict[str, str]:
+    """As ``labels_of``, for pods: the operator finds them by an ``app.kubernetes.io/name`` of its own."""
+    return {
+        **more,
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "raymerge",
+        "app.kubernetes.io/managed-by": "raymerge",
+    }
+
+
+Manifest: TypeAlias = dict[str, Any]
+
+_CONFIG_VOLUME = "raymerge-config"
+
+
+def head_template(kubernetes: Kubernetes, name: str, config: str | None) -> Manifest:
+    """The pod of Ray's head, which runs the driver.
+
+    Args:
+        config: config map with recipe and profile; None: there is none.
+    """
+    head = kubernetes.head
+    container = _container(kubernetes, "ray-head", _resources(head, {}), kubernetes.volumes)
+    spec = _spec(kubernetes, head, container, kubernetes.volumes)
+    # The autoscaler beside the head asks the API server for pods.
+    spec["automountServiceAccountToken"] = kubernetes.autoscaling.enabled
+    if kubernetes.submission_mode == "SidecarMode":
+        spec["restartPolicy"] = "Never"
+    if config is not None:
+        mounts = container.setdefault("volumeMounts", [])
+        mounts.append({"name": _CONFIG_VOLUME, "mountPath": CONFIG_PATH, "readOnly": True})
+        volumes = spec.setdefault("volumes", [])
+        volumes.append({"name": _CONFIG_VOLUME, "configMap": {"name": config}})
+    return {"metadata": _pod_metadata(kubernetes, name, "head"), "spec": spec}
+
+
+def worker_template(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
+    """A pod of a group of workers."""
+    volumes = kubernetes.volumes if group.volumes is None else group.volumes
+    gpus = {group.gpu_resource: str(group.gpus)} if group.gpus else {}
+    container = _container(kubernetes, "ray-worker", _resources(group, gpus), volumes)
+    spec = _spec(kubernetes, group, container, volumes)
+    spec["automountServiceAccountToken"] = False
+    return {"metadata": _pod_metadata(kubernetes, name, "worker"), "spec": spec}
+
+
+def container_security() -> Manifest:
+    """What a container may do: nothing beyond its user's rights."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _pod_metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
+    metadata: Manifest = {"labels": pod_labels(name, component, kubernetes.labels)}
+    if kubernetes.annotations:
+        metadata["annotations"] = dict(kubernetes.annotations)
+    return metadata
+
+
+def _spec(
+    kubernetes: Kubernetes, pod: Head | WorkerGroup, container: Manifest, volumes: Sequence[Volume]
+) -> Manifest:
+    spec: Manifest = {}
+    if kubernetes.autoscaling.enabled:
+        spec["restartPolicy"] = "Never"
+    if kubernetes.service_account is not None:
+        spec["serviceAccountName"] = kubernetes.service_account
+    if kubernetes.priority_class is not None:
+        spec["priorityClassName"] = kubernetes.priority_class
+    if kubernetes.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in kubernetes.image_pull_secrets]
+    # The pod's first process then reaps what is orphaned: a dead raylet that nobody reaps keeps its workers.
+    spec["shareProcessNamespace"] = True
+    spec["terminationGracePeriodSeconds"] = kubernetes.termination_grace_seconds
+    if pod.node_selector:
+        spec["nodeSelector"] = dict(pod.node_selector)
+    if pod.tolerations:
+        spec["tolerations"] = [_toleration(each) for each in pod.tolerations]
+    if pod.affinity:
+        spec["affinity"] = dict(pod.affinity)
+    if pod.runtime_class is not None:
+        spec["runtimeClassName"] = pod.runtime_class
+    spec["securityContext"] = _pod_security(kubernetes)
+    spec["containers"] = [container]
+    if volumes:
+        spec["volumes"] = [{"name": each.name, **_source(each)} for each in volumes]
+    return spec
+
+
+def _container(kubernetes: Kubernetes, name: str, resources: Manifest, volumes: Sequence[Volume]) -> Manifest:
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", **kubernetes.env}
+    container: Manifest = {
+        "name": name,
+        "image": kubernetes.image,
+        "imagePullPolicy": kubernetes.image_pull_policy,
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+    }
+    if kubernetes.env_from_secrets:
+        container["envFrom"] = [{"secretRef": {"name": each}} for each in kubernetes.env_from_secrets]
+    container["resources"] = resources
+    container["securityContext"] = container_security()
+    if volumes:
+        container["volumeMounts"] = [_mount(each) for each in volumes]
+    return container
+
+
+def _resources(pod: Head | WorkerGroup, gpus: Manifest) -> Manifest:
+    amounts = {"cpu": pod.cpu, "memory": pod.memory}
+    return {"limits": {**amounts, **gpus}, "requests": {**amounts, **gpus}}
+
+
+def _pod_security(kubernetes: Kubernetes) -> Manifest:
+    security = kubernetes.security
+    context: Manifest = {
+        "runAsNonRoot": True,
+        "runAsUser": security.run_as_user,
+        "runAsGroup": security.run_as_group,
+    }
+    if security.fs_group is not None:
+        # A large volume is not walked through at each start.
+        context |= {"fsGroup": security.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return context | {"seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def _toleration(toleration: Toleration) -> Manifest:
+    fields = {
+        "key": toleration.key,
+        "operator": toleration.operator,
+        "value": toleration.value,
+        "effect": toleration.effect,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _mount(volume: Volume) -> Manifest:
+    mount: Manifest = {"name": volume.name, "mountPath": volume.mount_path}
+    if volume.sub_path is not None:
+        mount["subPath"] = volume.sub_path
+    return mount if volume.is_writable else {**mount, "readOnly": True}
+
+
+def _source(volume: Volume) -> Manifest:
+    if volume.pvc is not None:
+        claim: Manifest = {"claimName": volume.pvc}
+        return {"persistentVolumeClaim": {**claim, "readOnly": True} if volume.read_only else claim}
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
+    if volume.secret is not None:
+        return {"secret": {"secretName": volume.secret}}
+    if volume.config_map is not None:
+        return {"configMap": {"name": volume.config_map}}
+    directory = volume.empty_dir
+    fields = {"sizeLimit": directory and directory.size_limit, "medium": directory and directory.medium}
+    return {"emptyDir": {key: value for key, value in fields.items() if value is not None}}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and repeats what occurs twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        del data
+        return True
+
+
+def _block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _block)
+
+
+def as_yaml(manifests: Iterable[Manifest]) -> str:
+    """The documents, one after the other, with their keys in the order in which they were made."""
+    return yaml.dump_all(
+        manifests, Dumper=_Dumper, sort_keys=False, explicit_start=True, allow_unicode=True, width=110
+    )
+
+
+RECIPE_FILE = "recipe.yml"
+PROFILE_FILE = "profile.yml"
+ENTRYPOINT = f"raymerge submit {CONFIG_PATH}/{RECIPE_FILE} --profile {CONFIG_PATH}/{PROFILE_FILE} --json"
+"""What the driver is; a shell reads it, so that no text of a user's is in it."""
+
+_API = "ray.io/v1"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_STORE_BYTES = 200 * 2**20
+"""Of Ray's object store: tensors never go through it."""
+
+
+def rayjob(
+    profile: Profile, recipe_text: str, output: str, name: str, *, flags: Sequence[str] = ()
+) -> tuple[Manifest, Manifest]:
+    """What makes a run: the config map with its recipe and profile, and the RayJob that uses it.
+
+    Args:
+        output: place of the new checkpoint, as pods see it.
+        flags: of ``raymerge submit``, those that no profile has.
+
+    Raises:
+        ProfileError: no section ``kubernetes``.
+    """
+    kubernetes = _section(profile)
+    metadata = _metadata(kubernetes, name, "run")
+    metadata["labels"][OUTPUT_LABEL] = output_digest(output)
+    metadata["annotations"] = {**metadata.get("annotations", {}), OUTPUT_ANNOTATION: shown(output)}
+    inside = profile.for_inside(output, autoscaling=kubernetes.autoscaling.enabled)
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(kubernetes, name, "config"),
+        "data": {PROFILE_FILE: inside.as_yaml(), RECIPE_FILE: recipe_text},
+    }
+    job = {
+        "apiVersion": _API,
+        "kind": "RayJob",
+        "metadata": _queued(metadata, kubernetes),
+        "spec": _job_spec(kubernetes, name, flags),
+    }
+    return config, job
+
+
+def raycluster(profile: Profile, name: str) -> tuple[Manifest]:
+    """A cluster that stands until it is deleted, for target ``job``.
+
+    Raises:
+        ProfileError: no section ``kubernetes``.
+    """
+    kubernetes = _section(profile)
+    spec = _cluster_spec(kubernetes, name, config=None)
+    if kubernetes.queue is not None:
+        spec["suspend"] = True
+    metadata = _queued(_metadata(kubernetes, name, "cluster"), kubernetes)
+    return ({"apiVersion": _API, "kind": "RayCluster", "metadata": metadata, "spec": spec},)
+
+
+def _section(profile: Profile) -> Kubernetes:
+    if profile.kubernetes is None:
+        what = "the profile has no section 'kubernetes'."
+        raise ProfileError(Problem(profile.where(), what, "Add it: at least image, ray_version and workers."))
+    return profile.kubernetes
+
+
+def _job_spec(kubernetes: Kubernetes, name: str, flags: Sequence[str]) -> Manifest:
+    spec: Manifest = {
+        # Another attempt finds by the name that this run has published already, and is none of its own.
+        "entrypoint": " ".join((ENTRYPOINT, "--run", name, *flags)),
+        "submissionMode": kubernetes.submission_mode,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": kubernetes.ttl_seconds,
+        "backoffLimit": kubernetes.backoff_limit,
+    }
+    if kubernetes.active_deadline_seconds is not None:
+        spec["activeDeadlineSeconds"] = kubernetes.active_deadline_seconds
+    if kubernetes.queue is not None:
+        # Kueue lets it go when there is room.
+        spec["suspend"] = True
+    return {**spec, "rayClusterSpec": _cluster_spec(kubernetes, name, config=name)}
+
+
+def _cluster_spec(kubernetes: Kubernetes, name: str, *, config: str | None) -> Manifest:
+    spec: Manifest = {"rayVersion": kubernetes.ray_version, "authOptions": _authentication(kubernetes)}
+    scaling = kubernetes.autoscaling
+    if scaling.enabled:
+        spec["enableInTreeAutoscaling"] = True
+        spec["autoscalerOptions"] = {
+            "version": "v2",
+            "idleTimeoutSeconds": scaling.idle_timeout_seconds,
+            "upscalingMode": scaling.upscaling_mode,
+            "securityContext": container_security(),
+        }
+    spec["headGroupSpec"] = {
+        # No worker is placed beside the driver. Operators before 1.5 know no field 'resources'.
+        "rayStartParams": {"num-cpus": "0", "object-store-memory": str(_STORE_BYTES)},
+        "template": head_template(kubernetes, name, config),
+    }
+    spec["workerGroupSpecs"] = [_group(kubernetes, name, group) for group in kubernetes.workers]
+    return spec
+
+
+def _authentication(kubernetes: Kubernetes) -> Manifest:
+    if not kubernetes.token_auth:
+        return {"mode": "disabled"}
+    secret = kubernetes.token_secret
+    return {"mode": "token"} if secret is None else {"mode": "token", "secretName": secret}
+
+
+def _group(kubernetes: Kubernetes, name: str, group: WorkerGroup) -> Manifest:
+    is_scaled = kubernetes.autoscaling.enabled
+    spec: Manifest = {
+        "groupName": group.name,
+        "replicas": group.replicas,
+        "minReplicas": fewest(group) if is_scaled else group.replicas,
+        "maxReplicas": most(group, is_scaled=is_scaled),
+    }
+    if group.idle_timeout_seconds is not None:
+        spec["idleTimeoutSeconds"] = group.idle_timeout_seconds
+    if group.labels:
+        spec["labels"] = dict(group.labels)
+    spec["rayStartParams"] = {"object-store-memory": str(_STORE_BYTES)}
+    if group.gpus and not group.gpu_resource.endswith("gpu"):
+        # The operator knows GPUs by that ending only, such as not nvidia.com/mig-1g.5gb.
+        spec["rayStartParams"]["num-gpus"] = str(group.gpus)
+    spec["template"] = worker_template(kubernetes, name, group)
+    return spec
+
+
+def _metadata(kubernetes: Kubernetes, name: str, component: str) -> Manifest:
+    metadata: Manifest = {
+        "name": name,
+        "namespace": kubernetes.namespace,
+        "labels": labels_of(name, component, kubernetes.labels),
+    }
+    if kubernetes.annotations:
+        metadata["annotations"] = dict(kubernetes.annotations)
+    return metadata
+
+
+def _queued(metadata: Manifest, kubernetes: Kubernetes) -> Manifest:
+    if kubernetes.queue is None:
+        return metadata
+    return {**metadata, "labels": {**metadata["labels"], QUEUE_LABEL: kubernetes.queue}}
+
+
+_SAFE = re.compile(r"[A-Za-z0-9_./= -]+")
+"""What a shell reads as it was given."""
+MOST_CONFIG_BYTES = 2**20 - 2**14
+"""Of recipe and profile together: a config map holds a mebibyte, its own fields included."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check(
+    profile: Profile,
+    recipe_text: str,
+    output: str,
+    name: str,
+    recipe_name: str = "recipe",
+    *,
+    flags: Sequence[str] = (),
+    exists: Exists = os.path.isdir,
+) -> None:
+    """Refuse what could not run in pods, before anything is sent.
+
+    Args:
+        recipe_name: what messages call the recipe.
+        exists: whether a text is a local directory, which pods do not have.
+
+    Raises:
+        RecipeError: the recipe says no merge.
+        ProfileError: no section ``kubernetes``.
+        OptionError: all else, every reason at once.
+    """
+    check_output_address(output)
+    config, job = rayjob(profile, recipe_text, output, name, flags=flags)
+    # The rule of a profile: with a section of Kubernetes, else the line above has raised.
+    kubernetes = profile.kubernetes
+    assert kubernetes is not None
+    recipes = parse_recipes(recipe_text, recipe_name, exists=exists)
+    problems = list(_infeasible(profile, kubernetes, output, len(recipes)))
+    problems += unreachable(kubernetes, recipes, exists=exists)
+    num_bytes = sum(len(text.encode()) for text in config["data"].values())
+    if num_bytes > MOST_CONFIG_BYTES:
+        what = f"it has {num_bytes} bytes with its profile; a config map holds {MOST_CONFIG_BYTES}."
+        problems.append(Problem(recipe_name, what, "Shorten it, or split it into several files."))
+    if _SAFE.fullmatch(job["spec"]["entrypoint"]) is None:
+        what = "a shell would read other characters than it was given."
+        problems.append(Problem("spec.entrypoint", what, "Keep to letters, digits, spaces and _ . / = -."))
+    if problems:
+        raise OptionError(problems)
+
+
+def _infeasible(profile: Profile, kubernetes: Kubernetes, output: str, num_merges: int) -> Iterator[Problem]:
+    """What the profile could not do, also where it is for another target and a flag chooses this one."""
+    faults = [*faults_between(kubernetes, profile.run, output, "kubernetes")]
+    for fault in dict.fromkeys((*faults, *steps_faults(profile.run, output, num_merges))):
+        where = "-o" if fault.path == ("output",) else profile.where(*fault.path)
+        yield Problem(where, fault.what, fault.remedy)
+
+
+def unreachable(kubernetes: Kubernetes, recipes: Sequence[AnyRecipe], *, exists: Exists) -> Iterator[Problem]:
+    """What recipes read and pods do not see: paths of this machine."""
+    for where, place in dict.fromkeys(places_read(recipes)):
+        if lack := _lack(kubernetes, place, exists):
+            yield Problem(where, *lack)
+
+
+def _lack(kubernetes: Kubernetes, place: str, exists: Exists) -> tuple[str, str] | None:
+    """Why pods do not see a place and what to do; None where they do."""
+    if is_remote(place):
+        return None
+    if place.startswith("/"):
+        if is_mounted(kubernetes, place):
+            return None
+        what = f"{shown(place)} is on no volume that every pod mounts."
+        return what, "Add it to 'volumes' of the profile, or write an address like s3://bucket/dir."
+    if _HUB_NAME.fullmatch(place) and not exists(place):
+        return None
+    what = f"'{place}' is relative to a directory of this machine, which pods do not have."
+    return what, "Write s3://bucket/dir, hf://org/name, or an absolute path on a volume."
