@@ -277,11 +277,10 @@ def broken_rules(manifest: Json) -> list[str]:
     never = [pod.get("restartPolicy") == "Never" for pod in pods]
     ray = tuple(int(part) for part in cluster.get("rayVersion", "0.0").split(".")[:2])
     is_scaled, mode = cluster.get("enableInTreeAutoscaling"), spec.get("submissionMode", "K8sJobMode")
+    has_idle_times = any("idleTimeoutSeconds" in each for each in groups)
     is_queued = "kueue.x-k8s.io/queue-name" in manifest["metadata"].get("labels", {})
     rules = {
-        "its name is no DNS-1035 name of 47 characters": re.fullmatch(
-            r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", name
-        ),
+        "its name is no short DNS-1035 name": re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", name),
         "its submission mode is not known": mode in _MODES,
         "shutdownAfterJobFinishes is false": spec.get("shutdownAfterJobFinishes")
         or not (spec.get("suspend") or spec.get("ttlSecondsAfterFinished"))
@@ -294,8 +293,7 @@ def broken_rules(manifest: Json) -> list[str]:
         "replicas are out of bounds": all(
             0 <= each["minReplicas"] <= each["replicas"] <= each["maxReplicas"] for each in groups
         ),
-        "an idle time needs autoscaling": is_scaled
-        or not any("idleTimeoutSeconds" in each for each in groups),
+        "an idle time needs autoscaling": is_scaled or not has_idle_times,
         "a pod has no container": all(pod.get("containers") for pod in pods),
         "what waits in a queue is suspended, of fixed size, of at most 7 groups": not is_queued
         or (spec.get("suspend") and not is_scaled and len(groups) <= 7),
