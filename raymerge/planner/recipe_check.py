@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raymerge.architectures import Role
 from raymerge.documents.fields import closest
@@ -21,14 +22,16 @@ from raymerge.recipes import (
     Gradient,
     MethodRule,
     ModelEntry,
-    OutputSlice,
+    ModuleEntry,
     Recipe,
     Scalar,
     Setting,
+    SliceSource,
     Unnamed,
     did_you_mean,
 )
 
+_Entry = TypeVar("_Entry", ModelEntry, SliceSource)
 Change = Callable[[Path_, Parameters], Parameters]
 """Other parameters for those that a recipe has at a path."""
 
@@ -178,7 +181,7 @@ def _with_names_meant(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> R
         chosen = methods_at(path, own, ruled)
         known = [parameter.name for method in chosen for parameter in method.parameters]
         right = {name: each for name, each in parameters.items() if is_parameter(name)}
-        if path[-2:-1] in (("models",), ("sources",)):
+        if _is_entry(path):
             moved.update({name: right[name] for name in right if name in known and _is_global(chosen, name)})
         if len(right) == len(parameters):
             return parameters
@@ -219,49 +222,46 @@ def _possible(known: Sequence[Parameter]) -> Iterator[float]:
 
 
 def _with_parameters(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with other ``parameters``, wherever it has some."""
-    rules = (
+    """The recipe with other ``parameters``, wherever it has some, asked for in written order."""
+    update: dict[str, object] = {"parameters": change((), recipe.parameters)}
+    update["methods"] = tuple(
         each.model_copy(update={"parameters": change(("methods", index), each.parameters)})
         for index, each in enumerate(recipe.methods)
     )
-    modules = {
+    update |= _lists((), recipe, change)
+    update["modules"] = {
         name: each.model_copy(
             update={
                 "parameters": change(("modules", name), each.parameters),
-                "models": _entries(("modules", name), each.models, change),
-                "slices": _slices(("modules", name), each.slices, change),
+                **_lists(("modules", name), each, change),
             }
         )
         for name, each in recipe.modules.items()
     }
-    update = {
-        "parameters": change((), recipe.parameters),
-        "methods": tuple(rules),
-        "models": _entries((), recipe.models, change),
-        "slices": _slices((), recipe.slices, change),
-        "modules": modules,
-    }
     return recipe.model_copy(update=update)
 
 
-def _entries(path: Path_, entries: Sequence[ModelEntry], change: Change) -> tuple[ModelEntry, ...]:
+def _lists(path: Path_, holder: Recipe | ModuleEntry, change: Change) -> dict[str, object]:
+    """The models and slices of a recipe or a module, changed."""
+    return {
+        "models": _entries((*path, "models"), holder.models, change),
+        "slices": tuple(
+            each.model_copy(
+                update={
+                    "parameters": change((*path, "slices", index), each.parameters),
+                    "sources": _entries((*path, "slices", index, "sources"), each.sources, change),
+                }
+            )
+            for index, each in enumerate(holder.slices)
+        ),
+    }
+
+
+def _entries(path: Path_, entries: Sequence[_Entry], change: Change) -> tuple[_Entry, ...]:
     return tuple(
-        each.model_copy(update={"parameters": change((*path, "models", index), each.parameters)})
+        each.model_copy(update={"parameters": change((*path, index), each.parameters)})
         for index, each in enumerate(entries)
     )
-
-
-def _slices(path: Path_, slices: Sequence[OutputSlice], change: Change) -> tuple[OutputSlice, ...]:
-    changed: list[OutputSlice] = []
-    for position, piece in enumerate(slices):
-        place: Path_ = (*path, "slices", position)
-        sources = (
-            each.model_copy(update={"parameters": change((*place, "sources", index), each.parameters)})
-            for index, each in enumerate(piece.sources)
-        )
-        update = {"parameters": change(place, piece.parameters), "sources": tuple(sources)}
-        changed.append(piece.model_copy(update=update))
-    return tuple(changed)
 
 
 def check_parameter_names(recipe: Recipe, own: Method, ruled: Sequence[Method]) -> list[Problem]:
@@ -344,29 +344,20 @@ def _called(chosen: Sequence[Method]) -> str:
     return " or ".join(method.name for method in chosen)
 
 
-def written_blocks(recipe: Recipe) -> Iterator[tuple[Path_, Parameters, bool]]:
+def written_blocks(recipe: Recipe) -> list[tuple[Path_, Parameters, bool]]:
     """Every ``parameters`` block with its path and whether it belongs to one source's entry."""
-    yield (), recipe.parameters, False
-    for index, rule in enumerate(recipe.methods):
-        yield ("methods", index), rule.parameters, False
-    yield from _entry_blocks((), recipe.models)
-    yield from _slice_blocks((), recipe.slices)
-    for name, module in recipe.modules.items():
-        yield ("modules", name), module.parameters, False
-        yield from _entry_blocks(("modules", name), module.models)
-        yield from _slice_blocks(("modules", name), module.slices)
+    found: list[tuple[Path_, Parameters, bool]] = []
+
+    def note(path: Path_, parameters: Parameters) -> Parameters:
+        found.append((path, parameters, _is_entry(path)))
+        return parameters
+
+    _with_parameters(recipe, note)
+    return found
 
 
-def _entry_blocks(path: Path_, entries: Sequence[ModelEntry]) -> Iterator[tuple[Path_, Parameters, bool]]:
-    for index, entry in enumerate(entries):
-        yield (*path, "models", index), entry.parameters, True
-
-
-def _slice_blocks(path: Path_, slices: Sequence[OutputSlice]) -> Iterator[tuple[Path_, Parameters, bool]]:
-    for position, piece in enumerate(slices):
-        yield (*path, "slices", position), piece.parameters, False
-        for index, entry in enumerate(piece.sources):
-            yield (*path, "slices", position, "sources", index), entry.parameters, True
+def _is_entry(path: Path_) -> bool:
+    return path[-2:-1] in (("models",), ("sources",))
 
 
 def check_rule_sources(recipe: Recipe) -> list[Problem]:

@@ -14,6 +14,11 @@ from raymerge.planner.matching.lora_overlay import LaidOver, is_transposed, tens
 from raymerge.planner.moe.expert_permutation import Reordered, aligned_tensors
 
 
+def whole_read(store: int, tensor: StoredTensor) -> Read:
+    """All of a stored tensor."""
+    return Read(0, store, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
+
+
 class ResolvedInput(NamedTuple):
     """What one source gives for one logical tensor. A tuple, because there are as many as of ``Place``."""
 
@@ -62,17 +67,15 @@ class ResolvedInput(NamedTuple):
         factor = self.factor
         if factor is None:
             return None
+        magnitude = None if factor.magnitude is None else whole_read(self.adapter, factor.magnitude)
         return Product(
-            up=self._whole(factor.up),
-            down=self._whole(factor.down),
+            up=whole_read(self.adapter, factor.up),
+            down=whole_read(self.adapter, factor.down),
             rank=factor.rank,
             scale=factor.scale,
             transposed=is_transposed(factor, self.place.shape),
-            magnitude=self._whole(factor.magnitude) if factor.magnitude is not None else None,
+            magnitude=magnitude,
         )
-
-    def _whole(self, tensor: StoredTensor) -> Read:
-        return Read(0, self.adapter, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
 
 
 class InputResolver:

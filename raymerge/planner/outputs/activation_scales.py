@@ -15,11 +15,13 @@ from raymerge.architectures import Rules, joined_matrix
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.quantisation.activation_scales import INPUT_SCALES, is_activation_scale, is_divisor
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, copy_expression, make_expression
+from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, make_expression
 from raymerge.methods import Settings, find_method
 from raymerge.planner.inputs.quantised import declared_tables
 from raymerge.planner.inputs.source import Source
+from raymerge.planner.matching.input_resolver import whole_read
 from raymerge.planner.matching.method_assignment import Chosen
+from raymerge.planner.outputs.rows import copied_output
 
 _WEIGHT = ".weight"
 
@@ -122,14 +124,11 @@ class ActivationScales:
         return packs.stored.get(f"{matrix.removesuffix(_WEIGHT)}{ending}")
 
     def _output(self, name: str, like: StoredTensor, found: Sequence[Held]) -> Output:
-        reads = {_read(source, stored): (source, stored.name) for source, stored in found}
+        reads = {whole_read(source, stored): (source, stored.name) for source, stored in found}
         first = next(iter(reads))
         if len(reads) == 1 and first.dtype is like.dtype:
             self._fates.settle_part(*reads[first], Fate(Disposition.COPIED, Rule.ONE_SOURCE, name))
-            row = Row(
-                like.num_elements, copy_expression(like.dtype), (Part(name, like.shape, None),), (first,)
-            )
-            return Output(name, like.dtype, like.shape, (row,), False)
+            return copied_output(name, found[0][1]._replace(shape=like.shape), found[0][0])
         for source, stored in reads.values():
             self._settle(source, stored, name)
         return Output(name, like.dtype, like.shape, (_largest(name, like, tuple(reads)),), True)
@@ -159,10 +158,6 @@ def _reads(scale: Output) -> tuple[Read, ...]:
 
 def _is_largest(output: Output) -> bool:
     return any(row.expression.method == LARGEST for row in output.rows)
-
-
-def _read(source: int, stored: StoredTensor) -> Read:
-    return Read(0, source, stored.key, stored.offset, stored.nbytes, stored.dtype, None)
 
 
 def _largest(name: str, like: StoredTensor | Output, reads: Sequence[Read]) -> Row:

@@ -34,60 +34,6 @@ from raymerge.planner.tokenizer.vocabulary import RowRun, VocabularyPlan, compar
 from raymerge.recipes import Recipe
 
 
-class VocabularyTensors:
-    """The vocabulary tensors of all sources."""
-
-    def __init__(self, resolver: InputResolver) -> None:
-        self._resolver = resolver
-
-    def counts(self, source: int, name: str) -> bool:
-        """Whether a tensor counts tokens by what it is called: most do not."""
-        model = self._resolver.sources[source]
-        tensors, pair = model.checkpoint.tensors, model.pair
-        if pair is None or not tensors[name].shape:
-            return False
-        info = self._resolver.logical[source].infos[name]
-        if name in (pair.embedding, pair.head):
-            return True
-        if info.part in (Role.EMBEDDING, Role.HEAD):
-            return counts_tokens(name, info)
-        return _is_bare_bias(name, info, tensors)
-
-    def axis(self, source: int, name: str) -> int | None:
-        """The axis on which a tensor of which ``counts`` is true counts tokens; None where nothing tells it.
-
-        Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
-        first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
-        """
-        model = self._resolver.sources[source]
-        shape = model.checkpoint.tensors[name].shape
-        sizes = self._sizes(source)
-        if shape[0] in sizes or (model.pair is not None and name in (model.pair.embedding, model.pair.head)):
-            return 0
-        return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
-
-    def rows(self, source: int) -> int:
-        """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
-        pair = self._resolver.sources[source].pair
-        found = self._resolver.stored(source, pair.embedding) if pair is not None else None
-        return found[1].shape[0] if found is not None else 0
-
-    def is_doubtful(self, source: int, name: str) -> bool:
-        """Whether nothing tells which tokens a tensor counts that has no ``axis``, but that it counts some.
-
-        It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
-        """
-        model = self._resolver.sources[source]
-        fields = text_section(model.checkpoint.config).items()
-        others = {value for key, value in fields if "vocab" in key and type(value) is int and value > 1}
-        return not (self._sizes(source) | others).isdisjoint(model.checkpoint.tensors[name].shape)
-
-    def _sizes(self, source: int) -> set[int]:
-        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
-        names = (pair.embedding, pair.head) if pair is not None else ()
-        return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
-
-
 def _is_bare_bias(name: str, info: TensorInfo, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is a bias outside layers and of no matrix of its own, as BART's of the logits."""
     is_loose = info.is_bias and info.role is Role.OTHER and info.layer is None
@@ -139,7 +85,6 @@ class Embeddings:
         self._maker = maker
         self._findings = findings
         self._vocabulary = vocabulary
-        self._tensors = VocabularyTensors(resolver)
         self._axes: dict[str, int] = {}
         self._made: set[str] = set()
         self._doubtful: dict[str, None] = {}
@@ -245,14 +190,61 @@ class Embeddings:
     def _look(self, aligned: Aligned) -> int | None:
         """The axis on which an output counts tokens; None where it counts none, or nothing tells where."""
         source = aligned.span.lead.source
-        if not self._tensors.counts(source, aligned.lead):
+        if not self._counts(source, aligned.lead):
             return None
-        axis = self._tensors.axis(source, aligned.lead)
+        axis = self._axis(source, aligned.lead)
         if axis is not None:
             self._axes[aligned.output] = axis
-        elif self._tensors.is_doubtful(source, aligned.lead):
+        elif self._is_doubtful(source, aligned.lead):
             self._doubtful[aligned.output] = None
         return axis
+
+    def _counts(self, source: int, name: str) -> bool:
+        """Whether a tensor counts tokens by what it is called: most do not."""
+        model = self._resolver.sources[source]
+        tensors, pair = model.checkpoint.tensors, model.pair
+        if pair is None or not tensors[name].shape:
+            return False
+        info = self._resolver.logical[source].infos[name]
+        if name in (pair.embedding, pair.head):
+            return True
+        if info.part in (Role.EMBEDDING, Role.HEAD):
+            return counts_tokens(name, info)
+        return _is_bare_bias(name, info, tensors)
+
+    def _axis(self, source: int, name: str) -> int | None:
+        """The axis on which a tensor of which ``_counts`` is true counts tokens; None where nothing tells it.
+
+        Embeddings, heads and their biases, also those of multi-token-prediction layers, count them on the
+        first one; a bias that lies as ``[1, vocabulary]`` counts them on the second.
+        """
+        model = self._resolver.sources[source]
+        shape = model.checkpoint.tensors[name].shape
+        sizes = self._sizes(source)
+        if shape[0] in sizes or (model.pair is not None and name in (model.pair.embedding, model.pair.head)):
+            return 0
+        return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in sizes else None
+
+    def _rows(self, source: int) -> int:
+        """Rows of a source's embedding, its adapter's where that brings one; 0 without an embedding."""
+        pair = self._resolver.sources[source].pair
+        found = self._resolver.stored(source, pair.embedding) if pair is not None else None
+        return found[1].shape[0] if found is not None else 0
+
+    def _is_doubtful(self, source: int, name: str) -> bool:
+        """Whether nothing tells which tokens a tensor counts that has no ``_axis``, but that it counts some.
+
+        It is transposed, say, or has as many rows as the config says beside ``vocab_size``.
+        """
+        model = self._resolver.sources[source]
+        fields = text_section(model.checkpoint.config).items()
+        others = {value for key, value in fields if "vocab" in key and type(value) is int and value > 1}
+        return not (self._sizes(source) | others).isdisjoint(model.checkpoint.tensors[name].shape)
+
+    def _sizes(self, source: int) -> set[int]:
+        tensors, pair = self._resolver.sources[source].checkpoint.tensors, self._resolver.sources[source].pair
+        names = (pair.embedding, pair.head) if pair is not None else ()
+        return {tensors[name].shape[0] for name in names if name in tensors and tensors[name].shape}
 
     def _is_changed(self, aligned: Aligned, rows: int) -> bool:
         """Whether a tensor that is the lead's alone gets other rows than it has."""
@@ -261,7 +253,7 @@ class Embeddings:
         return self._recipe.embedding_sizes == "common" and self._fewest(aligned) < rows
 
     def _fewest(self, aligned: Aligned) -> int:
-        return min(self._tensors.rows(member.source) for member in aligned.span.members)
+        return min(self._rows(member.source) for member in aligned.span.members)
 
     def _made_of(
         self,

@@ -15,15 +15,7 @@ from raymerge.checkpoints.quantisation.encoding import Packed, Packing, encoding
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import (
-    Output,
-    PackedAs,
-    Part,
-    Read,
-    Row,
-    constant_expression,
-    copy_expression,
-)
+from raymerge.merge_plan.expressions import Output, PackedAs, Part, Row, constant_expression
 from raymerge.methods import Settings
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import PlainNumbers
@@ -38,11 +30,11 @@ from raymerge.planner.matching.align import (
     output_subject,
     output_subjects,
 )
-from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
 from raymerge.planner.matching.method_assignment import Binder, BindError, Chosen, MethodAssignment, choose
 from raymerge.planner.outputs.activation_scales import ActivationScales
 from raymerge.planner.outputs.embeddings import Embeddings
-from raymerge.planner.outputs.rows import OutFormats, RowMaker, Written
+from raymerge.planner.outputs.rows import OutFormats, RowMaker, Written, copied_output
 from raymerge.planner.recipe_check import written_settings
 from raymerge.planner.tokenizer.vocabulary import VocabularyPlan
 from raymerge.recipes import Conditional, Gradient, Recipe, Selector, Setting, Subject
@@ -152,7 +144,7 @@ class _AlikeTensors:
             return
         members = [member.source for member in aligned.span.members]
         own = {
-            _whole(source, tensor): index
+            whole_read(source, tensor): index
             for index, (source, tensor) in enumerate(zip(members, tensors, strict=True))
         }
         reads = [own[read] for read in row.reads if read in own]
@@ -171,7 +163,7 @@ class _AlikeTensors:
         if not expression.is_copy:
             own = self._logical[span.lead.source]
             logical = output_logical(aligned, own.logical_name(aligned.lead))
-        reads = tuple([_whole(span.members[index].source, tensors[index]) for index in first.reads])
+        reads = tuple([whole_read(span.members[index].source, tensors[index]) for index in first.reads])
         fates = {fate: Fate(fate.disposition, fate.rule, aligned.output) for fate in first.fates}
         for member, name, fate in zip(span.members, aligned.names, first.fates, strict=True):
             self._fates.settle(member.source, name, fates[fate])
@@ -445,7 +437,7 @@ class OutputBuilder:
                 return shape_tensor(names[name], stored[name].dtype, packed.packing)
             if name.endswith(INPUT_SCALES):
                 return self.scales.of_inputs(names[name], output, (source, stored[name]), chosen)
-            return _copied(names[name], stored[name], source)
+            return copied_output(names[name], stored[name], source)
 
         return PackedAs(
             packed.packing,
@@ -496,10 +488,9 @@ class OutputBuilder:
         packs = self._sources[store].checkpoint.packs if store < len(self._sources) else None
         packed = None if packs is None else packs.packed.get(stored.name)
         if packs is None or packed is None:
-            row = _copy_row(aligned.output, stored, store)
-            return Output(aligned.output, stored.dtype, stored.shape, (row,), check_finite)
+            return copied_output(aligned.output, stored, store, check_finite=check_finite)
         codes, *others = (
-            _copied(part_name(stored.name, name, aligned.output), packs.stored[name], store)
+            copied_output(part_name(stored.name, name, aligned.output), packs.stored[name], store)
             for name in packed.stored
         )
         packing = PackedAs(packed.packing, codes.name, "", tuple(others))
@@ -638,20 +629,6 @@ class OutputBuilder:
             # All of them are looked at, to say what each one is.
             plain &= tensor is None or self._plain.check(source, tensor)
         return plain
-
-
-def _whole(source: int, tensor: StoredTensor) -> Read:
-    return Read(0, source, tensor.key, tensor.offset, tensor.nbytes, tensor.dtype, None)
-
-
-def _copied(name: str, stored: StoredTensor, store: int) -> Output:
-    return Output(name, stored.dtype, stored.shape, (_copy_row(name, stored, store),), False)
-
-
-def _copy_row(name: str, stored: StoredTensor, store: int) -> Row:
-    read = _whole(store, stored)
-    part = Part(name, stored.shape, None)
-    return Row(stored.num_elements, copy_expression(stored.dtype), (part,), (read,))
 
 
 _EVERYTHING: tuple[dict[str, object], ...] = ({}, {"filter": "*"})

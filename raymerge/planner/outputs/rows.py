@@ -17,7 +17,15 @@ from raymerge.checkpoints.quantisation.encoding import Encoding, Format, Packing
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
-from raymerge.merge_plan.expressions import Expression, Part, Read, Row, make_expression
+from raymerge.merge_plan.expressions import (
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    copy_expression,
+    make_expression,
+)
 from raymerge.methods import Access, Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.findings import Findings
@@ -30,7 +38,7 @@ from raymerge.planner.matching.align import (
     output_subject,
     output_subjects,
 )
-from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput, whole_read
 from raymerge.planner.matching.logical import Block, ElementOrder, LogicalTensors, Place
 from raymerge.planner.matching.method_assignment import OWN, AssignedMethod, Chosen
 from raymerge.recipes import Recipe
@@ -256,6 +264,13 @@ class OutFormats:
         """As other tensors of the source are stored that are in this format, or else as publishers do it."""
         like = self._logical[source].packed_like(name, form)
         return usual_packing(form, shape) if like is None else encoding_of(like.packing).packing(shape)
+
+
+def copied_output(name: str, stored: StoredTensor, store: int, *, check_finite: bool = False) -> Output:
+    """A stored tensor as it is."""
+    part = Part(name, stored.shape, None)
+    row = Row(stored.num_elements, copy_expression(stored.dtype), (part,), (whole_read(store, stored),))
+    return Output(name, stored.dtype, stored.shape, (row,), check_finite)
 
 
 class RowMaker:
