@@ -239,6 +239,19 @@ MUTATIONS = (
         'found.flag("rows", rows.is_flat & cut & False,',
         CHECK,
     ),
+    # Outputs that are made after the first one like them
+    Mutation(
+        "planner/outputs/outputs.py",
+        "self._selectors.tell_layers_apart or assignments.are_positional",
+        "assignments.are_positional",
+        "planner/test_planner_scale.py",
+    ),
+    Mutation(
+        "planner/outputs/outputs.py",
+        "self._selectors.tell_layers_apart or assignments.are_positional",
+        "self._selectors.tell_layers_apart",
+        "planner/test_planner_scale.py",
+    ),
     # Ties of head and embedding
     Mutation(
         "planner/outputs/embeddings.py", "return not source.stored_head_is_embedding", "return True", _TIES

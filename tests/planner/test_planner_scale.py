@@ -1,4 +1,4 @@
-"""DeepSeek-V3's true headers, stacked: 183,982 tensors planned within memory, none forgotten."""
+"""Many tensors: DeepSeek-V3's true headers stacked within memory; what is alike is made alike, and right."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from raymerge.dtypes import DType
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import recipe_from_mapping
-
-pytestmark = pytest.mark.slow
 
 MOST_BYTES = 1_500_000_000
 """Peak memory of a planning process."""
@@ -90,6 +88,7 @@ def _counts(report: dict[str, Any]) -> dict[tuple[int, str], int]:
     return counts
 
 
+@pytest.mark.slow
 def test_stacking_copies_every_tensor_of_the_layers_taken(models: tuple[Path, Path]) -> None:
     """Layers 0 to 60 of one, then 3 to 60 of the other with its prediction layer behind them."""
     a, b = models
@@ -114,6 +113,7 @@ def test_stacking_copies_every_tensor_of_the_layers_taken(models: tuple[Path, Pa
     assert report["peak"] < MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["x{}.0.w.weight", "x{}.weight", "model.layers.{}.w.weight", "model.layers.0.mlp.experts.{}.w.weight"],
@@ -129,6 +129,7 @@ MOST_CALLS = 170
 """To plan one tensor more of two parents: 370 where each expert is looked at like the first one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_an_expert_more_costs_few_calls(tmp_path: Path, method: str) -> None:
     name = "model.layers.0.mlp.experts.{}.up_proj.weight"
@@ -136,7 +137,7 @@ def test_an_expert_more_costs_few_calls(tmp_path: Path, method: str) -> None:
     assert (most - few) / 200 < MOST_CALLS
 
 
-EXPERTS: Mapping[str, dict[str, Any]] = {
+RECIPES: Mapping[str, dict[str, Any]] = {
     "copies": {"merge_method": "passthrough", "models": [{"model": "a"}]},
     "mean": {
         "merge_method": "linear",
@@ -160,6 +161,22 @@ EXPERTS: Mapping[str, dict[str, Any]] = {
         "base_model": "b",
         "models": [{"model": "a"}],
         "parameters": {"t": [0, 1]},
+    },
+    "by depth": {
+        "merge_method": "lines",
+        "parameters": {"weight": 0.5},
+        "base_model": "a",
+        "models": [{"model": "b"}],
+    },
+    "by role": {
+        "merge_method": "linear",
+        "models": [{"model": "a"}, {"model": "b"}],
+        "parameters": {"weight": [{"role": "attention", "value": 0.3}, {"value": 0.7}]},
+    },
+    "by role and layer": {
+        "merge_method": "linear",
+        "models": [{"model": "a"}, {"model": "b"}],
+        "parameters": {"weight": [{"role": "norm", "layers": "1..2", "value": 0.3}, {"value": 0.7}]},
     },
     "rules": {
         "merge_method": "linear",
@@ -202,8 +219,8 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("recipe", EXPERTS.values(), ids=EXPERTS)
-def test_experts_that_are_made_like_others_are_made_as_if_alone(
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_tensors_that_are_made_like_others_are_made_as_if_alone(
     mixtures: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(mixtures)
