@@ -1,17 +1,370 @@
-"""Where the numbers of a logical tensor come from: the bytes of a source, or of an adapter laid over it."""
+"""Where the numbers of a logical tensor come from: the bytes of a source, of an adapter over it, or of a stage.
+
+An adapter names modules as the program called them that trained it, and checkpoints of one model are saved
+with different beginnings (``model.``, ``language_model.model.``, nothing). A module is found by its whole
+name, or else by what stands from the layer's word on, in the one stack whose name differs in words alone that
+tell no stack from another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from raymerge.checkpoints.adapters import Factor
+from raymerge.architectures import Role, logical_name
+from raymerge.checkpoints.adapters import Adapter, Factor
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.errors import Problem
 from raymerge.merge_plan.expressions import Assembly, Product, Read, Term, assembled
-from raymerge.planner.inputs.source import Source
+from raymerge.planner.inputs.source import AlignSpec, Prepared, Source
 from raymerge.planner.matching.logical import LogicalTensors, Place, whole_place
-from raymerge.planner.matching.lora_overlay import LaidOver, is_transposed, tensors_of
-from raymerge.planner.moe.expert_permutation import Reordered, aligned_tensors
+
+_CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+# Families of transformers that store linear weights [in, out], in its Conv1D ...
+_CONV1D_MODULES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+# ... and the modules that are of that class there. The others, such as the head, lie as everywhere.
+_WRAPPERS = frozenset({"model", "language_model", "transformer", "base_model", "backbone", "text_model"})
+# Words that a wrapper puts before a stack, or leaves out.
+_KINDS = {"vision": "vision", "visual": "vision", "audio": "audio"}
+# Words that begin so name one stack, be they ``vision_tower``, ``vision_model`` or both.
+
+
+class LaidOver:
+    """The adapter of one source, matched with the source's tensors."""
+
+    def __init__(self, source: Source, adapter: Adapter, store: int, logical: LogicalTensors) -> None:
+        """``store`` is the index of the adapter among what plans read from."""
+        self.adapter = adapter
+        self.store = store
+        self._source = source
+        self._logical = logical
+        self._names = _Names(logical, source.model_type)
+        self._factors: dict[str, Factor] = {}
+        self._replaced: dict[str, StoredTensor] = {}
+        self._changes: dict[str, str] = {}
+        self._strays: list[str] = []
+        self._misfits: list[Problem] = []
+        self._match_replaced()
+        self._gone = frozenset(
+            name
+            for name in set(self._changes.values())
+            if all(logical in self._replaced for logical, _ in self._members(name))
+        )
+        self._match_factors()
+
+    def factor(self, logical: str) -> Factor | None:
+        """What is added to a logical tensor; its ``transposed`` says how the model's weight does lie."""
+        return self._factors.get(logical)
+
+    def replaced(self, logical: str) -> StoredTensor | None:
+        return self._replaced.get(logical)
+
+    def replacement(self, name: str) -> StoredTensor | None:
+        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
+        members = self._members(name)
+        if len(members) != 1 or members[0][1].shape != members[0][1].tensor.shape:
+            return None
+        return self._replaced.get(members[0][0])
+
+    def is_all_replaced(self, name: str) -> bool:
+        """Whether nothing of a stored tensor is left, since each logical tensor in it has a replacement."""
+        return name in self._gone
+
+    def touches(self, name: str) -> bool:
+        """Whether a stored tensor must be computed: a factor adds to it, or a part of it is replaced."""
+        members = self._members(name)
+        if any(logical in self._factors for logical, _ in members):
+            return True
+        return self.replacement(name) is None and any(logical in self._replaced for logical, _ in members)
+
+    def changed_by(self, tensor: str) -> str | None:
+        """The stored tensor that one of the adapter's tensors changes; None for one with a problem."""
+        return self._changes.get(tensor)
+
+    def changes(self) -> tuple[tuple[str, ...], ...]:
+        """The adapter's tensors, those that change one tensor of the model together."""
+        factors = [tuple(t.name for t in tensors_of(factor)) for factor in self.adapter.factors.values()]
+        return (*factors, *((tensor.name,) for tensor in self.adapter.replaced.values()))
+
+    def problems(self) -> Iterator[Problem]:
+        """What the model has no tensor for, and what cannot be carried out."""
+        where = self.adapter.name
+        if self._strays:
+            listed = ", ".join(self._strays[:3]) + (", ..." if len(self._strays) > 3 else "")
+            total = len(self.adapter.factors) + len(self.adapter.replaced)
+            yield Problem(
+                where,
+                f"{total - len(self._strays)} of its {total} changes have a tensor to go to in "
+                f"{self._source.checkpoint.name}; these have none: {listed}.",
+                "Name the model that the adapter was trained on.",
+            )
+        yield from self._misfits
+
+    def _match_replaced(self) -> None:
+        for name, tensor in self.adapter.replaced.items():
+            found = self._target(name, name)
+            if found is None:
+                continue
+            if found in self._replaced:
+                self._misfits.append(self._twice(name, self._replaced[found].name, found))
+            elif not self._fits(found, tensor):
+                self._misfits.append(self._other_shape(name, tensor.shape, found))
+            else:
+                self._replaced[found] = tensor
+                self._changes[tensor.name] = self._stored(found)
+
+    def _match_factors(self) -> None:
+        targets: dict[str, Factor] = {}
+        for module, factor in self.adapter.factors.items():
+            found = self._target(f"{module}.weight", module)
+            if found is not None and found in targets:
+                self._misfits.append(self._twice(module, targets[found].module, found))
+            elif found is not None:
+                targets[found] = factor
+        orientations = _Orientations(
+            [(factor, self._shape(found)) for found, factor in targets.items()],
+            self._source.checkpoint.config,
+        )
+        for found, factor in targets.items():
+            settled = replace(factor, transposed=orientations.is_transposed(factor, self._shape(found)))
+            if problems := list(self._unfit(found, settled)):
+                self._misfits += problems
+            else:
+                self._factors[found] = settled
+                self._changes.update((tensor.name, self._stored(found)) for tensor in tensors_of(factor))
+
+    def _target(self, name: str, said: str) -> str | None:
+        """The logical tensor that an adapter's name means; None once it is noted why there is none."""
+        found = self._names.find(logical_name(name, self._source.rules))
+        if self._is_tied_head(name, found):
+            self._misfits.append(self._tied_head(said))
+            return None
+        if found is None:
+            self._strays.append(said)
+        return found
+
+    def _unfit(self, logical: str, factor: Factor) -> Iterator[Problem]:
+        where = f"{self.adapter.name}: {factor.module}"
+        place = self._logical.find(logical)
+        shape = self._shape(logical)
+        if shape not in (factor.weight_shape, factor.weight_shape[::-1]):
+            yield Problem(
+                where,
+                f"its product is {list(factor.weight_shape)}, but {logical} of the model is {list(shape)}.",
+                "Name the model that the adapter was trained on.",
+            )
+        elif factor.magnitude is not None and is_transposed(factor, shape):
+            weight = "an embedding" if factor.kind == "embedding" else "a weight that is stored [in, out]"
+            yield Problem(
+                where,
+                f"it is a DoRA adapter on {weight}, which raymerge does not apply.",
+                "Merge the adapter into its model with peft and name the result.",
+            )
+        if factor.up_bias is not None:
+            yield Problem(
+                where,
+                "it adds to the module's bias (lora_bias), which raymerge does not apply.",
+                "Merge the adapter into its model with peft and name the result.",
+            )
+        if place is not None and not place.tensor.dtype.is_mergeable:
+            yield self._on_codes(where, place.tensor)
+
+    def _on_codes(self, where: str, tensor: StoredTensor) -> Problem:
+        """Why nothing is added to a tensor that is no plain numbers."""
+        packs = self._source.checkpoint.packs
+        packed = None if packs is None else packs.packed.get(tensor.name)
+        if packed is None:
+            what = f"{tensor.name} is stored as {tensor.dtype.value} codes, to which nothing can be added."
+            return Problem(where, what, "Name a copy of the model in bfloat16.")
+        form = packed.packing.format.word
+        what = f"{tensor.name} is quantised as {form}, and adapters are only added to plain numbers."
+        remedy = "Convert the model first ('raymerge convert MODEL --to bf16 -o OUT') and name OUT+ADAPTER."
+        return Problem(where, what, remedy)
+
+    def _fits(self, logical: str, tensor: StoredTensor) -> bool:
+        """Whether a replacement has the shape of the model's tensor; the vocabulary's may have other rows."""
+        shape = self._shape(logical)
+        if tensor.shape == shape:
+            return True
+        return tensor.shape[1:] == shape[1:] and bool(tensor.shape and shape) and self._counts_tokens(logical)
+
+    def _counts_tokens(self, logical: str) -> bool:
+        """Whether a tensor has a row for each token: it is the embedding or the head, or as long as these."""
+        pair, name = self._source.pair, self._stored(logical)
+        if pair is None or name in (pair.embedding, pair.head):
+            return pair is not None
+        rows = self._source.checkpoint.tensors[pair.embedding].shape[0]
+        is_named_so = self._logical.infos[name].part in (Role.EMBEDDING, Role.HEAD)
+        return is_named_so and self._shape(logical)[0] == rows
+
+    def _shape(self, logical: str) -> tuple[int, ...]:
+        replaced = self._replaced.get(logical)
+        if replaced is not None:
+            return replaced.shape
+        place = self._logical.find(logical)
+        return place.shape if place is not None else ()
+
+    def _other_shape(self, name: str, shape: tuple[int, ...], logical: str) -> Problem:
+        return Problem(
+            f"{self.adapter.name}: {name}",
+            f"what it holds in place of {logical} is {list(shape)}, but that of "
+            f"{self._source.checkpoint.name} is {list(self._shape(logical))}.",
+            "Name the model that the adapter was trained on.",
+        )
+
+    def _twice(self, name: str, first: str, logical: str) -> Problem:
+        return Problem(
+            f"{self.adapter.name}: {name}",
+            f"it changes {logical} of {self._source.checkpoint.name}, and {first} does the same; one of them "
+            "is expected.",
+            "Remove one of the two from the adapter, or save it again with peft's save_pretrained.",
+        )
+
+    def _is_tied_head(self, name: str, found: str | None) -> bool:
+        """Whether an adapter's name is that of a head which the model has only as its embedding."""
+        pair = self._source.pair
+        if pair is None or pair.declared is False:
+            return False
+        if found is not None:
+            return self._source.stored_head_is_embedding and self._stored(found) == pair.head
+        return _parted(name)[1] == _parted(pair.head)[1] and pair.head not in self._source.checkpoint.tensors
+
+    def _tied_head(self, name: str) -> Problem:
+        return Problem(
+            f"{self.adapter.name}: {name}",
+            f"it changes the head, which {self._source.checkpoint.name} has only as its embedding: by itself "
+            "it would not stay so.",
+            "Save the model with a head of its own (tie_word_embeddings false), and name that one.",
+        )
+
+    def _members(self, name: str) -> list[tuple[str, Place]]:
+        return [member for block in self._logical.blocks(name) or () for member in block.members]
+
+    def _stored(self, logical: str) -> str:
+        place = self._logical.find(logical)
+        return place.tensor.name if place is not None else logical
+
+
+def tensors_of(factor: Factor) -> tuple[StoredTensor, ...]:
+    parts = (factor.down, factor.up, factor.magnitude, factor.up_bias)
+    return tuple(tensor for tensor in parts if tensor is not None)
+
+
+def is_transposed(factor: Factor, shape: tuple[int, ...]) -> bool:
+    """Whether ``up @ down`` is the transpose of what is added to a weight of this shape.
+
+    The factor's word counts only for square weights: elsewhere the shape tells.
+    """
+    declared = factor.transposed or factor.kind == "embedding"
+    return declared if factor.weight_shape == shape else not declared
+
+
+class _Orientations:
+    """How the weights of linear modules lie, [out, in] or [in, out], where their shapes do not tell.
+
+    peft decides it by each module's class, whatever the adapter's file says: in the file stands what it
+    decided last.
+    """
+
+    def __init__(self, targets: list[tuple[Factor, tuple[int, ...]]], config: Mapping[str, Any]) -> None:
+        # A model may hold another: a describer of pictures holds a GPT-2.
+        parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+        self._is_conv1d = any(part.get("model_type") in _CONV1D_TYPES for part in parts)
+        self._seen: dict[str, set[bool]] = defaultdict(set)
+        for factor, shape in targets:
+            product = factor.up.shape[0], factor.down.shape[1]
+            # Squares tell nothing, nor does what fits neither way.
+            if factor.kind == "linear" and shape in (product, product[::-1]) and product != product[::-1]:
+                self._seen[_leaf(factor)].add(shape != product)
+
+    def is_transposed(self, factor: Factor, shape: tuple[int, ...]) -> bool:
+        """Whether the model stores a factor's weight [in, out]."""
+        product = factor.up.shape[0], factor.down.shape[1]
+        if factor.kind == "embedding":
+            return factor.transposed
+        if product != product[::-1] and shape in (product, product[::-1]):
+            return shape != product
+        alike = self._seen.get(_leaf(factor), set())
+        if len(alike) == 1:
+            return next(iter(alike))
+        if self._is_conv1d:
+            return _leaf(factor) in _CONV1D_MODULES
+        everywhere = set().union(*self._seen.values())
+        return next(iter(everywhere)) if len(everywhere) == 1 else factor.transposed
+
+
+def _leaf(factor: Factor) -> str:
+    return factor.module.rpartition(".")[2]
+
+
+class _Names:
+    """Logical names, to be found by their end."""
+
+    def __init__(self, logical: LogicalTensors, model_type: str) -> None:
+        self._whole = logical.names()
+        self._starts: dict[str, dict[str, None]] | None = None
+        self._nearest: dict[tuple[str, str], tuple[str, ...]] = {}
+        # transformers calls the bare model within one with a head by its type: ``bert``, ``gpt_neox``.
+        self._wrappers = _WRAPPERS | {model_type}
+
+    def find(self, name: str) -> str | None:
+        """The one logical tensor of that name, or the one whose name ends alike and begins most alike."""
+        if name in self._whole:
+            return name
+        start, end, stack = _parted(name)
+        # Several stacks (text, vision) have layers of one build. The words before them choose one of them for
+        # all layers: else a layer too many for the text would be found in the pictures' tower.
+        found = [near + end for near in self._near(start, stack) if near + end in self._whole]
+        return found[0] if len(found) == 1 else None
+
+    def _near(self, start: str, stack: str) -> tuple[str, ...]:
+        """The beginnings of names of a stack of ``start``'s kind that share most words with it."""
+        if (start, stack) not in self._nearest:
+            starts, words = self._by_stack().get(stack, {}), set(start.split("."))
+            kinds = _kinds(start, self._wrappers)
+            shared = {
+                each: len(words & set(each.split(".")))
+                for each in starts
+                if _kinds(each, self._wrappers) == kinds
+            }
+            most = max(shared.values(), default=0)
+            self._nearest[start, stack] = tuple(each for each in shared if shared[each] == most)
+        return self._nearest[start, stack]
+
+    def _by_stack(self) -> Mapping[str, Mapping[str, None]]:
+        if self._starts is None:
+            self._starts = {}
+            for name in self._whole:
+                start, _, stack = _parted(name)
+                self._starts.setdefault(stack, {})[start] = None
+            every = {
+                word for starts in self._starts.values() for start in starts for word in start.split(".")
+            }
+            if "encoder" not in every:
+                self._wrappers |= {"decoder"}
+        return self._starts
+
+
+def _kinds(start: str, wrappers: frozenset[str]) -> frozenset[str]:
+    """The words of a beginning that tell stacks from one another."""
+    words = [word for word in start.split(".") if word and word not in wrappers]
+    return frozenset(
+        next((kind for begin, kind in _KINDS.items() if word.startswith(begin)), word) for word in words
+    )
+
+
+def _parted(name: str) -> tuple[str, str, str]:
+    """A name before and from the word before its first number, and that word.
+
+    Without a number: before and from its last two words, and these.
+    """
+    path = name.split(".")
+    number = next((place for place, word in enumerate(path) if word.isdigit()), None)
+    at = max(0, len(path) - 2 if number is None else number - 1)
+    end = ".".join(path[at:])
+    return "".join(f"{word}." for word in path[:at]), end, end if number is None else path[at]
 
 
 def whole_read(store: int, tensor: StoredTensor) -> Read:
@@ -76,6 +429,48 @@ class ResolvedInput(NamedTuple):
             transposed=is_transposed(factor, self.place.shape),
             magnitude=magnitude,
         )
+
+
+class Reordered:
+    """What a stage puts in place of a source's tensors: the same ones, in another order."""
+
+    def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
+        self.store = store
+        self._tensors = prepared.tensors
+        self._logical = logical
+
+    def find(self, logical: str) -> StoredTensor | None:
+        return self._tensors.get(logical)
+
+    def replacement(self, name: str) -> StoredTensor | None:
+        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
+        members = self._members(name)
+        if len(members) != 1:
+            return None
+        found = self._tensors.get(members[0])
+        own = self._logical.stored(name)
+        return found if found is not None and own is not None and found.shape == own.shape else None
+
+    def touches(self, name: str) -> bool:
+        """Whether a stored tensor must be put together: parts of it change places."""
+        if self.replacement(name) is not None:
+            return False
+        return any(logical in self._tensors for logical in self._members(name))
+
+    def _members(self, name: str) -> list[str]:
+        return [logical for block in self._logical.blocks(name) or () for logical, _ in block.members]
+
+
+def aligned_tensors(
+    sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
+) -> Mapping[int, Reordered]:
+    """What stages put in place of the tensors of sources, by the source's index."""
+    prepared = [(source.index, each) for source in sources for each in source.prepared]
+    return {
+        index: Reordered(each, first_store + number, logical[index])
+        for number, (index, each) in enumerate(prepared)
+        if isinstance(each.stage.spec, AlignSpec)
+    }
 
 
 class InputResolver:

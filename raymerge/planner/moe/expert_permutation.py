@@ -21,16 +21,15 @@ import xxhash
 
 from raymerge.architectures import Projection, Role, TensorInfo, canonical_block, describe
 from raymerge.architectures.expert_fields import expert_fields
-from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import AlignSpec, Prepared, Source, Stage, make_stage
+from raymerge.planner.inputs.source import AlignSpec, Source, Stage, make_stage
 from raymerge.planner.inputs.sources import model_references
+from raymerge.planner.matching.input_resolver import LaidOver
 from raymerge.planner.matching.logical import LogicalTensors, Place
-from raymerge.planner.matching.lora_overlay import LaidOver
 from raymerge.recipes import Recipe
 
 
@@ -210,36 +209,6 @@ def _scores(piece: Piece, num_experts: int) -> Scores | None:
 
 _SAME_MAKE = "Align models of one architecture and size."
 _OR_NOT = "Or remove 'align'."
-
-
-class Reordered:
-    """What a stage puts in place of a source's tensors: the same ones, in another order."""
-
-    def __init__(self, prepared: Prepared, store: int, logical: LogicalTensors) -> None:
-        self.store = store
-        self._tensors = prepared.tensors
-        self._logical = logical
-
-    def find(self, logical: str) -> StoredTensor | None:
-        return self._tensors.get(logical)
-
-    def replacement(self, name: str) -> StoredTensor | None:
-        """What takes the place of a stored tensor that is one logical tensor; None for one that is fused."""
-        members = self._members(name)
-        if len(members) != 1:
-            return None
-        found = self._tensors.get(members[0])
-        own = self._logical.stored(name)
-        return found if found is not None and own is not None and found.shape == own.shape else None
-
-    def touches(self, name: str) -> bool:
-        """Whether a stored tensor must be put together: parts of it change places."""
-        if self.replacement(name) is not None:
-            return False
-        return any(logical in self._tensors for logical in self._members(name))
-
-    def _members(self, name: str) -> list[str]:
-        return [logical for block in self._logical.blocks(name) or () for logical, _ in block.members]
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,15 +417,3 @@ class _Check:
     def _note(self, model: _Opened, key: tuple[str, ...], what: str, remedy: str, example: str) -> None:
         key = (model.name, *key)
         self._findings.tensor(key, where=model.name, what=what, remedy=remedy, example=example)
-
-
-def aligned_tensors(
-    sources: Sequence[Source], logical: Sequence[LogicalTensors], first_store: int
-) -> Mapping[int, Reordered]:
-    """What stages put in place of the tensors of sources, by the source's index."""
-    prepared = [(source.index, each) for source in sources for each in source.prepared]
-    return {
-        index: Reordered(each, first_store + number, logical[index])
-        for number, (index, each) in enumerate(prepared)
-        if isinstance(each.stage.spec, AlignSpec)
-    }
