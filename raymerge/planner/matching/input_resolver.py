@@ -1,4 +1,4 @@
-"""Where the numbers of a logical tensor come from: the bytes of a source, of an adapter over it, or of a stage.
+"""Where the numbers of a logical tensor come from: a source, an adapter laid over it, or a stage.
 
 An adapter names modules as the program called them that trained it, and checkpoints of one model are saved
 with different beginnings (``model.``, ``language_model.model.``, nothing). A module is found by its whole
