@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.header import StoredTensor
-from raymerge.errors import NonFiniteError, Problem
+from raymerge.checkpoints.pickles import read_pickled
+from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.documents.fields import FaultError
+from raymerge.errors import CheckpointError, NonFiniteError, Problem
+from raymerge.planner.inputs.sources import open_adapter_reference, refuse_unread, unread_problem
+from raymerge.recipes import ModelReference, parse_reference
+from raymerge.storage.open import USUAL, Lookup, resolve_source
 from raymerge.storage.store import ReadStore
 
 PIECE_NBYTES = 16 * 2**20
@@ -30,7 +38,6 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Rows of ``down``."""
         return self.down.shape[0]
 
 
@@ -39,7 +46,6 @@ class Limits:
     """How large the factors of a matrix may become."""
 
     rank: int
-    """Largest rank."""
     energy: float | None = None
     """Share of the sum of squared singular values that is enough; None for no limit but the rank."""
 
@@ -59,7 +65,6 @@ def read_tensor(store: ReadStore, tensor: StoredTensor) -> torch.Tensor:
 
 
 def read_pieces(store: ReadStore, tensor: StoredTensor) -> Iterator[bytes]:
-    """The bytes of a tensor in order, some at a time."""
     for done in range(0, tensor.nbytes, PIECE_NBYTES):
         yield store.read(tensor.key, tensor.offset + done, min(PIECE_NBYTES, tensor.nbytes - done))
 
@@ -68,11 +73,6 @@ def factorise(matrix: torch.Tensor, limits: Limits, *, where: str) -> Factors:
     """The factors of largest energy under ``limits``, by an exact singular value decomposition.
 
     The square roots of the singular values go to both sides, so that neither factor is much larger.
-
-    Args:
-        matrix: float32 or float64 [out, in], on any device.
-        limits: how large they may become.
-        where: what messages call the matrix.
 
     Raises:
         NonFiniteError: it has an element that is NaN or infinite.
@@ -97,11 +97,6 @@ def factorise_product(up: torch.Tensor, down: torch.Tensor, limits: Limits, *, w
 
 
 def check_finite(values: torch.Tensor, where: str) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        NonFiniteError: there is one.
-    """
     if not bool(torch.isfinite(values).all()):
         what = "has elements that are NaN or infinite, so its change has no singular values."
         raise NonFiniteError(Problem(where, what, "Take a checkpoint without such elements."))
@@ -131,7 +126,6 @@ def squared_difference(
 
 
 def _elements(store: ReadStore, tensor: StoredTensor, begin: int, end: int) -> bytes:
-    """The bytes of a run of elements."""
     start = tensor.dtype.nbytes(begin)
     return store.read(tensor.key, tensor.offset + start, tensor.dtype.nbytes(end) - start)
 
@@ -156,6 +150,52 @@ def _cut(left: torch.Tensor, values: torch.Tensor, right: torch.Tensor, limits: 
 
 
 def _as_tensor(data: bytes, tensor: StoredTensor) -> torch.Tensor:
-    """The bytes as a vector of the tensor's dtype."""
     dtype: torch.dtype = getattr(torch, str(tensor.dtype.torch_name))
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def open_named_model(text: str) -> Checkpoint:
+    """The model that ``text`` names, headers only.
+
+    Raises:
+        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+    """
+    reference = _parsed(text)
+    if reference.lora_path is not None:
+        what = "this names an adapter on a model, and an adapter is made from two models."
+        raise CheckpointError(
+            Problem(text, what, "Merge the adapter into its model first, and name the result.")
+        )
+    refuse_unread(reference, pickled=True, lookup=USUAL)
+    root = resolve_source(reference.path, reference.revision, pickled=True)
+    found = open_checkpoint(root, str(reference), read_pickle=read_pickled)
+    _check_read(found)
+    return found
+
+
+def open_named_adapter(reference: ModelReference, *, pickled: bool = True, lookup: Lookup = USUAL) -> Adapter:
+    """The adapter that a recipe's reference names, headers only.
+
+    Raises:
+        CheckpointError: it is absent, broken, or of a kind that cannot be read.
+    """
+    if reference.lora_path is not None:
+        what = "this names an adapter on a model, in a merge of adapters."
+        raise CheckpointError(Problem(str(reference), what, "Name the adapter alone."))
+    found = open_adapter_reference(reference, pickled=pickled, lookup=lookup)
+    _check_read(found)
+    return found
+
+
+def _check_read(opened: Checkpoint | Adapter) -> None:
+    """See that every weight file is read, or left out by a rule; raises CheckpointError."""
+    unknown = [each.key for each in opened.left_out if each.rule is None]
+    if unknown:
+        raise CheckpointError(unread_problem(opened.name, unknown))
+
+
+def _parsed(text: str) -> ModelReference:
+    try:
+        return parse_reference(text, exists=os.path.isdir)
+    except FaultError as error:
+        raise CheckpointError([Problem(text, fault.what, fault.remedy) for fault in error.faults]) from error

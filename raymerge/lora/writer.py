@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,13 +38,11 @@ class AdapterFacts:
     """What ``adapter_config.json`` says beside ranks."""
 
     base_model: str
-    """What the adapter belongs to."""
     target_modules: tuple[str, ...]
     """Paths, or ends of paths, of the modules that have factors."""
     modules_to_save: tuple[str, ...] = ()
     """Paths of the modules that are in it whole."""
     task_type: str | None = None
-    """peft's name of the task."""
     fan_in_fan_out: bool = False
     """Whether the model stores the weights of its linear modules [in, out]."""
     replaces_biases: bool = False
@@ -61,13 +60,6 @@ class AdapterWriter:
     """
 
     def __init__(self, output: Path) -> None:
-        """
-        Args:
-            output: directory of the new adapter.
-
-        Raises:
-            TargetError: something is there already.
-        """
         self._shown = output
         self._output = output.absolute()
         _check_target(self._output)
@@ -107,7 +99,6 @@ class AdapterWriter:
             self._spool.write(piece)
 
     def drop(self, module: str, kind: FactorKind) -> None:
-        """Forget the factors of a module."""
         for name in factor_names(module, kind):
             del self._placed[name]
         del self.ranks[module]
@@ -147,12 +138,7 @@ class AdapterWriter:
 
 
 def short_targets(targets: Collection[str], modules: Iterable[str]) -> tuple[str, ...]:
-    """The modules that have factors, by the last word of their path where that says no others.
-
-    Args:
-        targets: their paths.
-        modules: paths of all modules of the model.
-    """
+    """The modules that have factors, by the last word of their path where that says no others."""
     wanted = frozenset(targets)
     others = {path.rpartition(".")[2] for path in modules if path not in wanted}
     leaves = {path.rpartition(".")[2] for path in wanted}
@@ -203,7 +189,6 @@ def _exceptions(ranks: Mapping[str, int], largest: int) -> dict[str, int]:
 
 
 def _ends(module: str) -> Iterable[str]:
-    """Every shorter end of a module's path."""
     path = module.split(".")
     return (".".join(path[start:]) for start in range(1, len(path)))
 
@@ -230,3 +215,65 @@ def _check_target(output: Path) -> None:
     else:
         return
     raise TargetError(Problem(str(output), what, remedy))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    name: str
+    rank: int
+    kept: float
+    """Sum of the squared singular values that the factors say."""
+    total: float
+    """Sum of all squared singular values: the squared length of the change."""
+
+    @property
+    def energy(self) -> float:
+        """Share of the change's squared length that the factors say; 1 for no change."""
+        return self.kept / self.total if self.total else 1.0
+
+
+OnModule: TypeAlias = Callable[[ModuleReport, int], None]
+"""Told of each module with factors as it is done, with the number of those that may come in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    name: str
+    reason: str
+    total: float
+    """Squared length of the change; 0 where its elements are no plain floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    output: str
+    nbytes: int
+    modules: tuple[ModuleReport, ...]
+    saved: tuple[str, ...]
+    """Modules that are in it whole."""
+    biases: tuple[str, ...]
+    """Biases that are in it beside factors."""
+    left_out: tuple[LeftOut, ...]
+    """Changed tensors that are not in it."""
+    num_unchanged: int
+    """Modules that are equal in both models."""
+    relative_error: float
+    """Length of what the adapter does not say of the difference, over the length of the difference."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    output: str
+    nbytes: int
+    modules: tuple[ModuleReport, ...]
+    saved: tuple[str, ...]
+    """Tensors that take the place of the model's."""
+    relative_error: float
+    """Length of what its factors do not say of the merged change, over the length of that change."""
+    notes: tuple[str, ...]
+
+
+def relative_error(missing: float, total: float) -> float:
+    """Ratio of two lengths, from their squares; 0 for no length."""
+    return math.sqrt(max(0.0, missing) / total) if total else 0.0

@@ -11,7 +11,7 @@ import pytest
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.dtypes import DType
-from raymerge.lora.choose import Module, Selection, choose, compare, expert_group, is_transposed
+from raymerge.lora.extract import Selection, choose, compare, expert_group
 
 
 def checkpoint(
@@ -42,11 +42,6 @@ LLAMA: Mapping[str, tuple[int, ...]] = {
 
 
 class TestForms:
-    def test_every_tensor_has_one_form(self) -> None:
-        base = checkpoint(LLAMA, model_type="llama")
-        listed = [name for module in choose(base, Selection()) for name in module.tensors]
-        assert sorted(listed) == sorted(LLAMA)
-
     def test_a_dense_decoder(self) -> None:
         assert forms(checkpoint(LLAMA, model_type="llama")) == {
             "model.embed_tokens.weight": "whole",
@@ -103,15 +98,6 @@ class TestForms:
         chosen = forms(checkpoint({f"{path}.weight": (4, 4), f"{path}.gain": (4,)}))
         assert set(chosen.values()) == {"whole"}
 
-    def test_parameters_beside_modules_are_marked(self) -> None:
-        names = {
-            "model.layers.0.mixer.A_log": (4,),
-            "model.layers.0.mixer.in_proj.weight": (4, 4),
-            "scale": (1,),
-        }
-        marked = {m.path for m in choose(checkpoint(names), Selection()) if m.is_container}
-        assert marked == {"model.layers.0.mixer", ""}
-
 
 class TestSelection:
     @pytest.mark.parametrize(
@@ -130,10 +116,6 @@ class TestSelection:
         name = "model.layers.0.self_attn.q_proj.weight"
         assert Selection(include, exclude).wants(name) == wanted
 
-    def test_what_is_excluded_says_so(self) -> None:
-        chosen = choose(checkpoint(LLAMA), Selection(exclude=("*norm*",)))
-        assert {m.reason for m in chosen if m.form == "out"} == {"excluded"}
-
     def test_a_bias_can_be_excluded_alone(self) -> None:
         chosen = forms(checkpoint(LLAMA), exclude=("*.bias",))
         assert chosen["model.layers.0.self_attn.q_proj.weight"] == "linear"
@@ -144,9 +126,6 @@ class TestComparing:
     def problems(self, model: Checkpoint, base: Checkpoint, **selection: Any) -> list[str]:
         chosen = Selection(**selection)
         return [str(problem) for problem in compare(model, base, choose(base, chosen), chosen)]
-
-    def test_equal_headers(self) -> None:
-        assert self.problems(checkpoint(LLAMA), checkpoint(LLAMA)) == []
 
     def test_codes_saved_whole_are_copied(self) -> None:
         names = {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)}
@@ -179,15 +158,3 @@ def test_experts_and_their_blocks() -> None:
     assert expert_group("model.layers.3.mlp.experts.11.up_proj") == "model.layers.3.mlp.experts"
     assert expert_group("model.layers.3.mlp.shared_experts.up_proj") == ""
     assert expert_group("model.layers.3.mlp.experts") == ""
-
-
-@pytest.mark.parametrize(
-    ("config", "found"), [({"model_type": "gpt2"}, True), ({"model_type": "llama"}, False), ({}, False)]
-)
-def test_families_that_store_weights_the_other_way(config: dict[str, Any], found: bool) -> None:
-    assert is_transposed(config) is found
-
-
-def test_a_modules_weight_has_its_path() -> None:
-    module = Module("a.b", "linear", "", ("a.b.weight",), "", False)
-    assert module.weight == "a.b.weight"

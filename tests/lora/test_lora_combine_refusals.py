@@ -10,11 +10,8 @@ import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, pickled_adapter, write_adapter
 from kits.adapter_merges import Q0, adapter, add, recipe, with_heads
 
-from raymerge.checkpoints.adapters import open_adapter
 from raymerge.errors import NonFiniteError, PlanError, TargetError
 from raymerge.lora import combine_recipe
-from raymerge.lora.combine import check_adapters
-from raymerge.methods import find_method
 from raymerge.recipes import Recipe, parse_recipe
 
 
@@ -76,13 +73,6 @@ class TestRefusals:
         made = parse_recipe(f"{text}parameters: {values}\n", "recipe.yml")
         assert isinstance(made, Recipe)
         assert line in refusal(made, tmp_path)
-
-    def test_without_a_recipe_a_field_is_named_by_its_path(self, tmp_path: Path) -> None:
-        method = find_method("ties")
-        assert method is not None
-        opened = [open_adapter(root, root.name) for root in self.two(tmp_path)]
-        problems = check_adapters(opened, method, concatenates=True)
-        assert [problem.where for problem in problems] == ["adapter.combine"]
 
     def test_one_adapter(self, tmp_path: Path) -> None:
         assert "1 adapter is given" in refusal(recipe("linear", self.two(tmp_path)[:1]), tmp_path)

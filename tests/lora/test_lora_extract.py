@@ -69,7 +69,7 @@ def refusal(model: Path, base: Path, out: Path, chosen: ExtractOptions | None = 
 
 
 class TestWholeModels:
-    @pytest.mark.parametrize("rank", [1, 4, 16, 64])
+    @pytest.mark.parametrize("rank", [4, 64])
     def test_as_near_as_it_says(self, pair: tuple[Path, Path], tmp_path: Path, rank: int) -> None:
         extraction = extract_lora(*pair, tmp_path / "out", options(rank))
         check(extraction, *pair)
@@ -78,12 +78,6 @@ class TestWholeModels:
         assert {m.rank for m in extraction.modules} == {min(rank, 32), min(rank, 16)}
         assert len(extraction.saved) == 9
         assert (extraction.left_out, extraction.notes, extraction.num_unchanged) == ((), (), 0)
-
-    def test_the_full_rank_is_the_model_again(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        extract_lora(*pair, tmp_path / "out", options())
-        merged = peft_merge(read_tensors(pair[1]), tmp_path / "out")
-        for name, tensor in read_tensors(pair[0]).items():
-            torch.testing.assert_close(merged[name].float(), tensor, rtol=0, atol=1e-6)
 
     def test_a_change_of_low_rank_is_found_whole(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         old = read_tensors(pair[1])
@@ -118,12 +112,6 @@ class TestWholeModels:
         wide = {name: tensor.double() for name, tensor in read_tensors(pair[1]).items()}
         model = write_checkpoint(tmp_path / "wide", wide, llama_config(dtype=torch.float64))
         assert "there is no change to extract" in refusal(model, pair[1], tmp_path / "out")
-
-    def test_two_runs_give_equal_bytes(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        for out in ("one", "two"):
-            extract_lora(*pair, tmp_path / out, options(4))
-        for file in ("adapter_model.safetensors", "adapter_config.json"):
-            assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
     def test_progress_is_told(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         told: list[tuple[ModuleReport, int]] = []
@@ -241,31 +229,12 @@ class TestForms:
         assert [module.name for module in extraction.modules] == [self.Q]
         assert set(extraction.saved) == {f"{LAYER}.mlp.experts", f"{LAYER}.mlp.gate"}
 
-    def test_tables_and_convolutions_in_layers_are_saved_whole(self, tmp_path: Path) -> None:
-        odd = {
-            f"{LAYER}.mixer.conv1d.weight": (6, 1, 4),
-            f"{LAYER}.attn.relative_attention_bias.weight": (8, 2),
-        }
-        old = {name: random(*shape) for name, shape in odd.items()} | {f"{self.Q}.weight": random(6, 6)}
-        old["transformer.wpe.weight"] = random(9, 4)
-        new = {name: tensor + 1 for name, tensor in old.items()}
-        extraction = self.extracted(tmp_path, old, new)
-        assert [module.name for module in extraction.modules] == [self.Q]
-        assert len(extraction.saved) == 3
-
     def test_modules_that_peft_takes_for_saved_ones_are_saved_too(self, tmp_path: Path) -> None:
         old = {f"{LAYER}.input_layernorm.weight": random(6), "norm.weight": random(6), f"{self.Q}.weight": random(6, 6)}  # fmt: skip  # noqa: E501
         new = old | {"norm.weight": random(6, seed=1), f"{self.Q}.weight": random(6, 6, seed=1)}
         extraction = self.extracted(tmp_path, old, new)
         assert extraction.saved == ("norm", f"{LAYER}.input_layernorm")
         assert extraction.num_unchanged == 0
-
-    def test_buffers_are_left_out(self, tmp_path: Path) -> None:
-        old = {f"{self.Q}.weight": random(6, 6), f"{LAYER}.self_attn.rotary_emb.inv_freq": random(3)}
-        new = {name: tensor + 1 for name, tensor in old.items()}
-        extraction = self.extracted(tmp_path, old, new)
-        assert [each.name for each in extraction.left_out] == [f"{LAYER}.self_attn.rotary_emb.inv_freq"]
-        assert "buffer" in extraction.left_out[0].reason
 
     def test_a_parameter_beside_modules_cannot_be_saved(self, tmp_path: Path) -> None:
         old = {f"{LAYER}.mixer.in_proj.weight": random(6, 6), f"{LAYER}.mixer.A_log": random(6)}
@@ -358,12 +327,6 @@ class TestRefusals:
         model = write_checkpoint(tmp_path / "new", tensors, llama_config(dtype=torch.float32))
         assert "1 tensor (lm_head.weight) not in" in refusal(model, pair[1], tmp_path / "out")
         extract_lora(model, pair[1], tmp_path / "out", options(4, exclude=("lm_head*",)))
-
-    def test_codes_are_no_numbers(self, tmp_path: Path) -> None:
-        name = f"{LAYER}.self_attn.q_proj.weight"
-        codes = {name: torch.zeros(4, 4, dtype=torch.int8)}
-        base, model = written(tmp_path / "base", codes), written(tmp_path / "model", codes)
-        assert "is of I8, I8 in" in refusal(model, base, tmp_path / "out")
 
     @pytest.mark.parametrize("name", [f"{LAYER}.mlp.up_proj", f"{LAYER}.input_layernorm"])
     def test_nan(self, pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:

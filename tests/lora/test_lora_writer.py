@@ -104,14 +104,6 @@ class TestConfig:
         assert (config["bias"], config["lora_bias"], config["fan_in_fan_out"]) == ("all", True, True)
         assert config["ensure_weight_tying"] is True
 
-    def test_equal_ranks_need_no_patterns(self, tmp_path: Path) -> None:
-        config = written(tmp_path, {"a.q": 3, "b.q": 3}).config.fields
-        assert (config["rank_pattern"], config["alpha_pattern"]) == ({}, {})
-
-    def test_smaller_ranks_have_patterns(self, tmp_path: Path) -> None:
-        config = written(tmp_path, {"a.q": 3, "b.q": 1}).config.fields
-        assert config["rank_pattern"] == config["alpha_pattern"] == {"b.q": 1}
-
     @settings(deadline=None, max_examples=30)
     @given(
         ranks=st.dictionaries(
