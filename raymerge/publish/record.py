@@ -23,7 +23,7 @@ from raymerge.storage.addresses import is_remote, parse_place, shown
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore, WriteStore
 from raymerge.storage.temporary import fetched
-from raymerge.verifier.companions import PROVENANCE_FILE, file_digest
+from raymerge.verifier.structure import PROVENANCE_FILE, file_digest
 
 PROVENANCE = PROVENANCE_FILE
 """What the checkpoint was made of and what came out: the same for two equal merges."""

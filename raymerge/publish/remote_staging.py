@@ -54,7 +54,7 @@ from raymerge.storage.retry import KEPT
 from raymerge.storage.store import FileInfo
 from raymerge.storage.temporary import OwnDirectory
 from raymerge.units import format_size
-from raymerge.verifier.companions import PROVENANCE_FILE
+from raymerge.verifier.structure import PROVENANCE_FILE
 
 _TRIED = 10
 

@@ -15,7 +15,7 @@ from raymerge.execute.ops import Jobs
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.files_read import SourceFile, files_read
-from raymerge.merge_plan.projection import SMALLEST_LANE, Projection
+from raymerge.merge_plan.memory import SMALLEST_LANE, Projection
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import RECORD, check_begun
 from raymerge.storage.local.store import LocalStore

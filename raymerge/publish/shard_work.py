@@ -25,8 +25,8 @@ from raymerge.execute.ops import Making
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner
-from raymerge.merge_plan.columns import Ints, ints
 from raymerge.merge_plan.files_read import SourceFile, files_read
+from raymerge.merge_plan.plan import Ints, ints
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.attempt import MARK, RECORD
 from raymerge.publish.segment_work import SegmentsRunner, SegmentWork

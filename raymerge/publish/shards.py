@@ -11,7 +11,7 @@ import xxhash
 from raymerge.events import OnEvent, ShardDone
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.receipts import Receipt
-from raymerge.merge_plan.columns import RunReader
+from raymerge.merge_plan.plan import RunReader
 from raymerge.merge_plan.tables import Plan
 from raymerge.publish.ledger import Ledger
 from raymerge.storage.store import WriteStore

@@ -39,7 +39,7 @@ from raymerge.publish.shards import Shards
 from raymerge.publish.steps_place import steps_beside
 from raymerge.publish.stop_request import StopRequest
 from raymerge.storage.local.store import LocalStore, check_room, nearest
-from raymerge.verifier.companions import PROVENANCE_FILE
+from raymerge.verifier.structure import PROVENANCE_FILE
 
 if TYPE_CHECKING:
     from raymerge.publish.remote_lease import RemoteLease

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-from raymerge.errors import CheckpointError, IncompleteError
-from raymerge.merge_plan.expressions import Part
+from raymerge.checkpoints.quantisation.encoding import Format
+from raymerge.errors import CheckpointError, IncompleteError, Problem
+from raymerge.merge_plan.expressions import Part, Read
 from raymerge.merge_plan.plan import Plan
-from raymerge.methods import LogicalTensor, Reference, Settings, Takes, Undecided, find_method, random_key
+from raymerge.methods import (
+    Expected,
+    LogicalTensor,
+    Reference,
+    Settings,
+    Takes,
+    Undecided,
+    find_method,
+    random_key,
+)
 from raymerge.storage.store import ReadStore
 from raymerge.units import format_size
-from raymerge.verifier.comparing import Written, judge
-from raymerge.verifier.digests import Expectation, check_bytes, constant_bytes, copied_bytes
-from raymerge.verifier.findings import Findings
-from raymerge.verifier.plan_ops import PlanRow, PlanRows
-from raymerge.verifier.stored import Reader, elements_of
+from raymerge.verifier.findings import AGAIN, Findings
+from raymerge.verifier.numbers import Floats, nearest_coded_distance, nearest_distance
+from raymerge.verifier.stored import CodeFacts, PlanRow, PlanRows, Reader, elements_of, written
 
 _TILE = 4096
 """Elements that are sampled together, as bytes are read in runs."""
@@ -33,13 +43,11 @@ class Sampling:
     share: float
     """Of the elements, at least one tile; 1 for all of them."""
     seed: int
-    """Chooses them."""
 
     def runs(self, name: str, span: tuple[int, int], *, unit: int, most: int) -> Iterator[tuple[int, int]]:
         """Runs of elements, in order.
 
         Args:
-            name: of the tensor; chooses as well.
             span: first element and stop.
             unit: elements that are taken together.
             most: elements of a run.
@@ -66,34 +74,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class AuditSpec:
-    """What is to be audited, and how; the same for all workers."""
-
     plan: Plan
-    """The plan that the output was made by."""
     name: str
-    """What messages call the output."""
     digests: Mapping[int, str]
     """Digests of rows, from the ledger."""
     sampling: Sampling
-    """Which elements are recomputed."""
     absent: Mapping[int, str]
     """Sources, by their index in the plan, that cannot be read, and why."""
     room: int
-    """Bytes of memory that a part may take."""
     most: int
-    """Problems that are told in words."""
 
 
 class Auditor:
-    """Audits the segments of one output."""
-
     def __init__(self, spec: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
-        """
-        Args:
-            spec: what is wanted.
-            sources: in the plan's order; of an absent one any store.
-            output: the output's files.
-        """
         self._wanted = spec
         self._sources = sources
         self._output = output
@@ -186,7 +179,6 @@ class Auditor:
         span: tuple[int, int],
         findings: Findings,
     ) -> None:
-        """Recompute samples of one logical tensor and compare them."""
         needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + written.held
         if needed > self._wanted.room:
             findings.skipped[row.tensor] = (
@@ -237,7 +229,6 @@ def _runs_of(
     """Runs of whole units in which some elements are, those that are near each other together.
 
     Args:
-        places: indices of the elements.
         span: first element of all and stop.
         unit: elements that are taken together, from the first on.
         reach: elements that lie no farther apart are taken together too.
@@ -262,3 +253,244 @@ def _runs_of(
 def _takes_deltas(row: PlanRow) -> bool:
     method = find_method(row.expression.method)
     return method is not None and method.takes is Takes.DELTAS and row.expression.has_base
+
+
+_TOO_OPEN = 2.0**-6
+"""Share of the largest magnitudes of a run that a doubt must stay below for an element to be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    steps: Floats
+    is_filled: NDArray[np.bool_]
+    """Whether its block needs so much: a block has the scale that was made for its largest number, or one in
+    which every number of it is exactly a code."""
+
+    def at(self, places: NDArray[np.int64]) -> Coding:
+        return Coding(self.steps[places], self.is_filled[places])
+
+
+class Written:
+    """The stored elements of one logical tensor of a row."""
+
+    def __init__(self, row: PlanRow, part: Part, reader: Reader, *, first: int) -> None:
+        self._row, self._part = row, part
+        read = written(row, part.view)
+        self._elements = elements_of(read, reader, first=first)
+        self._facts = None
+        if read.scales is not None:
+            self._facts = CodeFacts(
+                read, read.scales, reader, first=first, total=prod(part.shape), is_joined=row.is_joined
+            )
+        self.held = self._elements.held * (1 if self._facts is None else 3)
+        """Bytes of memory that it takes beside a run."""
+
+    @property
+    def form(self) -> Format | None:
+        """The format of codes; None where elements are plain numbers."""
+        encode = self._row.expression.encode
+        return None if encode is None else encode.format
+
+    @property
+    def block_width(self) -> int:
+        """Columns that share a scale; 1 where elements are plain numbers."""
+        return 1 if self._facts is None else self._facts.width
+
+    def peaks(self, start: int, stop: int) -> list[int]:
+        """A largest element of every block that a run touches; see ``CodeFacts.peaks``."""
+        return [] if self._facts is None else self._facts.peaks(start, stop)
+
+    def read(self, start: int, stop: int) -> tuple[Floats, Coding | None]:
+        values, _ = self._elements.read(start, stop)
+        if self._facts is None:
+            return values, None
+        steps, filled = (each.read(start, stop)[0] for each in (self._facts.steps, self._facts.is_filled))
+        return values, Coding(steps, filled > 0)
+
+    def distance(self, values: Floats, coding: Coding | None) -> Floats:
+        """How far what can be stored is from values; negative where they are beyond it."""
+        if self.form is None or coding is None:
+            return nearest_distance(self._row.expression.cast, values)
+        near = nearest_coded_distance(self.form, values, coding.steps)
+        # Under a scale that its block has no need of, every number is a code times it, or the scale is wrong.
+        return np.where(coding.is_filled | (near < 0), near, 0.0)
+
+    def where(self, index: int) -> str:
+        """What messages call an element."""
+        place = ", ".join(map(str, np.unravel_index(index, self._part.shape))) if self._part.shape else ""
+        logical = self._part.logical
+        inside = "" if logical == self._row.tensor else f" ({logical})"
+        return f"{self._row.tensor}{inside}[{place}]"
+
+
+def judge(
+    expected: Expected,
+    output: Written,
+    span: tuple[int, int],
+    findings: Findings,
+    name: str,
+    *,
+    only: Sequence[int] | None = None,
+) -> int:
+    """Compare a run of stored elements with what is expected.
+
+    Every element is compared for which anything can be said; those count as judged of which enough can.
+
+    Args:
+        only: indices of the elements that are compared; None for all.
+
+    Returns:
+        How many were judged.
+    """
+    found, coding = output.read(*span)
+    allowed = _allowed(expected.values, expected.doubt, output, coding, found)
+    is_right = _agrees(found, expected.values, allowed)
+    is_near = np.zeros(found.shape, dtype=bool)
+    for places, values in expected.others:
+        own = None if coding is None else coding.at(places)
+        also = _allowed(values, expected.doubt[places], output, own, found[places])
+        is_near[places] = True
+        is_right[places] |= _agrees(found[places], values, also)
+    is_asked = np.full(found.shape, only is None)
+    if only is not None:
+        is_asked[np.asarray(only, dtype=np.int64) - span[0]] = True
+    largest = max(float(np.abs(expected.values).max(initial=0.0)), 2.0**-126)
+    with np.errstate(invalid="ignore"):
+        is_open = ~(expected.doubt <= _TOO_OPEN * largest)
+    judged = int((is_asked & ~is_open).sum())
+    findings.open += int((is_asked & is_open).sum())
+    findings.judged += judged
+    findings.near += int((is_near & is_asked & ~is_open).sum())
+    wrong = np.flatnonzero(~is_right & is_asked & np.isfinite(expected.doubt))
+    if len(wrong):
+        findings.add(_problem(wrong, expected, output, (found, allowed), coding, span, name))
+    return judged
+
+
+def _allowed(values: Floats, doubt: Floats, output: Written, coding: Coding | None, found: Floats) -> Floats:
+    """How far a stored element may be from a value: no farther than the nearest that can be stored, and twice
+    what the value itself may be off. Negative where it cannot be stored at all."""
+    near = output.distance(values, coding)
+    rounding = 2.0**-23 * np.abs(found) if coding is not None else 0.0
+    return np.where(near < 0, -1.0, near + 2 * doubt + rounding)
+
+
+def _agrees(found: Floats, values: Floats, allowed: Floats) -> NDArray[np.bool_]:
+    with np.errstate(invalid="ignore"):
+        is_equal = (found == values) | (np.isnan(found) & np.isnan(values))
+        return np.asarray(is_equal | (np.abs(found - values) <= allowed))
+
+
+def _problem(
+    wrong: NDArray[np.int64],
+    expected: Expected,
+    output: Written,
+    stored: tuple[Floats, Floats],
+    coding: Coding | None,
+    span: tuple[int, int],
+    name: str,
+) -> Problem:
+    found, allowed = stored
+    with np.errstate(invalid="ignore"):
+        excess = np.nan_to_num(np.abs(found - expected.values)[wrong], nan=np.inf)
+    worst = int(wrong[int(np.argmax(excess))])
+    more = f", and so are {len(wrong) - 1} others near it" if len(wrong) > 1 else ""
+    is_near = allowed[worst] >= 0
+    limit = f"give or take {allowed[worst]:.3g}" if is_near else "which is beyond what its scale reaches"
+    if is_near and coding is not None and not coding.is_filled[worst]:
+        limit += ", as the scale of its block is larger than the block needs"
+    what = (
+        f"it is {found[worst]:.9g}, but recomputed from the sources {expected.values[worst]:.9g}, "
+        f"{limit}{more}."
+    )
+    return Problem(f"{name}: {output.where(span[0] + worst)}", what, AGAIN)
+
+
+_CHUNK = 1 << 20
+_FAR_CHUNK = 16 << 20
+"""Bytes of a request where each takes long to begin."""
+
+Bytes_ = Callable[[int, int], bytes]
+"""Some bytes that a row should have: from an offset in it on, so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    what: str
+    read: Bytes_
+
+
+def check_bytes(
+    row: PlanRow,
+    output: ReadStore,
+    digests: Mapping[int, str],
+    findings: Findings,
+    *,
+    where: str,
+    wanted: Expectation | None,
+    chunk: int = _CHUNK,
+) -> None:
+    """Read every byte of a row and compare it.
+
+    Args:
+        wanted: what the bytes should be, where that is known.
+    """
+    hasher, place, is_as_wanted = xxhash.xxh3_128(), row.place, True
+    name = f"{where}: {row.tensor}"
+    try:
+        for begin in range(0, place.nbytes, chunk):
+            count = min(chunk, place.nbytes - begin)
+            found = output.read(place.key, place.offset + begin, count)
+            hasher.update(found)
+            if wanted is not None and is_as_wanted:
+                is_as_wanted = _compare(found, wanted, begin, findings, name)
+    except CheckpointError as error:
+        for problem in error.problems:
+            findings.add(problem)
+        return
+    findings.digested += place.nbytes
+    findings.compared += 0 if wanted is None else place.nbytes
+    digest = digests.get(row.made_by)
+    if digest is None:
+        findings.add(Problem(name, "the ledger has no digest of some of its bytes.", AGAIN))
+    elif hasher.hexdigest() != digest:
+        span = f"bytes {place.offset} to {place.offset + place.nbytes} of {place.key}"
+        what = f"{span} are not those that were written: their digest is not the ledger's."
+        findings.add(Problem(name, what, AGAIN))
+
+
+def differing_rows(plan: Plan, output: ReadStore, digests: Mapping[int, str], where: str) -> Findings:
+    """All bytes of an output against the digests of the ledger, one row after the other."""
+    findings, rows = Findings(most=20), PlanRows(plan)
+    chunk = _FAR_CHUNK if output.is_far else _CHUNK
+    for row in _all_rows(plan, rows):
+        check_bytes(row, output, digests, findings, where=where, wanted=None, chunk=chunk)
+    return findings
+
+
+def copied_bytes(read: Read, source: ReadStore, name: str) -> Expectation:
+    return Expectation(
+        f"what {name} has", lambda begin, count: source.read(read.key, read.offset + begin, count)
+    )
+
+
+def constant_bytes(content: bytes) -> Expectation:
+    return Expectation("what the plan says", lambda begin, count: content[begin : begin + count])
+
+
+def _compare(found: bytes, wanted: Expectation, begin: int, findings: Findings, name: str) -> bool:
+    expected = wanted.read(begin, len(found))
+    if found == expected:
+        return True
+    ours, theirs = (np.frombuffer(each, np.uint8) for each in (found, expected))
+    first = (
+        int(np.flatnonzero(ours != theirs)[0]) if len(ours) == len(theirs) else min(len(ours), len(theirs))
+    )
+    what = f"it is a copy, but from its byte {begin + first} on it is not {wanted.what}."
+    findings.add(Problem(name, what, AGAIN))
+    return False
+
+
+def _all_rows(plan: Plan, rows: PlanRows) -> Iterator[PlanRow]:
+    for segment in range(len(plan["segments"])):
+        yield from rows.segment(segment)

@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
-from math import lcm, sqrt
+from math import lcm, prod, sqrt
 from typing import Any
 
-import torch
+import numpy as np
 
+from raymerge.architectures import load_rules, stacks
 from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.numbers import as_numbers
 from raymerge.checkpoints.source import Checkpoint
-from raymerge.merge_plan.elements import torch_dtype
 from raymerge.merge_plan.expressions import Read
-from raymerge.methods import Elements
+from raymerge.planner.inputs.quantised import quantised_tensors
+from raymerge.planner.inputs.source import Source
+from raymerge.planner.matching.input_resolver import ResolvedInput
+from raymerge.planner.matching.logical import LogicalTensors, Place
+from raymerge.recipes import ModelReference
 from raymerge.storage.open import open_store
 from raymerge.storage.store import ReadStore
-from raymerge.verifier.pairing import Numbers, Pair, Side, pairs_of
+from raymerge.verifier.numbers import Floats
 from raymerge.verifier.stored import Reader, elements_of
 
 _RUN = 1 << 20
@@ -37,22 +42,16 @@ class Sums:
     """What is added up over the elements of two tensors."""
 
     squares_a: float = 0.0
-    """Squares of the first."""
     squares_b: float = 0.0
-    """Squares of the second."""
     products: float = 0.0
-    """Products of both."""
     squared_errors: float = 0.0
-    """Squares of their differences."""
     largest: float = 0.0
-    """The largest difference."""
     num_differing: int = 0
     """Elements that are not the same number."""
     num_not_finite: int = 0
     """Elements that are NaN or infinite in one of them; they are in nothing but the two counts."""
 
     def add(self, other: Sums) -> None:
-        """Add what was found of other elements."""
         self.squares_a += other.squares_a
         self.squares_b += other.squares_b
         self.products += other.products
@@ -83,9 +82,11 @@ def sums_of(numbers: Numbers, a: ReadStore, b: ReadStore) -> Sums:
         CheckpointError: it cannot be read.
     """
     found = Sums()
-    first, second = _Side(numbers.a, a), _Side(numbers.b, b)
+    first, second = (
+        elements_of(read, Reader([store]), exact=True) for read, store in ((numbers.a, a), (numbers.b, b))
+    )
     for start, stop in _runs(numbers):
-        found.add(_of_run(first.read(start, stop), second.read(start, stop)))
+        found.add(_of_run(first.read(start, stop)[0], second.read(start, stop)[0]))
     return found
 
 
@@ -99,44 +100,21 @@ def _runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
     )
 
 
-class _Side:
-    """The elements of one tensor, as torch tensors of float64."""
-
-    def __init__(self, read: Read, store: ReadStore) -> None:
-        self._read, self._store = read, store
-        self._elements: Elements | None = None
-        if read.view is not None or read.scales is not None:
-            self._elements = elements_of(read, Reader([store]))
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        if self._elements is not None:
-            return torch.from_numpy(self._elements.read(start, stop)[0].copy()).double()
-        dtype = self._read.dtype
-        raw = bytearray(dtype.nbytes(stop - start))
-        self._store.read_into(self._read.key, self._read.offset + dtype.nbytes(start), memoryview(raw))
-        return torch.frombuffer(raw, dtype=torch_dtype(dtype)).double()
-
-
-def _of_run(a: torch.Tensor, b: torch.Tensor) -> Sums:
-    usable = torch.isfinite(a) & torch.isfinite(b)
-    num_not_finite = a.numel() - int(usable.sum())
-    num_differing = int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+def _of_run(a: Floats, b: Floats) -> Sums:
+    is_usable = np.isfinite(a) & np.isfinite(b)
+    num_not_finite = len(a) - int(np.count_nonzero(is_usable))
+    num_differing = int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
     if num_not_finite:
-        a, b = a.where(usable, 0.0), b.where(usable, 0.0)
-    found = _sums(a, b)
-    found.num_differing, found.num_not_finite = num_differing, num_not_finite
-    return found
-
-
-def _sums(a: torch.Tensor, b: torch.Tensor) -> Sums:
-    # In float64: how a float32 sum of a million squares is rounded hangs on the number of threads.
+        a, b = np.where(is_usable, a, 0.0), np.where(is_usable, b, 0.0)
     apart = a - b
     return Sums(
-        squares_a=float(a.dot(a)),
-        squares_b=float(b.dot(b)),
-        products=float(a.dot(b)),
-        squared_errors=float(apart.dot(apart)),
-        largest=float(apart.abs().max()) if len(apart) else 0.0,
+        squares_a=float(a @ a),
+        squares_b=float(b @ b),
+        products=float(a @ b),
+        squared_errors=float(apart @ apart),
+        largest=float(np.abs(apart).max(initial=0.0)),
+        num_differing=num_differing,
+        num_not_finite=num_not_finite,
     )
 
 
@@ -166,37 +144,25 @@ class ComparedTensor:
     name: str
     """Its name; of experts in two layouts, that of one matrix of one expert."""
     role: str
-    """What it does in the model."""
     status: Status
-    """How it compares."""
     stored_a: str
     """Dtype or format and shape in the first; "" where it has none."""
     stored_b: str
-    """The same in the second."""
     relative_error: float | None = None
-    """Norm of the difference as a part of the norm of the first."""
     max_abs_error: float | None = None
-    """The largest difference."""
     cosine: float | None = None
-    """Cosine of the angle between both."""
     num_not_finite: int = 0
     """Elements that are NaN or infinite in one of them, and in no other figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRole:
-    """The tensors of one role."""
-
     role: str
-    """The role."""
     counts: Mapping[str, int]
-    """Tensors by ``Status``."""
     relative_error: float | None
     """Of all tensors that were compared by numbers, as if they were one."""
     max_abs_error: float | None
-    """The largest difference in any."""
     cosine: float | None
-    """Of all as if they were one."""
     worst: str
     """The tensor with the largest relative error; "" where none has one."""
 
@@ -206,11 +172,9 @@ class ComparedField:
     """A field of the config that differs, by its dotted path."""
 
     path: str
-    """Keys that lead to it."""
     a: str
     """Its value in the first, as text, or ``absent``."""
     b: str
-    """The same in the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +182,12 @@ class Comparison:
     """All that two checkpoints differ in."""
 
     a: str
-    """The first."""
     b: str
-    """The second."""
     roles: tuple[ComparedRole, ...]
     """Every role that one of them has, in the order of the first."""
     tensors: tuple[ComparedTensor, ...]
     """Tensors that are not equal byte by byte."""
     config: tuple[ComparedField, ...]
-    """Fields of config.json that differ."""
     companions: Mapping[str, str]
     """``Status`` of every companion file: tokenizer, code, licence."""
 
@@ -237,17 +198,11 @@ class Comparison:
         return same and not self.tensors and not self.config
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return {"equal": self.is_equal, **asdict(self)}
 
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) -> Comparison:
     """Compare two checkpoints; memory is a few blocks for each thread, whatever their size.
-
-    Args:
-        first: one of them, local.
-        second: the other.
-        threads: how many tensors are compared at once.
 
     Raises:
         CheckpointError: codes and scales of one of them do not go together, or a file cannot be read.
@@ -271,27 +226,23 @@ def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor
     """One tensor, and its sums where it was compared by numbers."""
     tensor = ComparedTensor(pair.name, pair.role, Status.EQUAL, pair.stored_a, pair.stored_b)
     if not pair.stored_a or not pair.stored_b:
-        return _as(tensor, Status.ONLY_A if pair.stored_a else Status.ONLY_B), None
+        return replace(tensor, status=Status.ONLY_A if pair.stored_a else Status.ONLY_B), None
     if pair.bytes and all(_same_bytes(one, other, a, b) for one, other in pair.bytes):
         return tensor, None
     if not pair.numbers:
-        return _as(tensor, Status.DIFFERENT), None
+        return replace(tensor, status=Status.DIFFERENT), None
     sums = Sums()
     for numbers in pair.numbers:
         sums.add(sums_of(numbers, a, b))
     status = Status.DIFFERENT if sums.num_differing else Status.SAME_NUMBERS
-    return _as(
+    return replace(
         tensor,
-        status,
+        status=status,
         relative_error=sums.relative_error,
         max_abs_error=sums.largest,
         cosine=sums.cosine,
         num_not_finite=sums.num_not_finite,
     ), sums
-
-
-def _as(tensor: ComparedTensor, status: Status, **figures: Any) -> ComparedTensor:
-    return ComparedTensor(tensor.name, tensor.role, status, tensor.stored_a, tensor.stored_b, **figures)
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor, a: ReadStore, b: ReadStore) -> bool:
@@ -354,3 +305,155 @@ def _companions(
         size = None if one is None or other is None or one.nbytes != other.nbytes else one.nbytes
         is_equal = size is not None and _same_ranges(a, key, 0, b, key, 0, size)
         yield key, (Status.EQUAL if is_equal else Status.DIFFERENT).value
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One logical tensor in both checkpoints."""
+
+    a: Read
+    b: Read
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One tensor that both have, or only one of them."""
+
+    name: str
+    """Its name; of experts in two layouts, that of one matrix of one expert."""
+    role: str
+    stored_a: str
+    """Dtype and shape in the first; "" where it has none."""
+    stored_b: str
+    bytes: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
+    """Stored tensors that are compared byte by byte; empty where they are stored in two ways."""
+    numbers: tuple[Numbers, ...] = ()
+    """What is compared by numbers; empty where that cannot be told, or one has none."""
+
+
+class Side:
+    """One of two checkpoints that are compared."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = as_numbers(checkpoint, quantised_tensors(checkpoint))
+        kind = str(checkpoint.config.get("model_type") or "")
+        self.logical = LogicalTensors(
+            Source(
+                index=0,
+                reference=ModelReference(checkpoint.root),
+                checkpoint=self.checkpoint,
+                adapter=None,
+                rules=load_rules(kind or None),
+                stacks=stacks(self.checkpoint.tensors, checkpoint.config),
+                pair=None,
+                stored_head_is_embedding=False,
+            )
+        )
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self.checkpoint.tensors
+
+    def parts(self, name: str) -> tuple[StoredTensor, ...]:
+        return tuple(self.checkpoint.stored[part] for part in self.checkpoint.parts(name))
+
+    def stored_as(self, name: str, part: str = "") -> str:
+        """Dtype or format and shape of a tensor; of a part of it with the tensor's name."""
+        packing, tensor = self.logical.packing(name), self.tensors[name]
+        form = f"{tensor.dtype.value if packing is None else packing.format.word} {list(tensor.shape)}"
+        return form if part in ("", name) else f"{form} in {name}"
+
+    def role(self, name: str) -> str:
+        return self.logical.infos[name].role.value
+
+    def members(self, name: str) -> Mapping[str, Place]:
+        """The logical tensors in a stored one; none where it is fused in a way that cannot be told."""
+        return {
+            logical: place for block in self.logical.blocks(name) or () for logical, place in block.members
+        }
+
+
+def pairs_of(a: Side, b: Side) -> Iterator[Pair]:
+    """Every tensor of both, once: those of one name, those that layouts call otherwise, and the rest."""
+    left_a, left_b = [], [name for name in b.tensors if name not in a.tensors]
+    for name in a.tensors:
+        if name not in b.tensors:
+            left_a.append(name)
+        else:
+            yield _named_alike(a, b, name)
+    yield from _named_otherwise(a, b, left_a, left_b)
+
+
+def _named_alike(a: Side, b: Side, name: str) -> Pair:
+    stored = a.parts(name), b.parts(name)
+    forms = [[(each.dtype, each.shape) for each in parts] for parts in stored]
+    is_same_form = forms[0] == forms[1] and a.logical.packing(name) == b.logical.packing(name)
+    return Pair(
+        name,
+        a.role(name),
+        a.stored_as(name),
+        b.stored_as(name),
+        bytes=tuple(zip(*stored, strict=True)) if is_same_form else (),
+        numbers=_numbers(a, b, name),
+    )
+
+
+def _numbers(a: Side, b: Side, name: str) -> tuple[Numbers, ...]:
+    """How a tensor of both is compared by numbers; nothing where its parts cannot be told."""
+    first, second = a.tensors[name], b.tensors[name]
+    if first.dtype.is_mergeable and second.dtype.is_mergeable and first.shape == second.shape:
+        return (_between(a.logical.whole(first), b.logical.whole(second)),)
+    places, others = a.members(name), b.members(name)
+    if places.keys() != others.keys():
+        return ()
+    pairs = [(place, others[logical]) for logical, place in places.items()]
+    return tuple(_between(*pair) for pair in pairs) if all(_is_comparable(*pair) for pair in pairs) else ()
+
+
+def _is_comparable(a: Place, b: Place) -> bool:
+    return a.shape == b.shape and all(
+        each.tensor.dtype.is_mergeable or each.scales is not None for each in (a, b)
+    )
+
+
+def _between(a: Place, b: Place) -> Numbers:
+    return Numbers(ResolvedInput(0, a).read(0), ResolvedInput(0, b).read(0), prod(a.shape))
+
+
+def _named_otherwise(a: Side, b: Side, left_a: list[str], left_b: list[str]) -> Iterator[Pair]:
+    """Tensors of names that only one has: matrices of experts in another layout, or nothing alike."""
+    places_a, places_b = _places(a, left_a), _places(b, left_b)
+    common = [
+        name
+        for name, (_, place) in places_a.items()
+        if name in places_b and _is_comparable(place, places_b[name][1])
+    ]
+    for name in common:
+        (stored_a, place_a), (stored_b, place_b) = places_a[name], places_b[name]
+        yield Pair(
+            name,
+            a.role(stored_a),
+            a.stored_as(stored_a, name),
+            b.stored_as(stored_b, name),
+            numbers=(_between(place_a, place_b),),
+        )
+    yield from (Pair(name, role, form, "") for name, role, form in _alone(a, left_a, places_a, common))
+    yield from (Pair(name, role, "", form) for name, role, form in _alone(b, left_b, places_b, common))
+
+
+def _alone(
+    side: Side, left: list[str], places: Mapping[str, tuple[str, Place]], common: list[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Name, role and form of what has no partner: whole tensors, or matrices of one of which others have."""
+    matched = set(common)
+    shared = {places[name][0] for name in common}
+    yield from ((name, side.role(name), side.stored_as(name)) for name in left if name not in shared)
+    for name, (stored, _) in places.items():
+        if stored in shared and name not in matched:
+            yield name, side.role(stored), side.stored_as(stored, name)
+
+
+def _places(side: Side, names: list[str]) -> dict[str, tuple[str, Place]]:
+    """The logical tensors in stored ones, with the name of that."""
+    return {logical: (name, place) for name in names for logical, place in side.members(name).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from raymerge.errors import Problem, VerificationError
@@ -44,44 +44,42 @@ class Findings:
     compared: int = 0
     """Bytes of them that were compared with those of a source."""
     num_problems: int = 0
-    """How much is wrong."""
     problems: list[Problem] = field(default_factory=list)
     """The first of it in words."""
 
     def add(self, problem: Problem) -> None:
-        """Add something that is wrong."""
         self.num_problems += 1
         if len(self.problems) < self.most:
             self.problems.append(problem)
 
     def take(self, other: Findings) -> None:
         """Add what was found in another part."""
-        self.recomputed |= other.recomputed
-        self.undecided |= other.undecided
-        self.alike |= other.alike
-        self.copied |= other.copied
-        self.scales |= other.scales
-        self.skipped |= other.skipped
-        self.judged += other.judged
-        self.near += other.near
-        self.open += other.open
-        self.digested += other.digested
-        self.compared += other.compared
-        self.num_problems += other.num_problems
-        self.problems += other.problems[: self.most - len(self.problems)]
+        for name in self._kinds():
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, list):
+                mine += theirs[: self.most - len(mine)]
+            else:
+                setattr(self, name, mine + theirs if isinstance(mine, int) else mine | theirs)
+
+    @classmethod
+    def _kinds(cls) -> list[str]:
+        """Names of all that is found: sets and maps of tensors, counts, and problems in words."""
+        return [each.name for each in fields(cls) if each.name != "most"]
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "recomputed": sorted(self.recomputed),
-            "undecided": sorted(self.undecided),
-            "alike": self.alike,
-            "copied": sorted(self.copied),
-            "scales": sorted(self.scales),
-            "skipped": self.skipped,
-            "counts": [self.judged, self.near, self.open, self.digested, self.compared, self.num_problems],
-            "problems": [[each.where, each.what, each.remedy] for each in self.problems],
-        }
+        found = {name: getattr(self, name) for name in self._kinds()}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        return {**plain, "problems": [[each.where, each.what, each.remedy] for each in self.problems]}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], most: int) -> Findings:
+        """Inverse of ``to_json``."""
+        found = Findings(most)
+        for name, value in data.items():
+            setattr(found, name, type(getattr(found, name))(value))
+        found.problems = [Problem(*each) for each in data["problems"]]
+        return found
 
     def settled(self) -> Findings:
         """These findings of all parts together: what was compared nowhere is not audited, nor is what was
@@ -96,38 +94,14 @@ class Findings:
                 recomputed.add(name)
         return replace(self, skipped=skipped, recomputed=recomputed)
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any], most: int) -> Findings:
-        """Inverse of ``to_json``."""
-        judged, near, open_, digested, compared, num_problems = data["counts"]
-        return Findings(
-            most=most,
-            recomputed=set(data["recomputed"]),
-            undecided=set(data["undecided"]),
-            alike=dict(data["alike"]),
-            copied=set(data["copied"]),
-            scales=set(data["scales"]),
-            skipped=dict(data["skipped"]),
-            judged=judged,
-            near=near,
-            open=open_,
-            digested=digested,
-            compared=compared,
-            num_problems=num_problems,
-            problems=[Problem(*each) for each in data["problems"]],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """Tensors that were not audited for one reason."""
 
     reason: str
-    """Why."""
     tensors: int
-    """How many."""
     example: str
-    """One of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +115,6 @@ class AuditVerdict:
     seed: int
     """Chose which; the same seed chooses the same."""
     tensors: int
-    """Tensors of the output."""
     recomputed: int
     """Those recomputed from the sources, whole or in part."""
     copied: int
@@ -166,7 +139,6 @@ class AuditVerdict:
     problems: tuple[Problem, ...]
     """As much of it as was asked for."""
     seconds: float
-    """Wall time."""
 
     @property
     def is_by_bytes_alone(self) -> bool:
@@ -174,11 +146,6 @@ class AuditVerdict:
         return not (self.recomputed or self.copied)
 
     def require(self) -> AuditVerdict:
-        """This verdict, if nothing is wrong.
-
-        Raises:
-            VerificationError: with the problems.
-        """
         if self.num_problems:
             raise VerificationError(self.problems)
         return self
@@ -206,13 +173,7 @@ def audit_verdict(
     """The verdict on all parts.
 
     Args:
-        structure: the verdict on the structure.
-        findings: of all parts.
-        sample: share that was asked for.
-        seed: chose the elements.
-        tensors: of the output.
         problems: what is wrong beside the findings: with the structure, with sources.
-        seconds: wall time.
     """
     findings = findings.settled()
     return AuditVerdict(

@@ -1,13 +1,9 @@
 """Load: transformers takes the checkpoint with strict keys, and, where it fits the memory, runs it.
 
-Names and shapes are compared on the meta device, as loading would map them, for a model of any size. If
-the weights fit the memory they are loaded as users load them, the logits of a few tokens must be finite, and
-a few more are generated.
-
-The model that transformers builds of a config, without a number in memory, and how it would be loaded.
-
+Names and shapes are compared on the meta device, which has shapes and no numbers, for a model of any size.
 Loading is transformers' own: its classes, its conversions between experts that are stored one by one and
-together, its ties, its quantisers. Only the tensors are on the meta device, which has shapes and no numbers.
+together, its ties, its quantisers. If the weights fit the memory they are loaded as users load them, the
+logits of a few tokens must be finite, and a few more are generated.
 """
 
 from __future__ import annotations
@@ -46,16 +42,12 @@ class NotLoadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
-    """A model on the meta device."""
-
     model: Any
-    """The model, a ``PreTrainedModel``."""
     quantizer: Any
     """What makes numbers of its codes; None where it has none."""
 
     @property
     def class_name(self) -> str:
-        """Name of its class."""
         return type(self.model).__name__
 
     @property
@@ -112,11 +104,6 @@ def quiet() -> Iterator[None]:
 
 def build_meta_model(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> MetaModel:
     """The model of a checkpoint's config, on the meta device.
-
-    Args:
-        checkpoint: a local directory with a config.
-        trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
-            know its model.
 
     Raises:
         NotLoadableError: transformers has no such model, or cannot build it here.
@@ -233,7 +220,6 @@ def _quantizer(config: Any) -> Any:
 
 
 def _prepare(quantizer: Any, model: Any) -> None:
-    """Put the modules of codes in their places."""
     if quantizer.quantization_config.quant_method == MXFP4:
         # Its modules are made for kernels, which rearrange the numbers; decoded ones have plain shapes.
         quantizer.quantization_config.dequantize = True
@@ -282,44 +268,32 @@ class Passed:
     """Tensors or keys that are left out of the comparison, for one reason."""
 
     why: str
-    """The reason."""
     names: tuple[str, ...]
-    """Their names in the model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadVerdict:
     """What was found; ``problems`` empty means that it loads."""
 
     path: str
-    """The checkpoint."""
     transformers: str
-    """Version of transformers."""
-    model_class: str
+    model_class: str = ""
     """The class that was built; "" where none was."""
-    tensors: int
-    """Stored tensors."""
-    keys: int
+    tensors: int = 0
+    keys: int = 0
     """Keys of the model that are loaded."""
-    passed: tuple[Passed, ...]
+    passed: tuple[Passed, ...] = ()
     """What is not compared, though it is there or wanted."""
-    needed_nbytes: int
+    needed_nbytes: int = 0
     """Bytes of memory that loading and running the weights takes."""
-    ran: bool
+    ran: bool = False
     """Whether the weights were loaded and the model was run, not only names and shapes compared."""
-    tokens: tuple[int, ...]
-    """Tokens that were generated."""
-    note: str
+    tokens: tuple[int, ...] = ()
+    note: str = ""
     """Why not all was done; "" where it was."""
-    problems: tuple[Problem, ...]
-    """What is wrong."""
+    problems: tuple[Problem, ...] = ()
 
     def require(self) -> LoadVerdict:
-        """This verdict, if nothing is wrong.
-
-        Raises:
-            VerificationError: with every problem.
-        """
         if self.problems:
             raise VerificationError(self.problems)
         return self
@@ -331,16 +305,12 @@ def load_checkpoint(
     """Verify that transformers loads a checkpoint. Never raises for what is wrong: the verdict says it.
 
     Args:
-        root: its directory.
         memory: bytes that its weights may take; larger models are compared by names and shapes alone.
-        trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
-            know its model.
-        name: what messages call it; "" for its directory.
         lack: why its weights are not there, but their headers alone; "" where they are.
     """
-    found = _Findings(name or str(root))
+    found = LoadVerdict(name or str(root), version("transformers"))
     try:
-        checkpoint = open_checkpoint(root, found.name)
+        checkpoint = open_checkpoint(root, found.path)
         found.tensors = len(checkpoint.tensors)
         if checkpoint.is_raw:
             raise NotLoadableError("it has no config.json: it is tensors without a model")
@@ -355,45 +325,15 @@ def load_checkpoint(
     except UserError as error:
         found.problems += error.problems
     except NotLoadableError as error:
-        found.problems.append(_not_loadable(found.name, error))
-    return found.verdict()
+        found.problems = (_not_loadable(found.path, error),)
+    return found
 
 
-class _Findings:
-    """What is found on the way to a verdict."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.model_class = self.note = ""
-        self.tensors = self.keys = self.needed_nbytes = 0
-        self.passed: list[Passed] = []
-        self.ran = False
-        self.tokens: tuple[int, ...] = ()
-        self.problems: list[Problem] = []
-
-    def verdict(self) -> LoadVerdict:
-        """All of it."""
-        return LoadVerdict(
-            path=self.name,
-            transformers=version("transformers"),
-            model_class=self.model_class,
-            tensors=self.tensors,
-            keys=self.keys,
-            passed=tuple(self.passed),
-            needed_nbytes=self.needed_nbytes,
-            ran=self.ran,
-            tokens=self.tokens,
-            note=self.note,
-            problems=tuple(self.problems),
-        )
-
-
-def _compare(found: _Findings, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
-    """Names and shapes on the meta device."""
+def _compare(found: LoadVerdict, checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
     meta = build_meta_model(checkpoint, trust_remote_code=trust_remote_code)
     found.model_class = meta.class_name
     found.keys = len(meta.model.state_dict())
-    found.needed_nbytes = _needed(meta)
+    found.needed_nbytes = meta.nbytes + _COPIES * meta.largest_nbytes + _OVERHEAD_NBYTES
     fit = fit_tensors(meta, checkpoint.tensors)
     extra = _extra_predictors(checkpoint, fit.unexpected)
     groups = (
@@ -402,14 +342,10 @@ def _compare(found: _Findings, checkpoint: Checkpoint, *, trust_remote_code: boo
         ("keys that share the tensor of another", fit.tied),
         ("keys that transformers makes itself", fit.made_anew),
     )
-    found.passed += [Passed(why, names) for why, names in groups if names]
-    found.problems += _problems(
-        checkpoint.name, meta.class_name, fit, unexpected=_without(fit.unexpected, extra)
-    )
-
-
-def _needed(meta: MetaModel) -> int:
-    return meta.nbytes + _COPIES * meta.largest_nbytes + _OVERHEAD_NBYTES
+    found.passed = tuple(Passed(why, names) for why, names in groups if names)
+    left_out = set(extra)
+    unexpected = [name for name in fit.unexpected if name not in left_out]
+    found.problems += tuple(_problems(checkpoint.name, meta.class_name, fit, unexpected=unexpected))
 
 
 def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str, ...]:
@@ -420,11 +356,6 @@ def _extra_predictors(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str
     found = stacks(checkpoint.tensors, checkpoint.config)
     reader = NameReader(rules, stacks=found)
     return tuple(name for name in names if reader.describe(name).role is Role.MTP)
-
-
-def _without(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    left_out = set(others)
-    return [name for name in names if name not in left_out]
 
 
 def _problems(where: str, model: str, fit: Fit, *, unexpected: Sequence[str]) -> Iterator[Problem]:
@@ -451,7 +382,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
-def _load_and_run(found: _Findings, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
+def _load_and_run(found: LoadVerdict, checkpoint: Checkpoint, memory: int, *, own_code: bool) -> None:
     """Load the weights as users do and run the model, or note why not."""
     if found.needed_nbytes > memory:
         found.note = (
@@ -466,14 +397,13 @@ def _load_and_run(found: _Findings, checkpoint: Checkpoint, memory: int, *, own_
         return
     except (Exception, SystemExit) as error:  # what loading raises is the library's, or a model's own
         what = f"transformers cannot load it ({reason(error)})."
-        found.problems.append(Problem(checkpoint.name, what, _ELSEWHERE))
+        found.problems = (Problem(checkpoint.name, what, _ELSEWHERE),)
         return
     with torch.inference_mode():
-        found.problems += _run(found, model, checkpoint, own_code=own_code)
+        found.problems = tuple(_run(found, model, checkpoint, own_code=own_code))
 
 
 def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
-    """The model with its weights, on the CPU."""
     import transformers
 
     library: Any = transformers
@@ -485,7 +415,7 @@ def _loaded(checkpoint: Checkpoint, name: str, *, own_code: bool) -> Any:
     return architecture.from_pretrained(checkpoint.root, local_files_only=True, dtype="auto", **options)
 
 
-def _run(found: _Findings, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
+def _run(found: LoadVerdict, model: Any, checkpoint: Checkpoint, *, own_code: bool) -> Iterator[Problem]:
     """Logits of a few tokens, and, where the model writes text, a few more tokens that follow."""
     if model.main_input_name != "input_ids":
         found.note = f"the weights were loaded; {found.model_class} reads no text first, so it was not run"
@@ -549,10 +479,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _not_loadable(name: str, error: NotLoadableError) -> Problem:
-    return Problem(name, f"it is not loadable here: {error}.", _not_loadable_remedy(str(error)))
-
-
-def _not_loadable_remedy(text: str) -> str:
-    if "auto_map" in text:
-        return f"Read its code and give --trust-remote-code to run it. {_ELSEWHERE}"
-    return f"Install a transformers, or the package, that it needs. {_ELSEWHERE}"
+    remedy = f"Install a transformers, or the package, that it needs. {_ELSEWHERE}"
+    if "auto_map" in str(error):
+        remedy = f"Read its code and give --trust-remote-code to run it. {_ELSEWHERE}"
+    return Problem(name, f"it is not loadable here: {error}.", remedy)

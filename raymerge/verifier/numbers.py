@@ -29,8 +29,10 @@ _PRECISION: Mapping[DType, tuple[int, int]] = {
 }
 
 
-def plain_numbers(dtype: DType, stored: Bytes) -> Floats:
+def plain_numbers(dtype: DType, stored: Bytes, *, exact: bool = False) -> Floats:
     """Elements of a plain dtype as float32 numbers, which arithmetic begins with, in float64.
+
+    Float64 ones as they are where ``exact``.
 
     Raises:
         ValueError: the dtype holds no plain numbers.
@@ -40,8 +42,9 @@ def plain_numbers(dtype: DType, stored: Bytes) -> Floats:
         return words.view(np.float32).astype(np.float64)
     if dtype not in _PLAIN:
         raise ValueError(f"{dtype.value} holds no plain numbers")
+    numbers = stored.view(_PLAIN[dtype])
     with np.errstate(over="ignore"):
-        return np.asarray(stored.view(_PLAIN[dtype]).astype(np.float32), dtype=np.float64)
+        return np.asarray(numbers if exact else numbers.astype(np.float32), dtype=np.float64)
 
 
 def nearest_distance(dtype: DType, values: Floats) -> Floats:
@@ -115,11 +118,9 @@ def code_steps(
     """What the element of each code is multiplied by: float64 ``[rows, columns]``.
 
     Args:
-        encoding: what codes and scales mean.
         scales: of whole bands.
         tensor_scale: the one scale of the matrix; nothing where there is none.
         rows: first row within these bands, and stop.
-        columns: of the matrix.
     """
     first, stop = rows
     if encoding.format is Format.FP8_TENSOR:
@@ -144,7 +145,6 @@ def coded_numbers(encoding: Encoding, codes: Bytes, steps: Floats) -> Floats:
 
 
 def code_magnitudes(form: Format, codes: Bytes) -> NDArray[np.float32]:
-    """The magnitude of the element of each code."""
     return np.abs(_ELEMENTS[form]).astype(np.float32)[_one_by_one(form, codes).reshape(-1)]
 
 

@@ -6,15 +6,19 @@ rows of several matrices with the products that adapters add.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.checkpoints.views import View
-from raymerge.merge_plan.expressions import Assembly, Product, Read, Scales, Term
+from raymerge.dtypes import DType
+from raymerge.merge_plan.expressions import Assembly, Expression, Part, Product, Read, Scales, Term
+from raymerge.merge_plan.plan import Plan
+from raymerge.merge_plan.tables import read_scales, read_term, read_view
 from raymerge.methods import DOUBT, Elements
 from raymerge.storage.store import ReadStore
 from raymerge.verifier.numbers import (
@@ -28,6 +32,9 @@ from raymerge.verifier.numbers import (
     scale_numbers,
 )
 
+Run: TypeAlias = Callable[[int, int], Floats]
+"""Gives elements in the order in which they are stored, from the first up to a stop."""
+
 
 class Reader:
     """Reads bytes of stores, and counts them."""
@@ -38,11 +45,6 @@ class Reader:
         """Bytes read so far."""
 
     def read(self, store: int, key: str, offset: int, nbytes: int) -> Bytes:
-        """Bytes of a file of a store.
-
-        Raises:
-            CheckpointError: it cannot be read, or ends before.
-        """
         self.nbytes += nbytes
         return np.frombuffer(self._stores[store].read(key, offset, nbytes), np.uint8)
 
@@ -83,6 +85,12 @@ class Coded:
             self.encoding, stored, whole, rows=(first - begin, stop - begin), columns=self.columns
         )
 
+    def steps_of(self, start: int, stop: int) -> Floats:
+        """What a run of codes is multiplied by."""
+        first = start // self.columns
+        steps = self.steps(first, -(-stop // self.columns)).reshape(-1)
+        return steps[start - first * self.columns : stop - first * self.columns]
+
     def scales(self, first: int, count: int) -> Bytes:
         """Those of a run of elements that begins at a unit; nothing where the only one is the matrix's."""
         offset, nbytes = self._scales.of(first, count)
@@ -100,19 +108,6 @@ class Coded:
                     self._read.source, scales.tensor_key, scales.tensor_offset, scales.tensor_nbytes
                 )
         return self._tensor_scale
-
-
-class Steps:
-    """What codes are multiplied by."""
-
-    def __init__(self, codes: Coded) -> None:
-        self._codes = codes
-
-    def read(self, start: int, stop: int) -> Floats:
-        columns = self._codes.columns
-        first = start // columns
-        steps = self._codes.steps(first, -(-stop // columns)).reshape(-1)
-        return steps[start - first * columns : stop - first * columns]
 
 
 class Blocks:
@@ -204,28 +199,18 @@ class Blocks:
         return self._largest
 
 
-class Filled:
-    """Whether the codes of an element's block reach far enough, as 1 and 0."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-
-    def read(self, start: int, stop: int) -> Floats:
-        return self._blocks.are_filled(start, stop)
-
-
-def elements_of(read: Read, reader: Reader, *, first: int = 0) -> Elements:
+def elements_of(read: Read, reader: Reader, *, first: int = 0, exact: bool = False) -> Elements:
     """The elements of an input.
 
     Args:
-        read: where they are.
-        reader: of all stores.
         first: index within the logical tensor of the first element that is there.
+        exact: whether plain float64 numbers are given as they are stored, and not in float32.
     """
     if read.assembly is not None:
         return _Assembled(read.assembly, reader)
-    stored = _Stored(read, reader) if read.scales is None else Coded(read, read.scales, reader)
-    return _Shifted(stored, first) if read.view is None else _Viewed(stored, read.view, read)
+    if read.scales is not None:
+        return _logical(Coded(read, read.scales, reader).read, read, first)
+    return _logical(_plain(read, reader, exact=exact), read, first)
 
 
 class CodeFacts:
@@ -236,9 +221,6 @@ class CodeFacts:
     ) -> None:
         """
         Args:
-            read: the codes.
-            scales: of their blocks.
-            reader: of the output.
             first: index within the logical tensor of the first element that is there.
             total: elements of the matrix.
             is_joined: whether the one scale of the matrix is also that of others.
@@ -246,9 +228,9 @@ class CodeFacts:
         codes, view = Coded(read, scales, reader), read.view
         size = total if view is None else codes.total
         self._blocks = Blocks(codes, first=first, total=size, is_joined=is_joined)
-        self.steps = self._logical(Steps(codes), read, first)
+        self.steps = _logical(codes.steps_of, read, first)
         """What each element is multiplied by."""
-        self.is_filled = self._logical(Filled(self._blocks), read, first)
+        self.is_filled = _logical(self._blocks.are_filled, read, first)
         """1 where the codes of an element's block reach as far as those do that its scale was made for."""
         self._shift: int | None = -first if view is None else view.offset if view.is_flat else None
         self.width = scales.encoding.block[1] or scales.columns
@@ -263,28 +245,20 @@ class CodeFacts:
             return []
         return [place - self._shift for place in self._blocks.peaks(start + self._shift, stop + self._shift)]
 
-    @staticmethod
-    def _logical(run: _Run, read: Read, first: int) -> Elements:
-        return _Shifted(run, first) if read.view is None else _Viewed(run, read.view, read)
+
+def _plain(read: Read, reader: Reader, *, exact: bool) -> Run:
+    """Plain numbers in the order in which they are stored."""
+    width = read.dtype.nbytes(1)
+
+    def numbers(start: int, stop: int) -> Floats:
+        raw = reader.read(read.source, read.key, read.offset + start * width, (stop - start) * width)
+        return plain_numbers(read.dtype, raw, exact=exact)
+
+    return numbers
 
 
-class _Run(Protocol):
-    """Elements in the order in which they are stored."""
-
-    def read(self, start: int, stop: int) -> Floats:
-        """A run of them."""
-
-
-class _Stored:
-    """Plain numbers."""
-
-    def __init__(self, read: Read, reader: Reader) -> None:
-        self._read, self._reader = read, reader
-
-    def read(self, start: int, stop: int) -> Floats:
-        read, width = self._read, self._read.dtype.nbytes(1)
-        raw = self._reader.read(read.source, read.key, read.offset + start * width, (stop - start) * width)
-        return plain_numbers(read.dtype, raw)
+def _logical(run: Run, read: Read, first: int) -> Elements:
+    return _Shifted(run, first) if read.view is None else _Viewed(run, read.view, read)
 
 
 class _Shifted:
@@ -292,17 +266,17 @@ class _Shifted:
 
     held = 0
 
-    def __init__(self, stored: _Run, first: int) -> None:
+    def __init__(self, stored: Run, first: int) -> None:
         self._stored, self._first = stored, first
 
     def read(self, start: int, stop: int) -> tuple[Floats, None]:
-        return self._stored.read(start - self._first, stop - self._first), None
+        return self._stored(start - self._first, stop - self._first), None
 
 
 class _Viewed:
     """Elements among those of others: read whole where they are no run of their own."""
 
-    def __init__(self, stored: _Run, view: View, read: Read) -> None:
+    def __init__(self, stored: Run, view: View, read: Read) -> None:
         self._stored, self._view = stored, view
         self._total = read.nbytes * 8 // read.dtype.bits
         self._all: Floats | None = None
@@ -310,9 +284,9 @@ class _Viewed:
 
     def read(self, start: int, stop: int) -> tuple[Floats, None]:
         if self._view.is_flat:
-            return self._stored.read(self._view.offset + start, self._view.offset + stop), None
+            return self._stored(self._view.offset + start, self._view.offset + stop), None
         if self._all is None:
-            self._all = strided(self._stored.read(0, self._total), self._view).reshape(-1)
+            self._all = strided(self._stored(0, self._total), self._view).reshape(-1)
         return self._all[start:stop], None
 
 
@@ -371,8 +345,6 @@ class _Assembled:
 
 
 class _TermRows:
-    """The rows of one stored matrix, with what an adapter adds to them."""
-
     def __init__(self, term: Term, columns: int, reader: Reader) -> None:
         self._elements = elements_of(term.read, reader)
         self._columns = columns
@@ -412,5 +384,167 @@ class _LowRank:
 
 
 def _whole(read: Read, reader: Reader) -> Floats:
-    """All elements of a factor."""
     return plain_numbers(read.dtype, reader.read(read.source, read.key, read.offset, read.nbytes))
+
+
+class Place(NamedTuple):
+    """Bytes of the output."""
+
+    key: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    index: int
+    tensor: str
+    tensor_shape: tuple[int, ...]
+    tensor_offset: int
+    expression: Expression
+    first_element: int
+    """Index of its first element within the logical tensor."""
+    num_elements: int
+    place: Place
+    made_by: int
+    """The row whose receipt has its digest: itself, or the first one of the same content."""
+    made_for: str
+    """The output tensor that that row is a run of."""
+    parts: tuple[Part, ...]
+    reads: tuple[Read, ...]
+    """Their inputs, by part, the base first where there is one."""
+    scales: Scales | None
+    """Where its bytes are codes: the scales that were made with them, as places of the output."""
+    is_joined: bool
+    """Whether it shares the one scale of its matrix with other rows, which may hold larger numbers."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it was computed, and not copied from another row."""
+        return self.made_by == self.index
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Everything that is read for it, by its index."""
+        terms = (term for read in self.reads if read.assembly is not None for term in read.assembly.terms)
+        deep = {
+            each.source
+            for term in terms
+            for each in (term.read, *(term.product.factors if term.product is not None else ()))
+        }
+        return frozenset({*(read.source for read in self.reads), *deep})
+
+    def reads_of(self, part: int) -> tuple[Read, ...]:
+        return tuple(read for read in self.reads if read.part == part)
+
+
+class PlanRows:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._expressions: Sequence[Expression] = plan.expressions
+        self._encodings = plan.encodings
+        self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
+
+    def segment(self, number: int) -> Iterator[PlanRow]:
+        (segment,) = self._plan["segments"].slice(number, 1).to_pylist()
+        rows = self._plan["rows"].slice(segment["first_row"], segment["num_rows"]).to_pylist()
+        for index, row in enumerate(rows, segment["first_row"]):
+            yield self._row(index, row)
+
+    def _row(self, index: int, row: Mapping[str, Any]) -> PlanRow:
+        (tensor,) = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()
+        expression = self._expressions[row["expression"]]
+        parts = tuple(self._parts(row))
+        made_by = index if row["copy_of"] < 0 else row["copy_of"]
+        return PlanRow(
+            index=index,
+            tensor=tensor["name"],
+            tensor_shape=tuple(tensor["shape"]),
+            tensor_offset=tensor["offset"],
+            expression=expression,
+            first_element=row["first_element"],
+            num_elements=row["num_elements"],
+            place=self._place(row),
+            made_by=made_by,
+            made_for=tensor["name"] if made_by == index else self._tensor_of(made_by),
+            parts=parts,
+            reads=tuple(self._reads(row)),
+            scales=self._scales_made(row, expression, parts),
+            is_joined=bool(row["joined_with"]),
+        )
+
+    def _tensor_of(self, index: int) -> str:
+        (row,) = self._plan["rows"].slice(index, 1).to_pylist()
+        (tensor,) = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()
+        return str(tensor["name"])
+
+    def _place(self, row: Mapping[str, Any]) -> Place:
+        return Place(self._shards[row["shard"]], row["offset"], row["nbytes"])
+
+    def _parts(self, row: Mapping[str, Any]) -> Iterator[Part]:
+        for part in self._plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist():
+            shape = tuple(part["shape"])
+            yield Part(part["logical"], shape, read_view(part["view_offset"], shape, part["view_strides"]))
+
+    def _reads(self, row: Mapping[str, Any]) -> Iterator[Read]:
+        for each in self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist():
+            scales = None
+            if each["scales"] >= 0:
+                (found,) = self._plan["scales"].slice(each["scales"], 1).to_pylist()
+                scales = read_scales(list(found.values()), self._encodings)
+            yield Read(
+                each["part"],
+                each["source"],
+                each["key"],
+                each["offset"],
+                each["nbytes"],
+                DType(each["dtype"]),
+                read_view(each["view_offset"], each["view_shape"], each["view_strides"]),
+                assembly=self._assembly(each["assembly"]),
+                scales=scales,
+            )
+
+    def _assembly(self, number: int) -> Assembly | None:
+        if number < 0:
+            return None
+        (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()
+        terms = self._plan["terms"].slice(row["first_term"], row["num_terms"]).to_pylist()
+        runs = self._plan["runs"].slice(row["first_run"], row["num_runs"]).to_pylist()
+        factors = [
+            self._plan["factors"].slice(term["first_factor"], term["num_factors"]).to_pylist()
+            for term in terms
+        ]
+        return Assembly(
+            num_rows=row["num_rows"],
+            num_columns=row["num_columns"],
+            terms=tuple(read_term(term, own) for term, own in zip(terms, factors, strict=True)),
+            runs=tuple((run["to_row"], run["from_row"], run["count"], run["term"]) for run in runs),
+            real_rows=row["real_rows"],
+        )
+
+    def _scales_made(
+        self, row: Mapping[str, Any], expression: Expression, parts: Sequence[Part]
+    ) -> Scales | None:
+        """The scales that were written with a row of codes, as those of an input are described."""
+        if expression.encode is None:
+            return None
+        places = [
+            self._place(self._plan["rows"].slice(row[kind], 1).to_pylist()[0]) if row[kind] >= 0 else None
+            for kind in ("scales", "tensor_scale")
+        ]
+        own, whole = places
+        return Scales(
+            encoding=expression.encode,
+            columns=parts[0].columns,
+            key="" if own is None else own.key,
+            offset=0 if own is None else own.offset,
+            nbytes=0 if own is None else own.nbytes,
+            tensor_key="" if whole is None else whole.key,
+            tensor_offset=0 if whole is None else whole.offset,
+        )
+
+
+def written(row: PlanRow, view: View | None) -> Read:
+    """The bytes of a row as an input that an audit reads; of one part, by its view."""
+    place = row.place
+    return Read(0, 0, place.key, place.offset, place.nbytes, row.expression.cast, view, scales=row.scales)

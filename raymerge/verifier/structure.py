@@ -3,21 +3,27 @@ beside the weights that are those which were published."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import xxhash
+
+from raymerge.checkpoints.files import MODEL_CARD, RECORD_DIRECTORY, holds_weights
 from raymerge.checkpoints.index import INDEX_FILE
+from raymerge.checkpoints.json_files import load_json, read_bounded
 from raymerge.checkpoints.pickles import read_pickled
-from raymerge.checkpoints.source import Checkpoint, open_checkpoint
+from raymerge.checkpoints.source import CONFIG_FILE, Checkpoint, open_checkpoint
 from raymerge.errors import Problem, UserError, VerificationError
-from raymerge.merge_plan.tables import Plan, load_plan
+from raymerge.merge_plan.tables import Plan, index_bytes, load_plan
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.sources import collector_paused
 from raymerge.storage.addresses import is_remote, parse_place, shown
+from raymerge.storage.file_rules import EXPORT, HIDDEN
 from raymerge.storage.open import open_store
+from raymerge.storage.store import FileInfo, ReadStore, is_key
 from raymerge.storage.temporary import fetched
-from raymerge.verifier.companions import file_problems, stray_weights
 
 RECORD_PLAN = Path("raymerge") / "plan"
 """Where a merged checkpoint keeps the plan that it was made by."""
@@ -30,26 +36,16 @@ class Verdict:
     """What was found; ``problems`` empty means that the checkpoint is sound."""
 
     path: str
-    """The checkpoint."""
     tensors: int
-    """Tensors in it."""
     nbytes: int
-    """Bytes of its weight files."""
     files: int
-    """Weight files."""
     against_plan: bool
     """Whether it was compared with the plan that it was made by."""
     problems: tuple[Problem, ...]
-    """What is wrong."""
     are_tensors_sound: bool
     """Whether nothing is wrong with the tensors, config and index, whatever is with the files beside them."""
 
     def require(self) -> Verdict:
-        """This verdict, if nothing is wrong.
-
-        Raises:
-            VerificationError: with every problem.
-        """
         if self.problems:
             raise VerificationError(self.problems)
         return self
@@ -90,7 +86,6 @@ def _verdict(root: Path | str) -> Verdict:
 
 
 def _beside_problems(checkpoint: Checkpoint, plan: Plan | None) -> list[Problem]:
-    """What is wrong with the files beside the weights."""
     if plan is None:
         return list(stray_weights(checkpoint))
     try:
@@ -121,7 +116,6 @@ def _recorded_plan(root: str, keys: Collection[str]) -> Plan | None:
 
 
 def _plan_problems(checkpoint: Checkpoint, plan: Plan) -> Iterator[Problem]:
-    """Differences between the tensors on disk and those that the plan lists."""
     table = plan["tensors"]
     shards = plan["shards"].column("name").to_pylist()
     wanted = {
@@ -157,3 +151,112 @@ def _index_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             f"it has {len(checkpoint.files)} weight files and no {INDEX_FILE}, so that no loader finds them.",
             "Copy the index from where the files come from, or merge again.",
         )
+
+
+PROVENANCE_FILE = f"{RECORD_DIRECTORY}/provenance.json"
+"""Key of what says what a checkpoint was made of, and of the digests of its companions."""
+_AGAIN = "Merge again, or take the checkpoint from where it is whole."
+_DOCUMENTS = (
+    "*.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "*.png",
+    "*.jpg",
+    "*.jpeg",
+    "*.gif",
+    "*.svg",
+    "*.webp",
+)
+"""Files for people, which no loader reads."""
+_CHUNK = 8 << 20
+_MOST = 1 << 30
+# A provenance names every tensor.
+
+
+def may_be_added(key: str) -> bool:
+    """Whether a file may come to a checkpoint after it was published, since no loader of it reads the file.
+
+    Those are files for people, hidden ones, and the model once more in a format for other software.
+    """
+    name = key.rpartition("/")[2]
+    is_document = any(fnmatchcase(name, pattern) for pattern in _DOCUMENTS)
+    return is_document or HIDDEN.matches(key) or EXPORT.matches(key)
+
+
+def file_problems(store: ReadStore, plan: Plan, name: str) -> Iterator[Problem]:
+    """Files beside the weights that are not those which were published: changed, missing or added.
+
+    The model card may be edited, and what ``may_be_added`` allows may be added.
+    """
+    files = {info.key: info for info in store.files()}
+    digests = _digests(store, files.get(PROVENANCE_FILE))
+    if digests is None:
+        what = "is missing or damaged, and it alone says what the tokenizer and other companions must be."
+        yield Problem(f"{name}/{PROVENANCE_FILE}", what, _AGAIN)
+        return
+    for key, digest in digests.items():
+        if key != MODEL_CARD:
+            yield from changed_file(store, key, digest, name)
+    yield from _written_index_problems(store, files, plan, name)
+    made = {*plan["shards"].column("name").to_pylist(), CONFIG_FILE, INDEX_FILE, MODEL_CARD, *digests}
+    for key in files.keys() - made:
+        if key.startswith(f"{RECORD_DIRECTORY}/") or may_be_added(key):
+            continue
+        more = " Loaders that take every file of weights would read it." if holds_weights(key) else ""
+        yield Problem(
+            f"{name}/{key}", f"the merge writes no such file.{more}", "Take it away, or merge again."
+        )
+
+
+def changed_file(store: ReadStore, key: str, digest: str, name: str) -> Iterator[Problem]:
+    """What is wrong with a file that has to have a digest; ``name`` is what messages call the checkpoint."""
+    found = file_digest(store, key)
+    if found != digest:
+        what = "is missing." if not found else "its bytes are not those that were published."
+        yield Problem(f"{name}/{key}", what, _AGAIN)
+
+
+def file_digest(store: ReadStore, key: str) -> str:
+    """xxh3-128 of a file's bytes, in hex; "" where there is none."""
+    info = store.info(key)
+    if info is None:
+        return ""
+    digest = xxhash.xxh3_128()
+    for offset in range(0, info.nbytes, _CHUNK):
+        digest.update(store.read(key, offset, min(_CHUNK, info.nbytes - offset)))
+    return digest.hexdigest()
+
+
+def stray_weights(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Safetensors at the top of a checkpoint that no plan speaks of, beside those that are its weights."""
+    for each in checkpoint.left_out:
+        if each.rule is None and "/" not in each.key and each.key.endswith(".safetensors"):
+            what = "is no part of the weights, and loaders that take every *.safetensors would read it."
+            yield Problem(f"{checkpoint.name}/{each.key}", what, "Take it away, or name it in the index.")
+
+
+def _digests(store: ReadStore, info: FileInfo | None) -> Mapping[str, str] | None:
+    """Digests of the companions and the model card, by their keys; None where nothing says them."""
+    if info is None:
+        return None
+    try:
+        found = load_json(read_bounded(store, info.key, info.nbytes, most=_MOST))
+    except (ValueError, RecursionError):
+        return None
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(is_key(k) and isinstance(v, str) for k, v in files.items()):
+        return None
+    return files
+
+
+def _written_index_problems(
+    store: ReadStore, files: Mapping[str, FileInfo], plan: Plan, name: str
+) -> Iterator[Problem]:
+    """An index that is not the one which the plan makes, its total size included."""
+    shards = plan["shards"].column("name").to_pylist()
+    info = files.get(INDEX_FILE)
+    if len(shards) == 1 and info is not None:
+        yield Problem(f"{name}/{INDEX_FILE}", "the merge writes no such file.", "Take it away.")
+    elif info is not None and store.read(INDEX_FILE, 0, info.nbytes) != index_bytes(plan):
+        yield Problem(f"{name}/{INDEX_FILE}", "it is not the index that the plan makes.", _AGAIN)

@@ -216,10 +216,10 @@ MUTATIONS = (
         "planner/test_planner_slices.py planner/test_planner_layouts.py planner/test_planner_tensors.py",
     ),
     # What a plan is checked for
-    Mutation("merge_plan/check_reads.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
-    Mutation("merge_plan/check_reads.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
+    Mutation("merge_plan/check_inputs.py", "(nbytes > size - offset)", "(nbytes > size)", CHECK),
+    Mutation("merge_plan/check_inputs.py", "(offset < 0) | (nbytes < 0) |", "(nbytes < 0) |", CHECK),
     Mutation(
-        "merge_plan/check_reads.py",
+        "merge_plan/check_inputs.py",
         "((offset + reach >= span) & ~empty)",
         "((offset + reach > span) & ~empty)",
         CHECK,
@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation(
         "merge_plan/check.py", "last & (offset + nbytes != end)", "last & (offset + nbytes > end)", CHECK
     ),
-    Mutation("merge_plan/check.py", "casts[expression] != dtype[tensor]", "casts[expression] < 0", CHECK),
+    Mutation("merge_plan/check.py", "written != dtype[tensor]", "written < 0", CHECK),
     Mutation(
         "merge_plan/check.py", 'found.flag("tensors", runs != 1,', 'found.flag("tensors", runs > 1,', CHECK
     ),
@@ -433,9 +433,9 @@ MUTATIONS = (
     Mutation(
         "verifier/structure.py", "if len(checkpoint.files) > 1:", "if len(checkpoint.files) > 9:", VERIFIER
     ),
-    Mutation("verifier/companions.py", "    if found != digest:", "    if not found:", VERIFIER),
+    Mutation("verifier/structure.py", "    if found != digest:", "    if not found:", VERIFIER),
     Mutation(
-        "verifier/companions.py",
+        "verifier/structure.py",
         "or may_be_added(key):\n            continue",
         "or True:\n            continue",
         VERIFIER,

@@ -115,9 +115,7 @@ def _put(root: Path, name: str, tensor: torch.Tensor) -> None:
     (root / "model.safetensors").write_bytes(raw)
 
 
-@pytest.mark.parametrize(
-    "method", ["linear", "passthrough", "nuslerp", "model_stock", "multislerp", "upcycle", "breadcrumbs"]
-)
+@pytest.mark.parametrize("method", ["linear", "nuslerp", "model_stock", "multislerp", "breadcrumbs"])
 def test_other_settings_and_dtypes_are_proved(method: str, family: Family, tmp_path: Path) -> None:
     """float32 output, rows and columns, a base, noise, a scale."""
     asked = recipes(family)[method]
@@ -127,7 +125,7 @@ def test_other_settings_and_dtypes_are_proved(method: str, family: Family, tmp_p
     assert_proved(audited(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("method", ["ties", "della", "sce", "karcher"])
+@pytest.mark.parametrize("method", ["ties", "karcher"])
 def test_inputs_with_adapters_are_proved(method: str, family: Family, tmp_path: Path) -> None:
     """What a product adds is rounded in float32, so that the order of elements is open in places."""
     tiny_lora(tmp_path / "lora", read_tensors(family.tunes[0]), 5)
@@ -276,7 +274,7 @@ def test_what_does_not_fit_the_memory_is_told(
     assert verdict.recomputed > 0
 
 
-@pytest.mark.parametrize("method", ["ties", "slerp", "arcee_fusion"])
+@pytest.mark.parametrize("method", ["ties", "arcee_fusion"])
 def test_statistics_of_a_tensor_are_taken_in_little_memory(
     method: str, family: Family, tmp_path: Path, in_little_memory: RunOptions
 ) -> None:
@@ -300,8 +298,15 @@ def test_what_cannot_be_asked_is_refused(wrong: dict[str, Any]) -> None:
 # Samples
 
 
-@pytest.mark.parametrize("span", [(0, 1), (0, 100_000), (4096, 9000), (7, 70_007)])
-@pytest.mark.parametrize(("share", "unit", "most"), [(1.0, 1, 50_000), (0.1, 1, 5000), (0.001, 33, 66)])
+@pytest.mark.parametrize(
+    ("span", "share", "unit", "most"),
+    [
+        ((0, 1), 0.1, 1, 5000),
+        ((0, 100_000), 1.0, 1, 50_000),
+        ((4096, 9000), 0.1, 1, 5000),
+        ((7, 70_007), 0.001, 33, 66),
+    ],
+)
 def test_samples_are_runs_of_the_span(span: tuple[int, int], share: float, unit: int, most: int) -> None:
     runs = list(Sampling(share, 1).runs("name", span, unit=unit, most=most))
     taken = np.concatenate([np.arange(*run) for run in runs])

@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format
-from raymerge.verifier.digests import check_bytes, constant_bytes
+from raymerge.verifier.audit import check_bytes, constant_bytes
 from raymerge.verifier.findings import Findings
 from raymerge.verifier.stored import Blocks
 

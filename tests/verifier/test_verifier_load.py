@@ -25,8 +25,8 @@ ENOUGH = 4 << 30
 KINDS = {kind.name: kind for kind in (*DECODERS, *ENCODERS, *TWO_SIDED)}
 # One of each way to store and to build: plain, tied, biases, fused and single experts, recurrent, two-sided.
 SAMPLE = (
-    *("gemma2", "gpt2", "phi3", "qwen3_moe", "mixtral", "granitemoe", "dbrx", "falcon_h1"),
-    *("bert", "vit", "switch_transformers", "whisper"),
+    *("gemma2", "gpt2", "qwen3_moe", "mixtral", "dbrx", "falcon_h1"),
+    *("bert", "switch_transformers", "whisper"),
 )
 
 
@@ -44,7 +44,7 @@ def test_models_that_transformers_knows_load_and_run(kind: ModelType, tmp_path: 
     verdict = load_checkpoint(tmp_path, memory=ENOUGH)
     assert verdict.problems == ()
     assert verdict.tensors == len(read_tensors(tmp_path))
-    reads_text = kind.name not in ("vit", "whisper")
+    reads_text = kind.name != "whisper"
     assert verdict.ran is reads_text
     assert reads_text or "was not run" in verdict.note
 

@@ -70,12 +70,6 @@ def test_the_sources_themselves_pass_without_a_plan(sources: Family) -> None:
         assert not verdict.against_plan
 
 
-@pytest.mark.parametrize("method", ["linear", "passthrough", "slerp", "dare_linear"])
-def test_what_any_method_makes_passes(method: str, sources: Family, tmp_path: Path) -> None:
-    merge(recipes(sources)[method], tmp_path / "out")
-    assert verify(tmp_path / "out").problems == ()
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_tied_and_untied_models_pass(tie: bool, tmp_path: Path) -> None:
     assert verify(tiny_llama(tmp_path / "model", 1, tie=tie)).problems == ()
@@ -312,12 +306,8 @@ def test_a_second_set_beside_weights_without_a_plan_is_found(plain: Path) -> Non
     assert "copy.safetensors: is no part of the weights" in _said(plain)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_hidden_layers", 5), ("torch_dtype", "float16"), ("vocab_size", 99), ("hidden_act", "gelu")],
-)
-def test_a_config_that_is_not_the_planned_one_is_found(field: str, value: object, merged: Path) -> None:
-    _edit(merged / "config.json", lambda config: config.update({field: value}))
+def test_a_config_that_is_not_the_planned_one_is_found(merged: Path) -> None:
+    _edit(merged / "config.json", lambda config: config.update(hidden_act="gelu"))
     assert "config.json: it is not the config that the plan says" in _said(merged)
 
 

@@ -38,9 +38,8 @@ from raymerge.storage.addresses import is_remote, shown
 from raymerge.storage.hub.addresses import is_hub_place
 from raymerge.storage.open import USUAL, Lookup, open_store
 from raymerge.storage.store import ReadStore
-from raymerge.verifier.companions import changed_file, file_digest, may_be_added
-from raymerge.verifier.digests import differing_rows
-from raymerge.verifier.structure import RECORD_PLAN, verify_structure
+from raymerge.verifier.audit import differing_rows
+from raymerge.verifier.structure import RECORD_PLAN, changed_file, file_digest, may_be_added, verify_structure
 
 _AGAIN = "Merge again, or take the checkpoint from where it is whole."
 
