@@ -42,8 +42,8 @@ from raymerge.units import format_size
 if TYPE_CHECKING:
     from raymerge.api import RecipesLike
     from raymerge.errors import Problem
+    from raymerge.merge_plan.memory import Projection
     from raymerge.merge_plan.plan import Plan
-    from raymerge.merge_plan.projection import Projection
     from raymerge.options import RunOptions
     from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
@@ -242,7 +242,7 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
 def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
     from raymerge.errors import OptionError
-    from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+    from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
     from raymerge.runtime.workers.sizing import fit_budget
 
     try:

@@ -16,7 +16,7 @@ from raymerge.errors import OptionError, Problem
 from raymerge.units import format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
-    from raymerge.merge_plan.projection import Projection
+    from raymerge.merge_plan.memory import Projection
     from raymerge.planner.simulation import Cluster, Simulation
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from raymerge.merge_plan.columns import Flags, Ints, starts
 from raymerge.merge_plan.expressions import Read, Term
 from raymerge.merge_plan.memory import AssemblyNeed
+from raymerge.merge_plan.plan import Flags, Ints, starts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

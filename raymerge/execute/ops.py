@@ -12,11 +12,10 @@ import numpy as np
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.execute.gathers import AssembledInput, Input
-from raymerge.merge_plan.columns import RunReader, ints
 from raymerge.merge_plan.expressions import Expression, Read, repeated_reads
-from raymerge.merge_plan.gathers import read_term, read_view
 from raymerge.merge_plan.memory import InputNeed, Need, PartSize, RowSize, assembly_need, row_need
-from raymerge.merge_plan.tables import Plan, read_scales
+from raymerge.merge_plan.plan import RunReader, ints
+from raymerge.merge_plan.tables import Plan, read_scales, read_term, read_view
 
 Making: TypeAlias = tuple[int, tuple[int, ...]]
 """A row to make, and those rows of the ones that it writes which are to be written."""

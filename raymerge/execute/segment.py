@@ -42,7 +42,7 @@ from raymerge.execute.tiles import stretches
 from raymerge.execute.transfers import transfers_for
 from raymerge.merge_plan.expressions import Expression
 from raymerge.merge_plan.memory import Lane as Share
-from raymerge.merge_plan.projection import Projection
+from raymerge.merge_plan.memory import Projection
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import (
     BLOCK,

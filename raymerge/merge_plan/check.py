@@ -7,11 +7,9 @@ checks look at whole columns, so that a plan of 140,000 tensors is proved in abo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from raymerge.architectures import declared_tie
@@ -23,21 +21,38 @@ from raymerge.checkpoints.numbers import code_dtype
 from raymerge.checkpoints.views import row_major
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
-from raymerge.merge_plan.check_reads import (
+from raymerge.merge_plan.check_inputs import (
     Contradictions,
     check_assembled,
     check_assemblies,
     check_bytes,
+    check_scales,
+    check_taken,
     check_views,
     holds_view,
+    of_expressions,
+    smallest_packing,
     stored_bits,
 )
-from raymerge.merge_plan.check_scales import check_scales, smallest_packing
-from raymerge.merge_plan.columns import Flags, Ints, codes, gather, ints, lists, products, starts, sums
 from raymerge.merge_plan.dispositions import Disposition, Rule
 from raymerge.merge_plan.expressions import COPY, Expression
-from raymerge.merge_plan.gathers import input_bytes, joined_sums
-from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
+from raymerge.merge_plan.plan import (
+    FORMAT,
+    SCHEMAS,
+    Flags,
+    Ints,
+    Plan,
+    codes,
+    digest,
+    gather,
+    input_bytes,
+    ints,
+    joined_sums,
+    lists,
+    products,
+    starts,
+    sums,
+)
 from raymerge.methods import Access, BaseUse, find_method
 from raymerge.storage.store import is_key
 
@@ -45,46 +60,34 @@ _LARGEST_TRIED = 1 << 28
 # Elements of a row whose views are tried out, at a byte each. The largest fused expert known has 84 million.
 
 
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Columns that several checks need. R rows, P parts, I inputs."""
+    """Columns that several checks need, of R rows, P parts and I inputs."""
 
-    table: pa.Table
-    """The rows."""
-    parts: pa.Table
-    """Their parts."""
-    inputs: pa.Table
-    """Their inputs."""
-    is_flat: Flags
-    """``[R]``."""
-    is_copy: Flags
-    """``[R]``: whether the bytes are moved unread."""
-    num_elements: Ints
-    """``[R]``."""
-    num_parts: Ints
-    """``[R]``."""
-    num_inputs: Ints
-    """``[R]``."""
-    row_of_part: Ints
-    """``[P]``."""
-    row_of_input: Ints
-    """``[I]``."""
-    part_of_input: Ints
-    """``[I]``: index among all parts."""
-    part_sizes: Ints
-    """``[P]``: elements of each part."""
-    is_assembled: Flags
-    """``[I]``: whether it is made of rows of other tensors."""
-    is_strided: Flags
-    """``[I]``: whether it, or what it is assembled of, lies within a fused tensor."""
+    def __init__(self, plan: Plan) -> None:
+        self.table, self.parts, self.inputs = plan["rows"], plan["parts"], plan["inputs"]
+        self.is_flat = ints(self.table, "is_flat") == 1
+        self.is_copy = of_expressions(plan, lambda each: each.is_copy) == 1
+        self.num_elements, self.num_parts, self.num_inputs = (
+            ints(self.table, name) for name in ("num_elements", "num_parts", "num_inputs")
+        )
+        index = np.arange(self.table.num_rows)
+        self.row_of_part = np.repeat(index, self.num_parts)
+        self.row_of_input = np.repeat(index, self.num_inputs)
+        self.part_of_input = ints(self.table, "first_part")[self.row_of_input] + ints(self.inputs, "part")
+        """``[I]``: index among all parts."""
+        self.part_sizes = products(*lists(self.parts, "shape"))
+        """``[P]``: elements of each part."""
+        assembly = ints(self.inputs, "assembly")
+        self.is_assembled = assembly >= 0
+        self.is_strided = (lists(self.inputs, "view_strides")[0] > 0) | holds_view(plan)[assembly]
+        """``[I]``: whether it, or what it is assembled of, lies within a fused tensor."""
 
 
 def check_rows(plan: Plan, found: Contradictions) -> None:
-    """Check rows, parts and inputs, whose references to other tables hold."""
     _check_runs(plan, found)
     if found:
         return
-    rows = _rows(plan)
+    rows = _Rows(plan)
     _check_tiling(plan, rows, found)
     _check_parts(plan, rows, found)
     _check_inputs(plan, rows, found)
@@ -95,26 +98,12 @@ def check_rows(plan: Plan, found: Contradictions) -> None:
 def _check_runs(plan: Plan, found: Contradictions) -> None:
     """Parts and inputs are taken once each, in order, and each input belongs to a part of its row."""
     rows = plan["rows"]
-    is_unread = np.array([each.is_unread for each in plan.expressions], dtype=np.bool_)
-    is_unread = is_unread[ints(rows, "expression")]
-    for table, first, number in (
-        ("parts", "first_part", "num_parts"),
-        ("inputs", "first_input", "num_inputs"),
-    ):
-        counts = ints(rows, number)
-        least = np.where(is_unread & (table == "inputs"), 0, 1)
-        if (counts < least).any() or counts.sum() != plan[table].num_rows:
-            found.say("table rows", f"{number} does not take every one of the {table}")
-        else:
-            found.flag("rows", ints(rows, first) != starts(counts), f"{first} is not behind the row before")
+    is_unread = of_expressions(plan, lambda each: each.is_unread) == 1
+    check_taken(plan, found, "rows", "part", 1)
+    check_taken(plan, found, "rows", "input", np.where(is_unread, 0, 1))
     if found:
         return
-    sources = np.array(
-        [len(each.bind(keys=(), shape=()).sources) + each.has_base for each in plan.expressions],
-        dtype=np.int64,
-    )
-    per_part = np.array([1 if e.is_copy else n for e, n in zip(plan.expressions, sources, strict=True)])
-    wanted = per_part.astype(np.int64)[ints(rows, "expression")]
+    wanted = of_expressions(plan, _num_sources)
     num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
     found.flag("rows", num_inputs != num_parts * wanted, "it has inputs too many or too few")
     if found:
@@ -125,29 +114,10 @@ def _check_runs(plan: Plan, found: Contradictions) -> None:
     )
 
 
-def _rows(plan: Plan) -> _Rows:
-    rows, parts, inputs = plan["rows"], plan["parts"], plan["inputs"]
-    num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
-    index = np.arange(rows.num_rows)
-    row_of_input = np.repeat(index, num_inputs)
-    assembly = ints(inputs, "assembly")
-    is_copy = np.array([each.is_copy for each in plan.expressions], dtype=np.bool_)
-    return _Rows(
-        table=rows,
-        parts=parts,
-        inputs=inputs,
-        is_flat=ints(rows, "is_flat") == 1,
-        is_copy=is_copy[ints(rows, "expression")],
-        num_elements=ints(rows, "num_elements"),
-        num_parts=num_parts,
-        num_inputs=num_inputs,
-        row_of_part=np.repeat(index, num_parts),
-        row_of_input=row_of_input,
-        part_of_input=ints(rows, "first_part")[row_of_input] + ints(inputs, "part"),
-        part_sizes=products(*lists(parts, "shape")),
-        is_assembled=assembly >= 0,
-        is_strided=(lists(inputs, "view_strides")[0] > 0) | holds_view(plan)[assembly],
-    )
+def _num_sources(expression: Expression) -> int:
+    """Inputs of each part, the base included."""
+    sources = expression.bind(keys=(), shape=()).sources
+    return 1 if expression.is_copy else len(sources) + expression.has_base
 
 
 def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
@@ -157,14 +127,11 @@ def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     shard = ints(rows.table, "shard")
     found.flag("rows", shard != ints(tensors, "shard")[tensor], "it is in another shard than its tensor")
     dtype, words = codes(tensors, "dtype")
-    expression = ints(rows.table, "expression")
-    written = [(each.encode.code_dtype if each.encode else each.cast).value for each in plan.expressions]
-    casts = np.array([_number(word, words) for word in written], dtype=np.int64)
-    found.flag("rows", casts[expression] != dtype[tensor], "it is written in another dtype than its tensor's")
-    bits = np.array([each.cast.bits for each in plan.expressions], dtype=np.int64)[expression]
+    written = of_expressions(plan, lambda each: _number(_stored_dtype(each).value, words))
+    found.flag("rows", written != dtype[tensor], "it is written in another dtype than its tensor's")
+    bits = of_expressions(plan, lambda each: each.cast.bits)
     found.flag("rows", (rows.num_elements < 0) | (rows.num_elements * bits != nbytes * 8), "nbytes is wrong")
-    known = np.array([len(each.content) if each.is_constant else -1 for each in plan.expressions])
-    known = known.astype(np.int64)[expression]
+    known = of_expressions(plan, lambda each: len(each.content) if each.is_constant else -1)
     found.flag("rows", (known >= 0) & (known != nbytes), "it is not as long as the bytes that it consists of")
     first = np.append(True, np.diff(tensor) != 0)[: len(tensor)]
     last = np.append(first[1:], True)[: len(tensor)]
@@ -175,6 +142,10 @@ def _check_tiling(plan: Plan, rows: _Rows, found: Contradictions) -> None:
     runs = np.bincount(tensor[first], minlength=tensors.num_rows)
     found.flag("tensors", runs != 1, "its rows are missing or do not stand together")
     found.flag("rows", np.append(False, np.diff(shard) < 0)[: len(shard)], "it stands behind a later shard")
+
+
+def _stored_dtype(expression: Expression) -> DType:
+    return expression.encode.code_dtype if expression.encode else expression.cast
 
 
 def _number(word: str, words: list[str]) -> int:
@@ -241,8 +212,7 @@ def _check_pieces(plan: Plan, rows: _Rows, found: Contradictions) -> None:
         found.flag("rows", (first != 0) & other, "it goes on with another logical tensor or expression")
     ends = (stop == whole) | ((stop < whole) & goes_on)
     found.flag("rows", rows.is_flat & ~ends, "the logical tensor is not made to its end")
-    whole_only = np.array([not _divides(each) for each in plan.expressions], dtype=np.bool_)
-    cut = whole_only[ints(rows.table, "expression")] & (rows.num_elements != whole)
+    cut = (of_expressions(plan, _divides) == 0) & (rows.num_elements != whole)
     found.flag("rows", rows.is_flat & cut, "it is a piece, and its method needs the whole tensor")
 
 

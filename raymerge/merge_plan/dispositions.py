@@ -15,15 +15,15 @@ class Holding(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        pass
 
     @property
     def root(self) -> str:
-        """Its directory."""
+        pass
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name."""
+        pass
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -31,7 +31,7 @@ class Holding(Protocol):
 
     @property
     def files(self) -> Sequence[WeightFile]:
-        """The files that hold the tensors."""
+        pass
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Names of the stored tensors that the tensor of a name consists of."""
@@ -41,8 +41,6 @@ class Holding(Protocol):
 
 
 class Disposition(StrEnum):
-    """The four fates of a source tensor."""
-
     MERGED = "merged"
     COPIED = "copied"
     CONVERTED = "converted"
@@ -50,8 +48,6 @@ class Disposition(StrEnum):
 
 
 class Rule(StrEnum):
-    """The rule by which a tensor got its disposition."""
-
     METHOD = "method"
     """The recipe's method used it."""
     ONE_SOURCE = "one_source"
@@ -87,9 +83,7 @@ class Rule(StrEnum):
     EXTRA_DROPPED = "extra_dropped"
     """The lead lacks it and the recipe says ``extra_tensors: drop``."""
     EXPERT = "expert"
-    """It becomes an expert, or a part of one."""
     STAGE = "stage"
-    """A stage made it for this output."""
     REPLACED_BY_EXPERTS = "replaced_by_experts"
     """Experts take the place of this feed-forward layer of the base, and none of them is made of it."""
     ONLY_EXPERTS_TAKEN = "only_experts_taken"

@@ -11,7 +11,7 @@ from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.quantisation.encoding import Encoding, Packing
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.methods import Method, Settings, Takes, find_method
+from raymerge.methods import BLOCK, ROW_GROUP, Method, Settings, Takes, find_method
 
 COPY = "copy"
 CONSTANT = "constant"
@@ -47,22 +47,18 @@ class Expression:
 
     @property
     def is_tensor_scale(self) -> bool:
-        """Whether they are the one scale that all of a matrix shares."""
         return self.method == TENSOR_SCALE
 
     @property
     def is_copy(self) -> bool:
-        """Whether the bytes are moved unread."""
         return self.method == COPY
 
     @property
     def is_constant(self) -> bool:
-        """Whether the bytes stand in the settings."""
         return self.method == CONSTANT
 
     @property
     def is_unread(self) -> bool:
-        """Whether nothing is read for it."""
         return self.is_constant or self.is_scales
 
     @property
@@ -75,7 +71,6 @@ class Expression:
         return bytes.fromhex(json.loads(self.settings)["values"][_BYTES])
 
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
-        """The settings as a kernel takes them, for one logical tensor."""
         decoded: Mapping[str, Any] = json.loads(self.settings)
         return Settings(
             values=decoded["values"],
@@ -103,7 +98,6 @@ class Expression:
 def make_expression(
     method: Method, settings: Settings, *, has_base: bool, cast: DType, encode: Encoding | None = None
 ) -> Expression:
-    """The expression of a method applied with these settings."""
     numbers: dict[str, Any] = {
         "sources": [dict(s) for s in settings.sources],
         "values": dict(settings.values),
@@ -131,12 +125,7 @@ def conversion_expression(dtype: DType, encode: Encoding | None = None) -> Expre
 
 
 def scales_expression(dtype: DType, *, is_tensor_scale: bool = False) -> Expression:
-    """The expression of scales that are made with their codes, and not by themselves.
-
-    Args:
-        dtype: how they are stored.
-        is_tensor_scale: whether it is the one scale of a matrix.
-    """
+    """The expression of scales that are made with their codes, and not by themselves."""
     return Expression(TENSOR_SCALE if is_tensor_scale else SCALES, False, '{"sources":[],"values":{}}', dtype)
 
 
@@ -154,11 +143,9 @@ class Scales:
     columns: int
     """Columns of the matrix that the codes are rows of."""
     key: str
-    """File of the source."""
     offset: int
     """First byte in that file: of the scales of the first row that is read."""
     nbytes: int
-    """Bytes to read."""
     tensor_key: str = ""
     """File of the one scale of the whole tensor; "" where there is none."""
     tensor_offset: int = 0
@@ -191,17 +178,11 @@ class Read(NamedTuple):
     """One source's bytes for one part of a row."""
 
     part: int
-    """Position of the part in the row; 0 within an assembly."""
     source: int
-    """Index of the source."""
     key: str
-    """File of the source."""
     offset: int
-    """First byte in that file."""
     nbytes: int
-    """Bytes to read."""
     dtype: DType
-    """How they are stored."""
     view: View | None
     """Where the logical elements lie within these bytes, in elements; None: row-major, all of them."""
     assembly: Assembly | None = None
@@ -277,7 +258,6 @@ class Assembly:
     """
 
     num_rows: int
-    """Its rows."""
     num_columns: int
     """Its columns; 1 for a vector whose elements are taken one by one."""
     terms: tuple[Term, ...]
@@ -290,7 +270,6 @@ class Assembly:
 
     @property
     def is_padded(self) -> bool:
-        """Whether it has rows that are the mean of the others."""
         return self.real_rows < self.num_rows
 
     @property
@@ -314,13 +293,18 @@ def _factors(term: Term) -> tuple[Read, ...]:
     return term.product.factors if term.product is not None else ()
 
 
+def group_multiple(columns: int) -> int:
+    """Elements of the fewest whole groups of rows that are a BLOCK at least."""
+    group = ROW_GROUP * columns
+    return -(-BLOCK // group) * group
+
+
 class Part(NamedTuple):
     """One logical tensor within a row."""
 
     logical: str
     """Its canonical name, by which chance is drawn."""
     shape: tuple[int, ...]
-    """Logical shape."""
     view: View | None
     """Where its elements lie within the row; None: the row is this part, row-major."""
 
@@ -334,11 +318,8 @@ class Row(NamedTuple):
     """A contiguous run of an output tensor that is made at once or in tiles."""
 
     num_elements: int
-    """Elements in the run."""
     expression: Expression
-    """What is computed."""
     parts: tuple[Part, ...]
-    """Its logical tensors."""
     reads: tuple[Read, ...]
     """Their bytes, by part, the base first where there is one."""
 
@@ -349,12 +330,10 @@ class Row(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the run in the output."""
         return self.expression.cast.nbytes(self.num_elements)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes to read for it."""
         count, reads = self.num_elements, self.reads
         if len(self.parts) > 1:
             repeated = repeated_reads(reads, len(self.parts))
@@ -363,7 +342,6 @@ class Row(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Bytes read and written to make it."""
         return self.read_bytes + self.nbytes
 
     def content(self) -> tuple[object, ...]:
@@ -379,7 +357,6 @@ def repeated_reads(reads: Sequence[object], num_parts: int) -> list[bool]:
 
     Args:
         reads: of all parts, each with as many; only of a ``Read`` is known where its bytes are.
-        num_parts: logical tensors of the row.
     """
     if num_parts < 2:
         return [False] * len(reads)
@@ -395,9 +372,7 @@ class PackedAs:
     """The stored tensors that an output of codes with scales becomes."""
 
     packing: Packing
-    """How its numbers are stored."""
     codes: str
-    """Name of the tensor of codes."""
     scales: str
     """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
     others: tuple[Output, ...] = ()
@@ -412,11 +387,8 @@ class Output(NamedTuple):
     """One tensor of the output checkpoint."""
 
     name: str
-    """Output name."""
     dtype: DType
-    """Dtype in the file."""
     shape: tuple[int, ...]
-    """Shape in the file."""
     rows: tuple[Row, ...]
     """Its runs in order; together they are the whole tensor."""
     check_finite: bool

@@ -12,22 +12,15 @@ from raymerge.storage.addresses import shown
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that workers read."""
-
     source: int
-    """Index of what it belongs to, in the plan."""
     root: str
-    """Directory of that."""
     key: str
-    """Its path within the directory."""
     nbytes: int
-    """Its size in bytes."""
     version: str
     """What the driver's store says of when it was written; "" where any will do."""
 
     @property
     def path(self) -> str:
-        """Its full name, for messages."""
         return f"{shown(self.root)}/{self.key}"
 
 
@@ -73,5 +66,4 @@ def _of_assemblies(plan: Plan) -> list[Files]:
 
 
 def _columns(plan: Plan, table: str, *names: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of a table, as far as these columns go."""
     return zip(*(plan[table].column(name).to_pylist() for name in names), strict=True)

@@ -14,14 +14,19 @@ whose logical tensors lie across each other (views) is one tile, and computed in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
-from raymerge.merge_plan.expressions import Expression, Scales
-from raymerge.merge_plan.plan import Plan
+from raymerge.errors import Problem
+from raymerge.merge_plan.expressions import Expression, Scales, group_multiple
+from raymerge.merge_plan.plan import Plan, ints, last_values, lists, repeated_inputs, sums
+from raymerge.merge_plan.tables import read_scales, read_view
 from raymerge.methods import (
     BLOCK,
     ROW_GROUP,
@@ -33,6 +38,8 @@ from raymerge.methods import (
     find_method,
 )
 from raymerge.storage.local.buffers import ALIGNMENT, round_up
+from raymerge.storage.local.direct_io import BOUNCE_BYTES
+from raymerge.units import format_size
 
 HOLE_MOST = 64 << 10
 """Bytes between two wanted rows of a file that are read along, rather than by a request of their own."""
@@ -44,18 +51,11 @@ _MOVE_NBYTES = 384
 """Bytes of a run of rows on its way through a tile."""
 
 
-def group_multiple(columns: int) -> int:
-    """Elements of the fewest whole groups of rows that are a BLOCK at least."""
-    group = ROW_GROUP * columns
-    return -(-BLOCK // group) * group
-
-
 @dataclass(frozen=True, slots=True)
 class AssemblyNeed:
     """What assembling one input takes; equal for assemblies of equal sizes."""
 
     columns: int
-    """Elements of a row."""
     stored_per_element: float
     """Stored bytes for each element, of all terms."""
     whole_bytes: int
@@ -67,7 +67,6 @@ class AssemblyNeed:
     fixed_bytes: int
     """Bytes that live whatever the tile: factors, groups of rows, runs, and rows cut by a tile's ends."""
     is_padded: bool
-    """Whether it has rows that are the mean of the others."""
     per_element: float
     """Bytes of bookkeeping for each element of a tile."""
 
@@ -90,7 +89,6 @@ class AssemblyNeed:
 def assembly_need(
     assembly: Mapping[str, Any], terms: Sequence[Mapping[str, Any]], factors: Sequence[Mapping[str, Any]]
 ) -> AssemblyNeed:
-    """The need of one assembly from its rows of the plan's tables."""
     rows, columns = assembly["num_rows"], assembly["num_columns"]
     widths = [DType(term["dtype"]).bits / 8 for term in terms]
     viewed = [bool(term["view_strides"]) for term in terms]
@@ -134,7 +132,6 @@ def _padding_bytes(assembly: Mapping[str, Any]) -> int:
 
 
 def assembly_needs(plan: Plan) -> list[AssemblyNeed]:
-    """The need of every assembly of a plan, in order."""
     terms, factors = plan["terms"].to_pylist(), plan["factors"].to_pylist()
     return [
         assembly_need(each, own, _factors_of(own, factors))
@@ -173,7 +170,6 @@ class Lane:
     """One lane's share of a worker's budget, and its buffers."""
 
     budget: int
-    """Bytes that the lane may use."""
 
     @property
     def load_bytes(self) -> int:
@@ -197,10 +193,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a row asks of a lane."""
-
     stored_per_element: float
-    """Stored bytes of all inputs."""
     work_per_element: float
     """Bytes that live while a piece is computed, for each of its elements."""
     scratch_per_element: float
@@ -248,16 +241,12 @@ def _whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InputNeed:
-    """What one input of a row asks of a worker."""
-
     dtype: DType
     """How it is stored; of an assembled one its first term."""
     nbytes: int
     """Bytes read; of an assembled one its first term's."""
     assembly: AssemblyNeed | None = None
-    """What assembling it takes; None where it is read as it is stored."""
     scales: Scales | None = None
-    """What makes numbers of it where it is codes."""
     view: View | None = None
     """Where its elements lie in what is read; None: row-major, all of it."""
     is_repeated: bool = False
@@ -279,27 +268,20 @@ class PartSize(NamedTuple):
     """One logical tensor of a row that is not row-major."""
 
     shape: tuple[int, ...]
-    """Its logical shape."""
     view: View | None
     """Where its elements lie within the row; None: all of it, row-major."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """What of a row's size sets its need."""
-
     num_elements: int
-    """Elements of the row."""
     num_parts: int
-    """Logical tensors in it."""
     columns: int
     """Elements of a logical row, summed over its parts."""
     num_dimensions: int
-    """Dimensions of its parts."""
     is_flat: bool
     """Whether tiles may be cut; otherwise the row is one tile."""
     parts: tuple[PartSize, ...] = ()
-    """Its logical tensors, where it is not flat."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -311,13 +293,7 @@ class RowSize:
 
 
 def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize) -> Need:
-    """Memory of one row.
-
-    Args:
-        expression: what is computed.
-        inputs: every input, of all parts.
-        size: the row's size.
-    """
+    """Memory of one row."""
     num_elements, is_flat = size.num_elements, size.is_flat
     read = [each for each in inputs if not each.is_repeated]
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
@@ -388,15 +364,7 @@ def _goes_in_pieces(
 def _need_in_pieces(
     expression: Expression, method: Method, inputs: Sequence[InputNeed], size: RowSize, read: Need
 ) -> Need:
-    """The need of a row that is read whole and computed in pieces of its parts, one after the other.
-
-    Args:
-        expression: what is computed.
-        method: by which method.
-        inputs: every input, of all parts.
-        size: the row's size.
-        read: what reading it takes.
-    """
+    """The need of a row that is read whole and computed in pieces of its parts, one after the other."""
     per_part, encode = len(inputs) // size.num_parts, expression.encode
     settings = expression.bind(keys=(), shape=size.parts[0].shape)
     access, columns = method.access_with(settings), settings.row_length
@@ -425,13 +393,7 @@ def _need_in_pieces(
 
 
 def _takes_places(expression: Expression, first: Sequence[InputNeed], size: RowSize) -> bool:
-    """Whether each element of the result has the place that it has in the first input, and is as wide.
-
-    Args:
-        expression: what is computed.
-        first: the first input of each part.
-        size: the row's size.
-    """
+    """Whether each element of the result has the place that it has in the first input, and is as wide."""
     bits = expression.cast.bits
     return first[0].nbytes * 8 == size.num_elements * bits and all(
         each.scales is None
@@ -455,7 +417,6 @@ def _sample_bytes(method: Method, per_part: int, stored: float, size: RowSize) -
 
 
 def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Sequence[AssemblyNeed]) -> int:
-    """Elements that a row's tiles are multiples of."""
     if not size.is_flat:
         return max(1, size.num_elements)
     settings = _settings(expression, size)
@@ -472,8 +433,6 @@ def _unit(expression: Expression, method: Method, size: RowSize, assemblies: Seq
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one row is cut under a budget."""
-
     elements: int
     """Elements of a tile: a multiple of the row's unit, or the whole of a smaller row."""
     peak: int
@@ -488,9 +447,6 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
     """Cut a row so that it fits a lane; where it has several passes, whole if that fits.
 
     Args:
-        need: the row's need.
-        num_elements: its elements.
-        lane: what it is to fit into.
         passes: passes before the last one.
     """
     least = max(1, min(num_elements, need.least_elements))
@@ -502,7 +458,6 @@ def tiling(need: Need, num_elements: int, lane: Lane, *, passes: int) -> Tiling:
 
 
 def _affordable(need: Need, lane: Lane) -> int:
-    """Elements of a tile whose load fits."""
     stored = max(need.stored_per_element, 1e-9)
     if need.piece:
         room = lane.room(need, need.piece)
@@ -533,9 +488,167 @@ _BESIDE = 2
 
 
 def lanes_of(threads: int) -> int:
-    """The lanes of a worker: while some compute, others read and write.
+    """The lanes of a worker: while some compute, others read and write."""
+    return threads + _BESIDE
+
+
+SMALLEST_BUDGET = 16 << 20
+"""No worker is run with less, in bytes."""
+SMALLEST_LANE = 1 << 20
+"""Bytes: in the shares of a smaller one nothing is read or written at once that is worth the asking."""
+
+
+def too_little_memory(option: str, budget: int, least: int, what: str) -> Problem:
+    """Says that a worker's memory is too little for something, and how much is enough."""
+    return Problem(
+        option,
+        f"{format_size(budget)} a worker are too little for {what}.",
+        f"The smallest budget that works is {least} bytes ({format_size(least)}).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Peak memory of a plan under a budget, beyond an idle worker."""
+
+    budget: int
+    lanes: int
+    peak: int
+    """Bytes that it will use at most."""
+    tensor: str
+    least_budget: int
+    """Smallest budget, in bytes, that this plan can be run with."""
+    least_tensor: str
+    least_method: str
+    shared: int = 0
+    """Bytes of the budget that are no lane's: for writing what goes to several places."""
+    beside: int = 0
+    """Bytes that each lane takes besides its share of the budget, for what it asks of servers."""
+    apart: int = 0
+    """Bytes that a worker takes besides its lanes, to ask servers anything."""
+
+    @property
+    def whole_peak(self) -> int:
+        """Bytes that a worker will use at most, with what goes to servers and comes from them."""
+        return self.peak + self.lanes * self.beside + self.apart
+
+    def shortage(self, option: str = "--memory", *, given: int | None = None) -> Problem | None:
+        """What there is to say if the budget is too small for the plan.
+
+        Args:
+            given: bytes that a worker was given for all that it does; None for the budget, and what comes
+                beside it.
+        """
+        if self.budget >= self.least_budget:
+            return None
+        what = f"{self.least_tensor} with {self.least_method}"
+        if self.least_budget <= SMALLEST_BUDGET:
+            what = "any merge that speaks to servers" if self.beside else "any merge"
+        whole = self.budget + self.lanes * self.beside + self.apart if given is None else given
+        least = self.least_budget + self.beside + self.apart
+        return too_little_memory(option, whole, least, what)
+
+    @property
+    def lane(self) -> Lane:
+        return Lane((self.budget - self.shared) // self.lanes)
+
+
+def project(plan: Plan, budget: int, *, lanes: int = 1) -> Projection:
+    """Peak memory of a plan under a budget, and the smallest budget it can be run with.
 
     Args:
-        threads: that compute at once.
+        lanes: segments that a worker is to make side by side; fewer where the budget does not hold so many,
+            or the plan has not as many.
     """
-    return threads + _BESIDE
+    names = plan["tensors"].column("name")
+    found = list(_needs(plan))
+    least, least_tensor, least_method = max(
+        ((need.least_bytes, tensor, expression.method) for tensor, _, need, expression, _ in found),
+        default=(0, 0, ""),
+        key=lambda each: each[0],
+    )
+    shared = BOUNCE_BYTES if (ints(plan["rows"], "copy_of") >= 0).any() else 0
+    most = (budget - shared) // max(SMALLEST_LANE, least)
+    lanes = max(1, min(lanes, most, plan["segments"].num_rows))
+    lane = Lane((budget - shared) // lanes)
+    peak, peak_tensor = max(
+        ((tiling(need, count, lane, passes=n).peak, tensor) for tensor, count, need, _, n in found),
+        default=(0, 0),
+        key=lambda each: each[0],
+    )
+    named = len(names) > 0
+    return Projection(
+        budget,
+        lanes,
+        peak * lanes + shared,
+        names[peak_tensor].as_py() if named else "",
+        max(least + shared, SMALLEST_BUDGET),
+        names[least_tensor].as_py() if named else "",
+        least_method,
+        shared,
+    )
+
+
+def _needs(plan: Plan) -> Iterator[tuple[int, int, Need, Expression, int]]:
+    """Every distinct need of a plan's rows: tensor, elements, need, expression, passes."""
+    expressions = plan.expressions
+    inputs, rows = plan["inputs"], plan["rows"]
+    assemblies = assembly_needs(plan)
+    encodings = plan.encodings
+    scales = [_sized(read_scales(tuple(row.values()), encodings)) for row in plan["scales"].to_pylist()]
+    reads = [
+        (dtype, nbytes, assemblies[number] if number >= 0 else None, scales[own] if own >= 0 else None, *more)
+        for dtype, nbytes, number, own, *more in zip(
+            *(inputs.column(name).to_pylist() for name in ("dtype", "nbytes", "assembly", "scales")),
+            _views(inputs, "view_shape"),
+            repeated_inputs(plan).tolist(),
+            strict=True,
+        )
+    ]
+    sizes = _part_sizes(plan)
+    wanted = ("tensor", "num_elements", "expression", "is_flat", "first_part", "num_parts")
+    spans = ("first_input", "num_inputs")
+    seen: set[tuple[object, ...]] = set()
+    for columns, rank, tensor, count, index, is_flat, first_part, parts, first, num_inputs in zip(
+        *_shapes(plan), *(rows.column(name).to_pylist() for name in (*wanted, *spans)), strict=True
+    ):
+        if expressions[index].is_scales:
+            continue
+        own = tuple(reads[first : first + num_inputs])
+        places = () if is_flat else tuple(sizes[part] for part in range(first_part, first_part + parts))
+        key = (count, index, is_flat, parts, columns, rank, places, own)
+        if key in seen:
+            continue
+        seen.add(key)
+        kinds = [InputNeed(DType(dtype), *rest) for dtype, *rest in own]
+        size = RowSize(count, parts, columns, rank, is_flat, places)
+        need = row_need(expressions[index], kinds, size)
+        yield tensor, count, need, expressions[index], expression_passes(expressions[index], size.shape)
+
+
+def _views(table: pa.Table, shape: str) -> list[View | None]:
+    names = ("view_offset", shape, "view_strides")
+    return [read_view(*values) for values in zip(*(table.column(n).to_pylist() for n in names), strict=True)]
+
+
+def _part_sizes(plan: Plan) -> Mapping[int, PartSize]:
+    """The parts of rows that are not row-major, by their numbers."""
+    rows, parts = plan["rows"], plan["parts"]
+    is_loose = np.repeat(ints(rows, "is_flat") == 0, ints(rows, "num_parts"))
+    numbers = np.flatnonzero(is_loose)
+    chosen = parts.filter(pa.array(is_loose))
+    shapes = map(tuple, chosen.column("shape").to_pylist())
+    return dict(zip(numbers.tolist(), map(PartSize, shapes, _views(chosen, "shape")), strict=True))
+
+
+def _sized(scales: Scales) -> Scales:
+    """Scales by what memory hangs on, so that those of equal tensors are equal."""
+    return replace(scales, key="", offset=0, tensor_key="", tensor_offset=0)
+
+
+def _shapes(plan: Plan) -> tuple[list[int], list[int]]:
+    """Of each row: elements of a logical row, summed over its parts, and the dimensions of the parts."""
+    lengths, sizes = lists(plan["parts"], "shape")
+    columns = np.maximum(1, last_values(lengths, sizes, default=1))
+    first = ints(plan["rows"], "first_part")
+    return sums(ints(plan["rows"], "num_parts"), columns).tolist(), lengths[first].tolist()

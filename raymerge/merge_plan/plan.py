@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -21,129 +22,47 @@ from raymerge.merge_plan.expressions import Expression
 FORMAT = 4
 """Version of the tables' meaning; a plan of another version is not resumed."""
 
-_LIST = pa.list_(pa.int64())
+_TYPES: Mapping[str, pa.DataType] = {
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "double": pa.float64(),
+    "list": pa.list_(pa.int64()),
+}
+_READ = "source int32, key string, offset int64, nbytes int64, dtype string"
+_VIEW = "view_offset int64, view_shape list, view_strides list"
+_COLUMNS = {
+    "tensors": "name string, dtype string, shape list, shard int32, offset int64, nbytes int64, "
+    "check_finite bool",
+    "rows": "tensor int32, shard int32, offset int64, nbytes int64, first_element int64, "
+    "num_elements int64, expression int32, is_flat bool, copy_of int64, made_with int64, scales int64, "
+    "tensor_scale int64, joined_with list, also list, first_part int64, num_parts int32, "
+    "first_input int64, num_inputs int32",
+    "parts": "logical string, shape list, view_offset int64, view_strides list",
+    "inputs": f"part int32, {_READ}, {_VIEW}, assembly int64, scales int64",
+    "scales": "encoding int32, columns int64, key string, offset int64, nbytes int64, tensor_key string, "
+    "tensor_offset int64",
+    "assemblies": "num_rows int64, num_columns int64, real_rows int64, first_term int64, num_terms int32, "
+    "first_run int64, num_runs int64",
+    "terms": f"{_READ}, {_VIEW}, num_rows int64, rank int64, scale double, transposed bool, "
+    "first_factor int64, num_factors int32",
+    "factors": _READ,
+    "runs": "to_row int64, from_row int64, count int64, term int32",
+    "segments": "first_row int64, num_rows int64, shard int32, cost int64",
+    "shards": "name string, nbytes int64, header binary",
+    "files": "name string, content binary",
+    "dispositions": "source int32, name string, disposition string, rule string, output string",
+}
 
-SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType(
-    {
-        "tensors": pa.schema(
-            [
-                ("name", pa.string()),
-                ("dtype", pa.string()),
-                ("shape", _LIST),
-                ("shard", pa.int32()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("check_finite", pa.bool_()),
-            ]
-        ),
-        "rows": pa.schema(
-            [
-                ("tensor", pa.int32()),
-                ("shard", pa.int32()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("first_element", pa.int64()),
-                ("num_elements", pa.int64()),
-                ("expression", pa.int32()),
-                ("is_flat", pa.bool_()),
-                ("copy_of", pa.int64()),
-                ("made_with", pa.int64()),
-                ("scales", pa.int64()),
-                ("tensor_scale", pa.int64()),
-                ("joined_with", _LIST),
-                ("also", _LIST),
-                ("first_part", pa.int64()),
-                ("num_parts", pa.int32()),
-                ("first_input", pa.int64()),
-                ("num_inputs", pa.int32()),
-            ]
-        ),
-        "parts": pa.schema(
-            [("logical", pa.string()), ("shape", _LIST), ("view_offset", pa.int64()), ("view_strides", _LIST)]
-        ),
-        "inputs": pa.schema(
-            [
-                ("part", pa.int32()),
-                ("source", pa.int32()),
-                ("key", pa.string()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("dtype", pa.string()),
-                ("view_offset", pa.int64()),
-                ("view_shape", _LIST),
-                ("view_strides", _LIST),
-                ("assembly", pa.int64()),
-                ("scales", pa.int64()),
-            ]
-        ),
-        "scales": pa.schema(
-            [
-                ("encoding", pa.int32()),
-                ("columns", pa.int64()),
-                ("key", pa.string()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("tensor_key", pa.string()),
-                ("tensor_offset", pa.int64()),
-            ]
-        ),
-        "assemblies": pa.schema(
-            [
-                ("num_rows", pa.int64()),
-                ("num_columns", pa.int64()),
-                ("real_rows", pa.int64()),
-                ("first_term", pa.int64()),
-                ("num_terms", pa.int32()),
-                ("first_run", pa.int64()),
-                ("num_runs", pa.int64()),
-            ]
-        ),
-        "terms": pa.schema(
-            [
-                ("source", pa.int32()),
-                ("key", pa.string()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("dtype", pa.string()),
-                ("view_offset", pa.int64()),
-                ("view_shape", _LIST),
-                ("view_strides", _LIST),
-                ("num_rows", pa.int64()),
-                ("rank", pa.int64()),
-                ("scale", pa.float64()),
-                ("transposed", pa.bool_()),
-                ("first_factor", pa.int64()),
-                ("num_factors", pa.int32()),
-            ]
-        ),
-        "factors": pa.schema(
-            [
-                ("source", pa.int32()),
-                ("key", pa.string()),
-                ("offset", pa.int64()),
-                ("nbytes", pa.int64()),
-                ("dtype", pa.string()),
-            ]
-        ),
-        "runs": pa.schema(
-            [("to_row", pa.int64()), ("from_row", pa.int64()), ("count", pa.int64()), ("term", pa.int32())]
-        ),
-        "segments": pa.schema(
-            [("first_row", pa.int64()), ("num_rows", pa.int64()), ("shard", pa.int32()), ("cost", pa.int64())]
-        ),
-        "shards": pa.schema([("name", pa.string()), ("nbytes", pa.int64()), ("header", pa.binary())]),
-        "files": pa.schema([("name", pa.string()), ("content", pa.binary())]),
-        "dispositions": pa.schema(
-            [
-                ("source", pa.int32()),
-                ("name", pa.string()),
-                ("disposition", pa.string()),
-                ("rule", pa.string()),
-                ("output", pa.string()),
-            ]
-        ),
-    }
-)
+
+def _schema(columns: str) -> pa.Schema:
+    pairs = (column.split() for column in columns.split(", "))
+    return pa.schema([(name, _TYPES[kind]) for name, kind in pairs])
+
+
+SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({name: _schema(c) for name, c in _COLUMNS.items()})
 """Columns of every table of a plan. No column holds nulls."""
 
 
@@ -167,7 +86,6 @@ class Plan:
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """Expressions that rows point at."""
         return tuple(expression_from_json(each) for each in self.manifest["expressions"])
 
     @property
@@ -189,7 +107,6 @@ class Plan:
 def make_plan(
     manifest: Mapping[str, Any], tables: Mapping[str, pa.Table], problems: Sequence[Problem]
 ) -> Plan:
-    """A plan with its digest."""
     return Plan(manifest, tables, tuple(problems), digest(manifest, tables))
 
 
@@ -210,7 +127,6 @@ def digest(manifest: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> str:
 
 
 def expression_to_json(expression: Expression) -> dict[str, Any]:
-    """JSON form of an expression."""
     return {
         "method": expression.method,
         "has_base": expression.has_base,
@@ -221,13 +137,11 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
 
 
 def expression_from_json(data: Mapping[str, Any]) -> Expression:
-    """Inverse of ``expression_to_json``."""
     encode = None if data["encode"] is None else encoding_from_json(data["encode"])
     return Expression(data["method"], data["has_base"], data["settings"], DType(data["cast"]), encode)
 
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
-    """JSON form of an encoding."""
     return {
         "format": encoding.format.value,
         "block": list(encoding.block),
@@ -237,7 +151,6 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
 
 
 def encoding_from_json(data: Mapping[str, Any]) -> Encoding:
-    """Inverse of ``encoding_to_json``."""
     rows, columns = data["block"]
     scale_dtype = DType(data["scale_dtype"])
     return Encoding(Format(data["format"]), (rows, columns), scale_dtype, data["power_of_two"])
@@ -258,9 +171,164 @@ def _hash_column(hasher: hashlib.blake2b, column: pa.ChunkedArray, kind: pa.Data
 
 
 def _characters(array: pa.Array) -> memoryview:
-    """The bytes of all texts of an array in a row."""
     _, ends, data = array.buffers()
     if data is None or not len(array):
         return memoryview(b"")
     bounds = np.frombuffer(ends, dtype=np.int32)[array.offset : array.offset + len(array) + 1]
     return memoryview(data)[int(bounds[0]) : int(bounds[-1])]
+
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+
+class RunReader:
+    """Some columns of a table, made ready once, so that many short runs of its rows are read quickly."""
+
+    def __init__(self, table: pa.Table, *columns: str) -> None:
+        self._columns: Sequence[pa.Array] = [table.column(name).combine_chunks() for name in columns]
+
+    def read(self, first: int, count: int) -> Iterator[tuple[Any, ...]]:
+        """The rows from ``first`` on, ``count`` of them, as plain values in the order of the columns."""
+        return zip(*(column.slice(first, count).to_pylist() for column in self._columns), strict=True)
+
+    def row(self, index: int) -> tuple[Any, ...]:
+        return tuple(column[index].as_py() for column in self._columns)
+
+
+def ints(table: pa.Table, column: str) -> Ints:
+    """A column of numbers or switches as int64 ``[rows]``."""
+    array = table.column(column).combine_chunks()
+    return np.asarray(array.to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def codes(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
+    """A column of texts as numbers ``[rows]`` of distinct texts, and those texts."""
+    encoded = table.column(column).combine_chunks().dictionary_encode()
+    return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(
+        np.int64
+    ), encoded.dictionary.to_pylist()
+
+
+def lists(table: pa.Table, column: str) -> tuple[Ints, Ints]:
+    """A column of lists as their lengths ``[rows]`` and all their values in a row."""
+    array = table.column(column).combine_chunks()
+    lengths = np.asarray(pc.list_value_length(array).to_numpy(zero_copy_only=False)).astype(np.int64)
+    return lengths, np.asarray(array.flatten().to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def products(lengths: Ints, values: Ints) -> Ints:
+    """Product of each list ``[rows]``; 1 for an empty one, -1 where it is no size below 2**62."""
+    return _reduced(lengths, values, start=1, multiply=True)
+
+
+def sums(lengths: Ints, values: Ints) -> Ints:
+    """Sum of each list ``[rows]``; 0 for an empty one, -1 where it is no size below 2**62."""
+    return _reduced(lengths, values, start=0, multiply=False)
+
+
+def last_values(lengths: Ints, values: Ints, *, default: int) -> Ints:
+    """Last value of each list ``[rows]``; ``default`` for an empty one."""
+    result = np.full(len(lengths), default, dtype=np.int64)
+    some = lengths > 0
+    result[some] = values[(starts(lengths) + lengths)[some] - 1]
+    return result
+
+
+def maxima(lengths: Ints, values: Ints) -> Ints:
+    """Largest value of each list ``[rows]``; 0 for an empty one."""
+    result = np.zeros(len(lengths), dtype=np.int64)
+    some = lengths > 0
+    if some.any():
+        result[some] = np.maximum.reduceat(values, starts(lengths)[some])
+    return result
+
+
+def named_in_order(named: Ints, known: int) -> bool:
+    """Whether some numbers, but for those below 0, are all from 0 to ``known``, in order of first use."""
+    values, first = np.unique(named[named >= 0], return_index=True)
+    return np.array_equal(values, np.arange(known)) and not bool((np.diff(first) < 0).any())
+
+
+def starts(counts: Ints) -> Ints:
+    """Where each of some consecutive runs begins ``[rows]``, from their lengths."""
+    return np.asarray(np.cumsum(counts) - counts, dtype=np.int64)
+
+
+def gather(first: Ints, counts: Ints) -> Ints:
+    """The numbers of all members of some runs, run after run, from their first members and lengths."""
+    return np.asarray(np.arange(counts.sum()) + np.repeat(first - starts(counts), counts), dtype=np.int64)
+
+
+def _reduced(lengths: Ints, values: Ints, *, start: int, multiply: bool) -> Ints:
+    # Sizes of a file are below 2**63, but what a changed table says need not be: floats tell what overflows.
+    result = np.full(len(lengths), start, dtype=np.int64)
+    some = lengths > 0
+    if not some.any():
+        return result
+    operation = np.multiply if multiply else np.add
+    first = starts(lengths)[some]
+    rough = operation.reduceat(values.astype(np.float64), first)
+    exact = operation.reduceat(values, first)
+    negative = np.minimum.reduceat(values, first) < 0
+    result[some] = np.where(negative | (np.abs(rough) > 2.0**62), -1, exact)
+    return result
+
+
+def input_bytes(plan: Plan) -> Ints:
+    """Bytes that each input is read from for its row ``[inputs]``, as ``Read.bytes_for`` counts them; 0 for
+    those that another part of the row is made of too."""
+    rows = plan["rows"]
+    num_elements = np.repeat(ints(rows, "num_elements"), ints(rows, "num_inputs"))
+    number, found = ints(plan["inputs"], "assembly"), ints(plan["inputs"], "nbytes")
+    scales = ints(plan["inputs"], "scales")
+    found[scales >= 0] += _scales_bytes(plan)[scales[scales >= 0]]
+    which = number >= 0
+    own = number[which]
+    height, columns = (ints(plan["assemblies"], name)[own] for name in ("num_rows", "num_columns"))
+    per_row = _assembly_bytes(plan)[own] // np.maximum(1, height)
+    found[which] = np.minimum(height, -(-num_elements[which] // columns)) * per_row
+    found[repeated_inputs(plan)] = 0
+    return found
+
+
+def joined_sums(plan: Plan, of_rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """What the rows have together that each row shares the scale of a matrix with ``[rows]``."""
+    lengths, others = lists(plan["rows"], "joined_with")
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    # Tables that are damaged may name rows that are not there, which another check tells of.
+    real = (others >= 0) & (others < len(lengths))
+    sums = np.bincount(owners[real], weights=of_rows[others[real]], minlength=len(lengths))
+    return sums.astype(np.float64)
+
+
+def repeated_inputs(plan: Plan) -> Flags:
+    """Whether each input is the bytes of that of the part before ``[inputs]``; as ``repeated_reads``."""
+    rows, inputs = plan["rows"], plan["inputs"]
+    num_parts, num_inputs = ints(rows, "num_parts"), ints(rows, "num_inputs")
+    per_part = np.repeat(num_inputs // np.maximum(1, num_parts), num_inputs)
+    later = np.flatnonzero(ints(inputs, "part") > 0)
+    before = later - per_part[later]
+    columns = [
+        codes(inputs, "key")[0],
+        *(ints(inputs, name) for name in ("source", "offset", "nbytes", "scales")),
+    ]
+    same = ints(inputs, "assembly")[later] < 0
+    for column in columns:
+        same &= column[later] == column[before]
+    found = np.zeros(inputs.num_rows, dtype=np.bool_)
+    found[later[same]] = True
+    return found
+
+
+def _scales_bytes(plan: Plan) -> Ints:
+    """Bytes of each run of scales with the one scale of their matrix ``[scales]``."""
+    dtypes = [each.tensor_scale_dtype for each in plan.encodings]
+    of_matrix = np.array([0 if dtype is None else dtype.nbytes(1) for dtype in dtypes], dtype=np.int64)
+    return ints(plan["scales"], "nbytes") + of_matrix[ints(plan["scales"], "encoding")]
+
+
+def _assembly_bytes(plan: Plan) -> Ints:
+    """Bytes of everything that an assembly is made of ``[assemblies]``."""
+    factors = sums(ints(plan["terms"], "num_factors"), ints(plan["factors"], "nbytes"))
+    return sums(ints(plan["assemblies"], "num_terms"), ints(plan["terms"], "nbytes") + factors)

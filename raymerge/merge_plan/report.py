@@ -22,9 +22,7 @@ class DuplicateGroup:
     pattern: str
     """Their names, with ``*`` for each number."""
     tensors: int
-    """How many equal an earlier one, in whole or in part."""
     nbytes: int
-    """Bytes of what is equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +30,11 @@ class Duplicates:
     """Output that equals other output: computed once, written to each place."""
 
     policy: str
-    """``duplicates`` of the recipe."""
     tensors: int
-    """Tensors that equal an earlier one, in whole or in part."""
     nbytes: int
-    """Bytes that are not computed again."""
     groups: tuple[DuplicateGroup, ...]
     """The same by names, those with most bytes first."""
     examples: tuple[tuple[str, str], ...]
-    """The first such tensors with the one that each equals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,6 @@ class FoundDuplicates:
     """What was made more than once, since only its bytes tell that it is equal; most bytes first."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to say."""
         return bool(self.planned.tensors or self.unforeseen)
 
 
@@ -63,15 +56,12 @@ def found_duplicates(plan: Plan, digests: Mapping[int, str], *, shared_bytes: in
     """What there is to say of equal output once all of it is made.
 
     Args:
-        plan: what was made.
-        digests: digest of the bytes of each row that was made.
         shared_bytes: bytes that were made to share storage.
     """
     return FoundDuplicates(planned_duplicates(plan), shared_bytes, equal_tensors(plan, digests))
 
 
 def planned_duplicates(plan: Plan) -> Duplicates:
-    """What the plan makes once and writes more than once."""
     names = plan["tensors"].column("name").to_pylist()
     rows = plan["rows"].select(["tensor", "copy_of", "nbytes"]).to_pylist()
     pairs: dict[str, str] = {}
@@ -87,12 +77,7 @@ def planned_duplicates(plan: Plan) -> Duplicates:
 
 
 def equal_tensors(plan: Plan, digests: Mapping[int, str]) -> tuple[DuplicateGroup, ...]:
-    """Tensors whose bytes turned out to be those of an earlier one, though the plan did not know it.
-
-    Args:
-        plan: what was made.
-        digests: digest of the bytes of each row that was made.
-    """
+    """Tensors whose bytes turned out to be those of an earlier one, though the plan did not know it."""
     return _groups(_found_equal(plan, digests))
 
 
@@ -131,28 +116,19 @@ _Sums = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """What encoding changed in one tensor."""
-
     name: str
-    """The tensor of codes."""
     role: str
-    """What it does in the model."""
     relative_error: float
     """Norm of what was changed, as a part of the norm of the true values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleError:
-    """What encoding changed in all tensors of a role."""
-
     role: str
-    """Name of the role."""
     tensors: int
-    """How many of them were encoded."""
     relative_error: float
     """That of all of them as if they were one tensor."""
     worst: TensorError
-    """The one with the largest error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +136,8 @@ class ErrorsAbove:
     """Tensors in which encoding changed more than the recipe takes without a word."""
 
     limit: float
-    """``warn_encoding_error`` of the recipe."""
     tensors: int
-    """How many."""
     worst: TensorError
-    """The one with the largest error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +145,9 @@ class EncodingErrors:
     """What encoding changed in an output. What is only copied is not in it."""
 
     tensors: tuple[TensorError, ...]
-    """Tensors that were encoded, in the order of the plan."""
     roles: tuple[RoleError, ...]
-    """The same by role."""
 
     def __bool__(self) -> bool:
-        """Whether anything was encoded."""
         return bool(self.tensors)
 
     def above(self, limit: float | None) -> ErrorsAbove | None:
@@ -186,7 +156,6 @@ class EncodingErrors:
         return ErrorsAbove(limit, len(found), _worst(found)) if limit is not None and found else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
 
@@ -196,7 +165,6 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
     A tensor whose codes were made for another one has the error of that one.
 
     Args:
-        plan: what was made.
         sums: of each row that was encoded, the squared errors and the squared true values.
     """
     totals = _by_tensor(plan, sums)
@@ -211,7 +179,6 @@ def encoding_errors(plan: Plan, sums: Mapping[int, _Sums]) -> EncodingErrors:
 
 
 def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
-    """The sums over all rows of each tensor."""
     rows = (plan["rows"].column(name).to_pylist() for name in ("tensor", "copy_of"))
     found: dict[int, list[_Sums]] = {}
     for row, (tensor, copy_of) in enumerate(zip(*rows, strict=True) if sums else ()):
@@ -222,7 +189,6 @@ def _by_tensor(plan: Plan, sums: Mapping[int, _Sums]) -> dict[int, _Sums]:
 
 
 def _roles(plan: Plan, tensors: Iterable[int]) -> dict[int, str]:
-    """What tensors do in the model, by their numbers."""
     names, config = plan["tensors"].column("name").to_pylist(), plan.manifest["config"]
     rules, found = load_rules(str(config.get("model_type") or "") or None), stacks(names, config)
     reader = NameReader(rules, stacks=found)

@@ -13,8 +13,16 @@ from typing import NamedTuple
 
 from raymerge.checkpoints.layout import FileLayout, TensorSpec, lay_out, shard_names, split_into_shards
 from raymerge.checkpoints.source import in_natural_order
-from raymerge.merge_plan.expressions import LARGEST, Output, Part, Read, Row, scales_expression, scales_part
-from raymerge.merge_plan.memory import group_multiple
+from raymerge.merge_plan.expressions import (
+    LARGEST,
+    Output,
+    Part,
+    Read,
+    Row,
+    group_multiple,
+    scales_expression,
+    scales_part,
+)
 from raymerge.methods import BLOCK, Access, find_method
 
 _SEGMENTS_WANTED = 64
@@ -23,18 +31,12 @@ _LARGEST = 512 << 20
 
 
 class PlacedRow(NamedTuple):
-    """A row with its place in a shard."""
-
     tensor: int
-    """Index of its tensor among the outputs."""
     shard: int
-    """Index of its shard."""
     offset: int
-    """First byte in the shard's file."""
     first_element: int
     """Index of its first element within the logical tensor; not 0 where a tensor was cut."""
     row: Row
-    """What it is made of."""
     copy_of: int = -1
     """Index of an earlier placed row with the same content, which writes this one too; -1 for none."""
     made_with: int = -1
@@ -42,11 +44,9 @@ class PlacedRow(NamedTuple):
     joined_with: tuple[int, ...] = ()
     """Indices of the other placed rows of codes with which it shares the one scale of a matrix."""
     joined_read_bytes: int = 0
-    """Bytes that are read of those."""
 
     @property
     def cost(self) -> int:
-        """Bytes read and written to make it."""
         is_made = self.copy_of < 0 and self.made_with < 0
         return self.row.cost + self.joined_read_bytes if is_made else 0
 
@@ -55,13 +55,9 @@ class Segment(NamedTuple):
     """A contiguous byte range of one shard, as a run of rows."""
 
     first_row: int
-    """Index of its first row."""
     num_rows: int
-    """Rows in it."""
     shard: int
-    """Index of its shard."""
     cost: int
-    """Bytes read and written to make it."""
 
 
 def place_shards(
@@ -70,8 +66,6 @@ def place_shards(
     """File names and layouts of the shards, tensors in natural order of their names.
 
     Args:
-        outputs: every tensor.
-        shard_size: most bytes of data of one; 0 for one shard.
         known: names that are in natural order, which saves time where all others are among them.
     """
     specs = {o.name: TensorSpec(o.name, o.dtype, o.shape) for o in outputs}
@@ -108,7 +102,6 @@ def place_rows(outputs: Sequence[Output], shards: Sequence[tuple[str, FileLayout
 
 
 def _pieces(output: Output, target: int) -> Iterator[tuple[int, Row]]:
-    """The pieces of all rows of an output."""
     for row in output.rows:
         yield from _cut(row, target)
 
@@ -139,12 +132,7 @@ def _joined_contents(outputs: Sequence[Output]) -> dict[str, tuple[object, ...]]
 
 
 def _join(placed: list[PlacedRow], tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
-    """Point rows of codes at those with which they share one scale.
-
-    Args:
-        placed: every row; those of codes are replaced.
-        tensors: what each tensor is joined to, and its one row.
-    """
+    """Point rows of codes at those with which they share one scale."""
     groups: dict[str, list[int]] = {}
     for joined, (row,) in tensors:
         if placed[row].copy_of < 0:
@@ -160,7 +148,6 @@ def _tie_scales(placed: list[PlacedRow], tensors: Iterable[tuple[Sequence[int], 
     """Point rows of scales at the rows of codes that they are made with, or at the scales of equal codes.
 
     Args:
-        placed: every row; those of scales are replaced.
         tensors: rows of codes and rows of scales of one kind of each tensor that has both, one to one.
     """
     scales = {code: scale for codes, own in tensors for code, scale in zip(codes, own, strict=True)}
@@ -205,8 +192,6 @@ class _Twins:
         """Index of the first row with the content of this one, which is placed next; -1 for none.
 
         Args:
-            first: index of its first element.
-            row: the row.
             joined: what all are made of with which it shares a scale, which its codes hang on too.
         """
         if row.expression.is_constant or row.expression.method == LARGEST:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -15,58 +15,25 @@ import pyarrow.ipc
 from raymerge.checkpoints.json_files import load_json
 from raymerge.checkpoints.layout import FileLayout, weight_map_json
 from raymerge.checkpoints.quantisation.encoding import Encoding
+from raymerge.checkpoints.views import View
+from raymerge.dtypes import DType
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.dispositions import Fate
-from raymerge.merge_plan.expressions import Expression, Output, Scales
-from raymerge.merge_plan.gathers import AssemblyNumbers
+from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Row, Scales, Term
 from raymerge.merge_plan.plan import FORMAT, SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import PlacedRow, Segment
 from raymerge.storage.local.store import LocalStore
 
 
-class ScaleNumbers:
-    """Numbers scales in the order in which inputs name them, and encodings in that of scales."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Scales, int] = {}
-        self._encodings: dict[Encoding, int] = {}
-
-    def number(self, scales: Scales | None) -> int:
-        """Number of some scales; -1 for none."""
-        if scales is None:
-            return -1
-        self._encodings.setdefault(scales.encoding, len(self._encodings))
-        return self._numbers.setdefault(scales, len(self._numbers))
-
-    def rows(self) -> list[tuple[Any, ...]]:
-        """Rows of the table ``scales``."""
-        return [
-            (
-                self._encodings[each.encoding],
-                each.columns,
-                each.key,
-                each.offset,
-                each.nbytes,
-                each.tensor_key,
-                each.tensor_offset,
-            )
-            for each in self._numbers
-        ]
-
-    def encodings(self) -> list[Encoding]:
-        """What the codes mean, in the order of their numbers."""
-        return list(self._encodings)
-
-
 def read_scales(row: Sequence[Any], encodings: Sequence[Encoding]) -> Scales:
-    """Scales from their row of ``scales``."""
     encoding, columns, key, offset, nbytes, tensor_key, tensor_offset = row
     return Scales(encodings[encoding], columns, key, offset, nbytes, tensor_key, tensor_offset)
 
 
 __all__ = ["Plan", "load_plan", "make_tables", "save_plan"]
 
+_T = TypeVar("_T")
 _AFRESH = "Start again with --replace."
 _ARROW_START = b"ARROW1\0\0"
 _MAX_NBYTES = 2 << 30
@@ -83,23 +50,45 @@ def make_tables(
     files: Mapping[str, bytes],
 ) -> tuple[dict[str, pa.Table], list[Expression], list[Encoding]]:
     """The tables, and expressions and encodings in the order in which rows and scales number them."""
-    expressions, numbers = _numbered_expressions(rows)
-    assemblies, scales = AssemblyNumbers(), ScaleNumbers()
+    made = [placed.row for placed in rows]
+    reads = [read for row in made for read in row.reads]
+    expressions, expression_numbers = _numbered(row.expression for row in made)
+    assemblies, assembly_numbers = _numbered(read.assembly for read in reads)
+    scales, scales_numbers = _numbered(read.scales for read in reads)
+    encodings, encoding_numbers = _numbered(each.encoding for each in scales)
     columns: dict[str, Iterable[Sequence[Any]]] = {
         "tensors": _tensor_columns(outputs, shards),
-        "rows": _row_columns(rows, numbers),
-        "parts": _part_columns(rows),
-        "inputs": _input_columns(rows, assemblies, scales),
+        "rows": _row_columns(rows, expression_numbers),
+        "parts": _part_columns(made),
+        "inputs": _input_columns(reads, assembly_numbers, scales_numbers),
         "segments": _turned(segments),
         "shards": _turned([(name, layout.nbytes, layout.header) for name, layout in shards]),
         "files": _turned(list(files.items())),
         "dispositions": _fate_columns(fates),
+        "scales": _turned(list(map(_scales_row, scales, encoding_numbers))),
+        **{name: _turned(each) for name, each in _assembly_rows(assemblies).items()},
     }
-    tables = {name: _table(SCHEMAS[name], each) for name, each in columns.items()}
-    # Behind the inputs, which number the assemblies and the scales.
-    numbered = {**assemblies.rows(), "scales": scales.rows()}
-    tables |= {name: _table(SCHEMAS[name], _turned(each)) for name, each in numbered.items()}
-    return {name: tables[name] for name in SCHEMAS}, expressions, scales.encodings()
+    return {name: _table(SCHEMAS[name], columns[name]) for name in SCHEMAS}, expressions, encodings
+
+
+def _numbered(values: Iterable[_T | None]) -> tuple[list[_T], list[int]]:
+    """The distinct values in order of first use, and for each value its number; -1 for None.
+
+    What follows one another mostly is one object, which must live on: it is then not hashed again, which for
+    an assembly may be 100,000 runs.
+    """
+    known: dict[_T, int] = {}
+    by_object: dict[int, int] = {}
+    numbers: list[int] = []
+    for value in values:
+        if value is None:
+            numbers.append(-1)
+            continue
+        number = by_object.get(id(value))
+        if number is None:
+            number = by_object[id(value)] = known.setdefault(value, len(known))
+        numbers.append(number)
+    return list(known), numbers
 
 
 def _table(schema: pa.Schema, columns: Iterable[Sequence[Any]]) -> pa.Table:
@@ -128,21 +117,6 @@ def _tensor_columns(
     yield [tensor.offset for _, tensor in placed]
     yield [tensor.nbytes for _, tensor in placed]
     yield [output.check_finite for output in outputs]
-
-
-def _numbered_expressions(rows: Sequence[PlacedRow]) -> tuple[list[Expression], list[int]]:
-    """The distinct expressions in order of first use, and for each row the number of its own."""
-    known: dict[Expression, int] = {}
-    numbers: list[int] = []
-    latest: Expression | None = None
-    number = -1
-    for placed in rows:
-        # Rows that follow one another mostly share the object, which is told sooner than hashed.
-        if placed.row.expression is not latest:
-            latest = placed.row.expression
-            number = known.setdefault(latest, len(known))
-        numbers.append(number)
-    return list(known), numbers
 
 
 def _row_columns(rows: Sequence[PlacedRow], expressions: Sequence[int]) -> Iterator[Sequence[Any]]:
@@ -183,24 +157,27 @@ def _starts(counts: Sequence[int]) -> Sequence[int]:
     return [0, *accumulate(counts)][: len(counts)]
 
 
-def _part_columns(rows: Sequence[PlacedRow]) -> Iterator[Sequence[Any]]:
-    logical, shapes, views = _turned([part for placed in rows for part in placed.row.parts], 3)
+def _part_columns(rows: Sequence[Row]) -> Iterator[Sequence[Any]]:
+    logical, shapes, views = _turned([part for row in rows for part in row.parts], 3)
     yield from (logical, shapes)
     yield [view.offset if view else 0 for view in views]
     yield [view.strides if view else () for view in views]
 
 
 def _input_columns(
-    rows: Sequence[PlacedRow], assemblies: AssemblyNumbers, scales: ScaleNumbers
+    reads: Sequence[Read], assemblies: Sequence[int], scales: Sequence[int]
 ) -> Iterator[Sequence[Any]]:
-    reads = [read for placed in rows for read in placed.row.reads]
-    *plain, views, assembled, scaled = _turned(reads, 9)
+    *plain, views, _, _ = _turned(reads, 9)
     yield from plain
     yield [view.offset if view else 0 for view in views]
     yield [view.shape if view else () for view in views]
     yield [view.strides if view else () for view in views]
-    yield [assemblies.number(each) for each in assembled]
-    yield [scales.number(each) for each in scaled]
+    yield from (assemblies, scales)
+
+
+def _scales_row(scales: Scales, encoding: int) -> tuple[Any, ...]:
+    codes = (scales.key, scales.offset, scales.nbytes)
+    return (encoding, scales.columns, *codes, scales.tensor_key, scales.tensor_offset)
 
 
 def _fate_columns(fates: Iterable[tuple[int, str, Fate]]) -> Iterator[Sequence[Any]]:
@@ -313,3 +290,50 @@ def _field(description: bytes, table: int, number: int) -> int:
 
 def _unusable(directory: Path, what: str) -> PlanError:
     return PlanError(Problem(str(directory), what, _AFRESH))
+
+
+def _assembly_rows(assemblies: Iterable[Assembly]) -> dict[str, list[tuple[Any, ...]]]:
+    """Rows of the tables ``assemblies``, ``terms``, ``factors`` and ``runs``."""
+    tables: dict[str, list[tuple[Any, ...]]] = {"assemblies": [], "terms": [], "factors": [], "runs": []}
+    for assembly in assemblies:
+        places = (len(tables["terms"]), len(assembly.terms), len(tables["runs"]), len(assembly.runs))
+        sizes = (assembly.num_rows, assembly.num_columns, assembly.real_rows)
+        tables["assemblies"].append((*sizes, *places))
+        for term in assembly.terms:
+            factors = term.product.factors if term.product is not None else ()
+            tables["terms"].append(_term_row(term, len(tables["factors"]), len(factors)))
+            tables["factors"] += [_place(factor) for factor in factors]
+        tables["runs"] += assembly.runs
+    return tables
+
+
+def _term_row(term: Term, first_factor: int, num_factors: int) -> tuple[Any, ...]:
+    view, product = term.read.view, term.product
+    viewed = (view.offset, list(view.shape), list(view.strides)) if view else (0, [], [])
+    added = (product.rank, product.scale, product.transposed) if product else (0, 0.0, False)
+    return (*_place(term.read), *viewed, term.num_rows, *added, first_factor, num_factors)
+
+
+def _place(read: Read) -> tuple[Any, ...]:
+    return (read.source, read.key, read.offset, read.nbytes, read.dtype.value)
+
+
+def read_term(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> Term:
+    """A term from its row of ``terms`` and its rows of ``factors``."""
+    found = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
+    if not factors:
+        return Term(found, row["num_rows"])
+    up, down, *magnitude = (_read(each, None) for each in factors)
+    product = Product(
+        up, down, row["rank"], row["scale"], row["transposed"], magnitude[0] if magnitude else None
+    )
+    return Term(found, row["num_rows"], product)
+
+
+def _read(row: Mapping[str, Any], view: View | None) -> Read:
+    return Read(0, row["source"], row["key"], row["offset"], row["nbytes"], DType(row["dtype"]), view)
+
+
+def read_view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
+    """A view from its columns in a table, where there is one."""
+    return View(offset, tuple(shape), tuple(strides)) if strides else None

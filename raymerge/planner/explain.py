@@ -14,13 +14,10 @@ from raymerge.checkpoints.adapters import Adapter
 from raymerge.checkpoints.files import REASONS, LeftOut
 from raymerge.checkpoints.source import Checkpoint
 from raymerge.errors import Problem
-from raymerge.merge_plan.columns import ints
 from raymerge.merge_plan.dispositions import Disposition, Holding
 from raymerge.merge_plan.expressions import Expression
-from raymerge.merge_plan.gathers import input_bytes, joined_sums
-from raymerge.merge_plan.memory import expression_passes
-from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.projection import Projection
+from raymerge.merge_plan.memory import Projection, expression_passes
+from raymerge.merge_plan.plan import Plan, input_bytes, ints, joined_sums
 from raymerge.merge_plan.report import Duplicates, planned_duplicates
 from raymerge.methods import find_method
 from raymerge.planner.inputs.source import Source, holdings

@@ -20,11 +20,8 @@ import numpy.typing as npt
 
 from raymerge.dtypes import DType
 from raymerge.errors import OptionError, Problem
-from raymerge.merge_plan.columns import Ints, codes, gather, ints, lists, starts
-from raymerge.merge_plan.gathers import input_bytes, joined_sums
-from raymerge.merge_plan.memory import Lane, expression_passes, lanes_of
-from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import Lane, expression_passes, lanes_of, project
+from raymerge.merge_plan.plan import Ints, Plan, codes, gather, input_bytes, ints, joined_sums, lists, starts
 from raymerge.methods import methods
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -40,8 +40,7 @@ from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
-from raymerge.merge_plan.memory import lanes_of
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.runtime.workers.sizing import cores_here

@@ -91,7 +91,7 @@ def load(timer: Timer, place: Path, name: str) -> dict[str, Any]:
 
 def project(timer: Timer, place: Path, name: str) -> dict[str, Any]:
     """Project its memory."""
-    from raymerge.merge_plan.projection import project
+    from raymerge.merge_plan.memory import project
     from raymerge.merge_plan.tables import load_plan
 
     made = load_plan(place / name)

@@ -28,8 +28,7 @@ from raymerge.checkpoints.source import open_checkpoint
 from raymerge.dtypes import DType
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.expressions import Expression, Output, Part, Row, copy_expression
-from raymerge.merge_plan.memory import lanes_of
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import lanes_of, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import Access, BaseUse, Method, find_method
 from raymerge.runtime.workers.sizing import cores_here

@@ -16,7 +16,7 @@ from rich.console import Console
 from raymerge.cli.plan import explain_all
 from raymerge.cli.simulate import check_memory, in_hand, read_cluster, show_simulation
 from raymerge.errors import OptionError
-from raymerge.merge_plan.projection import Projection
+from raymerge.merge_plan.memory import Projection
 from raymerge.options import RunOptions
 from raymerge.planner.simulation import Cluster, simulate_plan
 from raymerge.units import format_duration

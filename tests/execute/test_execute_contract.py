@@ -29,8 +29,7 @@ from raymerge.checkpoints.layout import TensorSpec
 from raymerge.checkpoints.views import View
 from raymerge.dtypes import DType
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Part, Row, assembled
-from raymerge.merge_plan.memory import expression_passes
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, expression_passes, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.methods import SAMPLE_LENGTH, SAMPLE_RUNS, Access, BaseUse, Method, StoredKernel, methods
 from raymerge.storage.local.store import LocalStore
@@ -135,7 +134,7 @@ from kits.assembly_maker import bench_of
 from raymerge.allocator import return_free_memory
 from raymerge.api import plan, submit
 from raymerge.merge_plan.memory import expression_passes
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
 from raymerge.runtime.workers.sizing import fit_budget
 from raymerge.options import RunOptions
 

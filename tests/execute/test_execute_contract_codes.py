@@ -15,7 +15,7 @@ from kits.segment_bench import Bench, counted_buffers, make_bench
 from raymerge.api import plan
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.quantisation.encoding import Format, usual_packing
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 4096

@@ -20,8 +20,8 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Assembly, Expression, Output, Product, Read, Term, make_expression
+from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
-from raymerge.merge_plan.projection import project
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
 from raymerge.merge_plan.tables import make_tables
 from raymerge.methods import Method, Settings, find_method

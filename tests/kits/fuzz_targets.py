@@ -20,8 +20,8 @@ from raymerge.api import plan_for
 from raymerge.checkpoints.header import read_header
 from raymerge.checkpoints.source import open_checkpoint
 from raymerge.execute.receipts import Receipt
+from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import digest
-from raymerge.merge_plan.projection import project
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.planner.explain import tensor_lines
 from raymerge.planner.inputs.sources import open_sources

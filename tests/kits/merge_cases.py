@@ -13,7 +13,7 @@ from kits.method_kit import default_case
 
 from raymerge.api import plan, submit
 from raymerge.events import Event
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import project
 from raymerge.methods import BaseUse, Method, find_method, methods
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.run import RunResult

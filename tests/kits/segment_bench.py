@@ -20,8 +20,7 @@ from raymerge.execute.output import UNFINISHED
 from raymerge.execute.segment import SegmentRunner
 from raymerge.execute.tiles import TileJob, stretches
 from raymerge.execute.transfers import HostTransfers
-from raymerge.merge_plan.memory import Lane
-from raymerge.merge_plan.projection import Projection, project
+from raymerge.merge_plan.memory import Lane, Projection, project
 from raymerge.merge_plan.tables import Plan
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.storage.local.buffers import aligned_buffer

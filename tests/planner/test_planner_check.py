@@ -93,7 +93,7 @@ def test_a_sound_plan_is_found_sound(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("table", "column"), [pair for pair in COLUMNS if pair not in FREE])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str, data: st.DataObject) -> None:
     values = plan[table].column(column).to_pylist()

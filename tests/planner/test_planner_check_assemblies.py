@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,18 @@ from raymerge.dtypes import DType
 from raymerge.execute.gathers import AssembledInput
 from raymerge.execute.ops import Jobs
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled, copy_expression
-from raymerge.merge_plan.gathers import AssemblyNumbers, input_bytes
-from raymerge.merge_plan.memory import InputNeed, assembly_needs, group_multiple
-from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.expressions import (
+    Assembly,
+    Output,
+    Part,
+    Read,
+    Row,
+    assembled,
+    copy_expression,
+    group_multiple,
+)
+from raymerge.merge_plan.memory import InputNeed, assembly_needs
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest, input_bytes
 from raymerge.merge_plan.tables import load_plan, save_plan
 from raymerge.methods import BLOCK, ROW_GROUP
 
@@ -94,13 +101,6 @@ def test_each_assembly_stands_once_and_in_order(plan: Plan) -> None:
     assert plan["terms"].column("num_factors").to_pylist() == [3, 0, 2, 0, 0]
     assert plan["runs"].to_pylist()[1] == {"to_row": 1, "from_row": 9, "count": 6, "term": 1}
     assert plan["rows"].column("is_flat").to_pylist() == [True, True, False, True, True]
-
-
-def test_equal_assemblies_have_one_number_and_one_object_is_not_compared_again(stock: Stock) -> None:
-    numbers, one = AssemblyNumbers(), _mixed(stock)
-    other = replace(one, real_rows=ROWS)
-    assert [numbers.number(each) for each in (one, _mixed(stock), None, other, one)] == [0, 0, -1, 1, 0]
-    assert len(numbers.rows()["terms"]) == 4
 
 
 def test_jobs_hold_what_the_plan_was_told(plan: Plan, stock: Stock) -> None:
@@ -179,7 +179,7 @@ COLUMNS_USED = [
 
 
 @pytest.mark.parametrize(("table", "column"), [*COLUMNS_USED, ("inputs", "assembly")])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str, data: st.DataObject) -> None:
     values = plan[table].column(column).to_pylist()
@@ -243,13 +243,10 @@ def test_damage_is_named(plan: Plan, table: str, column: str, row: int, value: A
     assert words in _said(tampered(plan, table, column, {row: value}))
 
 
-@pytest.mark.parametrize("table", ["assemblies", "terms", "factors", "runs"])
-@pytest.mark.parametrize("column", ["source", "offset", "dtype"])
-def test_references_outside_are_noticed(plan: Plan, table: str, column: str) -> None:
-    if column in SCHEMAS[table].names:
-        values: Mapping[str, list[Any]] = {"source": [-1, 2], "offset": [-4, 2**40], "dtype": ["X9"]}
-        for value in values[column]:
-            assert check_plan(tampered(plan, table, column, {0: value}))
+@pytest.mark.parametrize("table", ["terms", "factors"])
+def test_references_outside_are_noticed(plan: Plan, table: str) -> None:
+    for column, values in (("source", [-1, 2]), ("offset", [-4, 2**40]), ("dtype", ["X9"])):
+        assert all(check_plan(tampered(plan, table, column, {0: value})) for value in values)
 
 
 @pytest.mark.parametrize("table", ["assemblies", "terms", "factors", "runs"])

@@ -20,10 +20,8 @@ from kits.plan_maker import Specs, good, header_checkpoint
 from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_reads import Contradictions
-from raymerge.merge_plan.check_scales import check_scales
-from raymerge.merge_plan.columns import ints
-from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
+from raymerge.merge_plan.check_inputs import Contradictions, check_scales
+from raymerge.merge_plan.plan import SCHEMAS, Plan, digest, ints
 from raymerge.merge_plan.tables import load_plan, save_plan
 
 HIDDEN, RAGGED = 512, 1000
@@ -134,7 +132,7 @@ def test_a_plan_with_scales_is_saved_and_loaded(plan: Plan, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("table", "column"), one_in(2, [pair for pair in COLUMNS if pair not in FREE]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_changed_value_is_noticed(plan: Plan, table: str, column: str, data: st.DataObject) -> None:
     values = plan[table].column(column).to_pylist()
@@ -154,7 +152,7 @@ def test_what_lies_outside_its_file_is_noticed(plan: Plan, table: str, column: s
         assert check_plan(tampered(plan, table, column, {2: value}))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_other_rows_for_made_with_and_scales_are_noticed(plan: Plan, data: st.DataObject) -> None:
     """Any other row, which may well be one of scales, or of codes."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.merge_plan.columns import RunReader
+from raymerge.merge_plan.plan import RunReader
 
 SCHEMA = pa.schema(
     [("number", pa.int32()), ("word", pa.string()), ("sizes", pa.list_(pa.int64())), ("is_so", pa.bool_())]
@@ -45,16 +44,3 @@ def test_runs_and_rows_are_those_of_the_table(rows: Rows, data: st.DataObject) -
         reader = RunReader(table, *SCHEMA.names)
         assert list(reader.read(first, count)) == list(rows[first : first + count])
         assert [reader.row(index) for index in range(len(rows))] == list(rows)
-
-
-def test_values_come_in_the_order_in_which_columns_are_named() -> None:
-    table = _table([(1, "a", [2, 3], True)])
-    assert list(RunReader(table, "sizes", "number").read(0, 1)) == [([2, 3], 1)]
-    assert RunReader(table, "is_so").row(0) == (True,)
-
-
-def test_a_table_without_rows_and_a_column_that_is_not_there() -> None:
-    empty = SCHEMA.empty_table()
-    assert list(RunReader(empty, *SCHEMA.names).read(0, 0)) == []
-    with pytest.raises(KeyError):
-        RunReader(empty, "other")

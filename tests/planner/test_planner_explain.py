@@ -16,8 +16,8 @@ from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint, 
 from kits.merges import MEAN, STACK, make_models
 
 from raymerge.errors import Problem
+from raymerge.merge_plan.memory import project
 from raymerge.merge_plan.plan import Plan
-from raymerge.merge_plan.projection import project
 from raymerge.planner.explain import Explanation, config_changes, explain, tensor_lines
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.sources import open_sources

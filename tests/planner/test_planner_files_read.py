@@ -67,13 +67,3 @@ def test_a_segment_reads_what_its_jobs_read(case: str, cases: dict[str, dict[str
         assert files == frozenset(_files(jobs.rows(number)))
     sources = {source for files in found for source, _ in files}
     assert len(sources) == len(made.manifest["sources"])
-
-
-def test_segments_of_different_files_read_different_files(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(set(files_read(plan(cases["plain"])))) > 1
-    assert len(set(files_read(plan(cases["repeated"])))) > 1
-
-
-def test_a_model_with_an_adapter_is_read_from_both(cases: dict[str, dict[str, Any]]) -> None:
-    files = files_read(plan(cases["adapter"]))
-    assert any("adapter_model.safetensors" in {key for _, key in each} for each in files)

@@ -16,6 +16,7 @@ from raymerge.merge_plan.expressions import Expression, copy_expression
 from raymerge.merge_plan.memory import (
     LOAD_MOST,
     READ_ROOM,
+    SMALLEST_BUDGET,
     TILE_MOST,
     WRITE_MOST,
     InputNeed,
@@ -23,20 +24,11 @@ from raymerge.merge_plan.memory import (
     Need,
     RowSize,
     expression_passes,
+    project,
     row_need,
     tiling,
 )
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, project
-from raymerge.methods import (
-    BLOCK,
-    ROW_GROUP,
-    SAMPLE_LENGTH,
-    SAMPLE_RUNS,
-    Access,
-    BaseUse,
-    find_method,
-    methods,
-)
+from raymerge.methods import BLOCK, ROW_GROUP, Access, BaseUse, find_method, methods
 from raymerge.storage.local.buffers import ALIGNMENT
 
 MIB = 1 << 20
@@ -84,17 +76,6 @@ def _need(name: str, num_elements: int, *, inputs: int = 4, columns: int = 1, is
 # Lanes
 
 
-@given(budget=st.integers(0, 1 << 33))
-@settings(deadline=None, max_examples=100)
-def test_buffers_are_a_fixed_share_of_a_small_lane_and_no_more_than_helps(budget: int) -> None:
-    lane = Lane(budget)
-    for found, share in ((lane.load_bytes, budget // 8), (lane.write_bytes, budget // 16)):
-        assert found % ALIGNMENT == 0
-        assert share - ALIGNMENT < found <= share or found in (LOAD_MOST, WRITE_MOST)
-    assert (lane.load_bytes, lane.write_bytes) <= (LOAD_MOST, WRITE_MOST)
-    assert lane.load_bytes + lane.write_bytes <= budget * 3 / 16
-
-
 @given(case=_needs(), above=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 1 << 32)), passes=passes)
 @settings(deadline=None, max_examples=300)
 def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int) -> None:
@@ -106,16 +87,6 @@ def test_a_tiling_fits_its_lane(case: tuple[Need, int], above: int, passes: int)
     assert cut.elements % need.unit == 0 or cut.is_whole(num_elements)
     if not passes and not need.piece:
         assert cut.elements <= max(TILE_MOST, need.unit)
-
-
-@given(case=_needs(), above=st.integers(0, 1 << 28), passes=passes)
-@settings(deadline=None, max_examples=300)
-def test_a_peak_is_a_block_a_load_and_the_work(case: tuple[Need, int], above: int, passes: int) -> None:
-    need, num_elements = case
-    lane = Lane(need.least_bytes + above)
-    cut = tiling(need, num_elements, lane, passes=passes)
-    load = max(lane.load_bytes, need.load_bytes(cut.elements))
-    assert cut.peak == lane.write_bytes + load + need.work_bytes(need.piece_of(cut.elements))
 
 
 @given(case=_needs(), passes=passes)
@@ -157,24 +128,6 @@ def test_one_pass_takes_no_more_at_once_than_a_load(case: tuple[Need, int]) -> N
 
 
 @pytest.mark.parametrize("name", list(methods()))
-def test_a_need_covers_inputs_results_scratch_and_statistics(name: str) -> None:
-    method = find_method(name)
-    assert method is not None
-    count = 10 * SAMPLE_RUNS * SAMPLE_LENGTH
-    need = _need(name, count, columns=100)
-    scratch = 4 * (method.scratch + 4 * method.scratch_per_source)
-    assert need.stored_per_element == 2 * 4
-    assert need.read_room == 4 * READ_ROOM
-    assert need.scratch_per_element == scratch
-    assert need.work_per_element == pytest.approx(4 * 4 + scratch + 4 + 2)
-    kept = 4 * (method.state_bytes + 100 * method.state_bytes_per_column)
-    sampled = (2 * 4 + 4 * 2 * 4) * SAMPLE_RUNS * SAMPLE_LENGTH if method.sampler is not None else 0
-    assert kept + sampled <= need.fixed_bytes <= kept + 2 * sampled
-    short = _need(name, SAMPLE_RUNS * SAMPLE_LENGTH, columns=1)
-    assert short.fixed_bytes == 4 * (method.state_bytes + method.state_bytes_per_column)
-
-
-@pytest.mark.parametrize("name", list(methods()))
 def test_tiles_are_cut_as_the_method_can_be(name: str) -> None:
     made, method = _expression(name), find_method(name)
     assert method is not None
@@ -198,26 +151,6 @@ def test_access_that_hangs_on_the_settings_sets_the_unit() -> None:
     assert expression_passes(wise, vector.shape) == 1
 
 
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        (RowSize(1, 1, 1, 0, is_flat=True), ()),
-        (RowSize(6, 1, 6, 1, is_flat=True), (6,)),
-        (RowSize(6, 1, 3, 2, is_flat=True), (2, 3)),
-        (RowSize(24, 1, 3, 4, is_flat=True), (1, 1, 8, 3)),
-        (RowSize(0, 1, 3, 2, is_flat=True), (0, 3)),
-    ],
-)
-def test_a_size_stands_for_a_shape(size: RowSize, shape: tuple[int, ...]) -> None:
-    assert size.shape == shape
-
-
-def test_a_small_row_still_pays_for_a_block_of_scratch() -> None:
-    need = _need("ties", 10)
-    assert need.work_bytes(10) >= need.fixed_bytes + need.scratch_per_element * BLOCK
-    assert need.least_elements == 10
-
-
 @pytest.mark.parametrize("name", list(methods()))
 def test_pieces_are_blocks_or_whole_groups_of_rows(name: str) -> None:
     """However large a tile is, what computing takes does not grow with it."""
@@ -229,16 +162,6 @@ def test_pieces_are_blocks_or_whole_groups_of_rows(name: str) -> None:
     assert need.piece_of(1 << 24) == need.piece
     assert need.piece_of(100) == 100
     assert _need(name, 1 << 24, is_flat=False).piece == 0
-
-
-def test_a_row_that_may_not_be_cut_is_needed_whole() -> None:
-    need = _need("linear", 5 * BLOCK, is_flat=False)
-    assert need.least_elements == 5 * BLOCK
-    # Gathered as stored before it is widened, and placed in its row afterwards.
-    flat = _need("linear", 5 * BLOCK)
-    assert need.work_per_element == flat.work_per_element + DType.BF16.bits / 8 + 4
-    assert need.unit == 5 * BLOCK
-    assert need.piece_of(5 * BLOCK) == 5 * BLOCK
 
 
 def test_a_region_larger_than_the_row_is_counted_in_full() -> None:
@@ -256,11 +179,6 @@ def test_a_copy_takes_its_buffers_only() -> None:
     assert need.load_bytes(BLOCK) == BLOCK + READ_ROOM
     assert tiling(need, 10 * BLOCK, Lane(SMALLEST_BUDGET), passes=0).peak == 3 * MIB
     assert expression_passes(copy_expression(DType.F8_E4M3)) == 0
-
-
-@pytest.mark.parametrize(("name", "passes"), [("linear", 0), ("slerp", 1), ("ties", 1), ("dare_ties", 0)])
-def test_passes_are_those_of_the_method(name: str, passes: int) -> None:
-    assert expression_passes(_expression(name)) == passes
 
 
 # Projections
@@ -322,7 +240,7 @@ def test_a_plan_keeps_the_least_budget_that_works(family: Family) -> None:
     made = plan(recipes(family)["linear"]).require()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raymerge.merge_plan.memory.BLOCK", 1 << 20)
-        patch.setattr("raymerge.merge_plan.projection.SMALLEST_BUDGET", 1)
+        patch.setattr("raymerge.merge_plan.memory.SMALLEST_BUDGET", 1)
         least = project(made, 1).least_budget
         assert 1 < project(made, least).peak <= least
         assert project(made, least, lanes=3).lanes == 1

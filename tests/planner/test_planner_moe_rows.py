@@ -13,7 +13,7 @@ from kits.plan_maker import Planned, header_checkpoint
 
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import project
 from raymerge.planner.chained_merges import plan_merges
 from raymerge.recipes import recipe_from_mapping
 

@@ -21,8 +21,8 @@ from kits.plan_maker import good, header_checkpoint
 
 from raymerge.checkpoints.layout import TensorSpec, shard_names, split_into_shards
 from raymerge.dtypes import DType
-from raymerge.merge_plan.gathers import input_bytes
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import project
+from raymerge.merge_plan.plan import input_bytes
 from raymerge.planner.chained_merges import plan_merges
 from raymerge.planner.matching import logical
 from raymerge.recipes import recipe_from_mapping

@@ -39,7 +39,7 @@ def peak():
     with open("/proc/self/status") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 from raymerge.api import plan
-from raymerge.merge_plan.projection import project
+from raymerge.merge_plan.memory import project
 began = time.perf_counter(), time.process_time()
 plan = plan(json.loads(sys.argv[1]))
 seconds, busy = time.perf_counter() - began[0], time.process_time() - began[1]

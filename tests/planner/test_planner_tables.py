@@ -270,13 +270,7 @@ def test_a_flipped_bit_gives_the_same_plan_or_a_refusal(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
-        ('{"digest": ""}', "cannot be"),
-    ],
+    ("text", "words"), [("", "cannot be read"), ("[]", "cannot be read"), ('{"digest": ""}', "cannot be")]
 )
 def test_a_broken_manifest_is_refused(saved: tuple[Plan, Path], text: str, words: str) -> None:
     _, directory = saved

@@ -16,12 +16,10 @@ from kits.plan_maker import Specs, good, header_checkpoint, planned, refusals
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.check_reads import Contradictions
-from raymerge.merge_plan.check_scales import check_scales
+from raymerge.merge_plan.check_inputs import Contradictions, check_scales
 from raymerge.merge_plan.dispositions import Fates
-from raymerge.merge_plan.memory import expression_passes
+from raymerge.merge_plan.memory import expression_passes, project
 from raymerge.merge_plan.plan import SCHEMAS, Plan
-from raymerge.merge_plan.projection import project
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.outputs import outputs
 from raymerge.planner.outputs.activation_scales import ActivationScales

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raymerge.errors import OptionError
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import sizing
 from raymerge.runtime.workers import sizing as budget_module

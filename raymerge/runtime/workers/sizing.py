@@ -11,8 +11,7 @@ import psutil
 
 from raymerge.errors import OptionError, Problem
 from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
-from raymerge.merge_plan.memory import lanes_of
-from raymerge.merge_plan.projection import SMALLEST_BUDGET, Projection, project, too_little_memory
+from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection, lanes_of, project, too_little_memory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.control_groups import core_quotas, memory_rooms
