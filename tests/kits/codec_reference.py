@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from kits.quantised_numbers import e2m1_values, e4m3_values
 from numpy.typing import NDArray
 
 from raymerge.checkpoints.quantisation.encoding import Format, Packing
@@ -13,32 +14,14 @@ from raymerge.dtypes import DType
 Array = NDArray[Any]
 
 
-def e4m3(code: int) -> float:
-    """The number that a float8 e4m3 code without infinities is: 1 sign, 4 exponent and 3 mantissa bits."""
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    if exponent == 0:
-        return sign * mantissa / 8 * 2.0**-6
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-
-
-def e2m1(code: int) -> float:
-    """The same for float4 e2m1: 1 sign, 2 exponent and 1 mantissa bits, no NaN."""
-    sign = -1.0 if code & 8 else 1.0
-    exponent, mantissa = code >> 1 & 3, code & 1
-    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
-
-
-E4M3 = np.array([e4m3(code) for code in range(256)])
+E4M3, E2M1 = e4m3_values(), e2m1_values()
 ELEMENTS = {
     Format.FP8_BLOCK: E4M3,
     Format.FP8_CHANNEL: E4M3,
     Format.FP8_TENSOR: E4M3,
-    Format.MXFP4: np.array([e2m1(code) for code in range(16)]),
-    Format.MXFP4_ROWS: np.array([e2m1(code) for code in range(16)]),
-    Format.NVFP4: np.array([e2m1(code) for code in range(16)]),
+    Format.MXFP4: E2M1,
+    Format.MXFP4_ROWS: E2M1,
+    Format.NVFP4: E2M1,
     Format.INT4: np.arange(16.0) - 8,
 }
 

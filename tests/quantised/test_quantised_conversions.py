@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +118,6 @@ def test_a_quantised_base_takes_a_parent_in_bfloat16(kind: str, tmp_path: Path) 
     check_merged(tmp_path / "out", _mean(one, twin), [one, twin])
 
 
-@pytest.mark.parametrize("kind", FEW)
-def test_a_base_in_bfloat16_takes_a_quantised_parent(kind: str, tmp_path: Path) -> None:
-    one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
-    twin = plain_twin(one, tmp_path / "twin")
-    merge(_linear(twin, other), tmp_path / "out")
-    found, base = read_tensors(tmp_path / "out"), read_tensors(twin.root)
-    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
-        n: (t.dtype, t.shape) for n, t in base.items()
-    }
-    assert config_of(tmp_path / "out") == config_of(twin.root)
-    turned = [QuantisedModel(each.root, _plain(each.values), frozenset()) for each in (twin, other)]
-    check_merged(tmp_path / "out", _plain(_mean(twin, other)), turned)
-
-
 @pytest.mark.parametrize("kind", EXACT)
 def test_it_makes_no_difference_what_a_parent_is_stored_as(kind: str, tmp_path: Path) -> None:
     one, other = MAKERS[kind](tmp_path / "a", 1), MAKERS[kind](tmp_path / "b", 2)
@@ -182,32 +168,9 @@ def _check_loaded(state: Mapping[str, torch.Tensor], values: Mapping[str, Values
         assert np.array_equal(state[name].float().numpy(), np.stack(experts).astype(np.float32)), name
 
 
-def _recipes(models: Sequence[QuantisedModel]) -> dict[str, dict[str, Any]]:
-    base, other = (str(model.root) for model in models)
-    density = {"weight": 1, "density": 0.5}
-    return {
-        "linear": _linear(*models),
-        "ties": {
-            "merge_method": "ties",
-            "base_model": base,
-            "models": [{"model": other, "parameters": density}],
-        },
-    }
-
-
-@pytest.mark.parametrize("method", ["linear", "ties"])
-def test_transformers_loads_a_merge_in_mxfp4(method: str, tmp_path: Path) -> None:
+def test_transformers_loads_a_merge_in_mxfp4(tmp_path: Path) -> None:
     models = [gpt_oss(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    merge(_recipes(models)[method], tmp_path / "out")
-    state, logits = _state(tmp_path / "out")
-    assert bool(logits.isfinite().all())
-    _check_loaded(state, _plain(_decoded(tmp_path / "out")))
-
-
-def test_transformers_loads_mxfp4_that_is_made_of_bfloat16(tmp_path: Path) -> None:
-    models = [gpt_oss(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    twins = [plain_twin(each, tmp_path / f"{number}-plain") for number, each in enumerate(models)]
-    merge(_linear(*twins, out_format="mxfp4"), tmp_path / "out")
+    merge(_linear(*models), tmp_path / "out")
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _plain(_decoded(tmp_path / "out")))
@@ -218,7 +181,7 @@ def test_transformers_loads_mxfp4_that_is_made_of_bfloat16(tmp_path: Path) -> No
 def test_transformers_loads_a_merge_in_block_fp8(kind: Any, tmp_path: Path) -> None:
     """Without ragged blocks, which it cannot load."""
     models = [deepseek_v3(tmp_path / name, s, scales=kind, ragged=False) for s, name in enumerate("ab")]
-    merge(_recipes(models)["linear"], tmp_path / "out")
+    merge(_linear(*models), tmp_path / "out")
     state, logits = _state(tmp_path / "out")
     assert bool(logits.isfinite().all())
     _check_loaded(state, _decoded(tmp_path / "out"))

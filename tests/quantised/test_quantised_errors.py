@@ -102,22 +102,6 @@ def test_each_tensor_has_the_error_of_its_decoded_codes(
     assert _errors(merged) == pytest.approx(expected, rel=_ROUNDED)
 
 
-def test_receipts_hold_the_sums_themselves(made: tuple[list[QuantisedModel], Merged, Path]) -> None:
-    """They are added up from tiles, in float64."""
-    parents, merged, out = made
-    planned = plan(_recipe([each.root for each in parents]))
-    tensors = planned["tensors"].column("name").to_pylist()
-    rows = planned["rows"].column("tensor").to_pylist()
-    found: dict[str, list[tuple[float, float]]] = {}
-    for receipt in merged.result.receipts:
-        for row, sums in receipt.encoding_errors.items():
-            found.setdefault(tensors[rows[int(row)]], []).append(sums)
-    added = {name: tuple(map(math.fsum, zip(*sums, strict=True))) for name, sums in found.items()}
-    for name, sums in _expected(parents, out).items():
-        assert added.pop(name) == pytest.approx(sums, rel=1e-4)
-    assert not added
-
-
 def test_roles_are_told_as_if_each_were_one_tensor(made: tuple[list[QuantisedModel], Merged, Path]) -> None:
     parents, merged, out = made
     by_role: dict[str, dict[str, tuple[float, float]]] = {}

@@ -6,21 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kits.checkpoint_maker import read_tensors
 from kits.merge_cases import merge
-from kits.quantised_merges import (
-    changed_bytes,
-    check_merged,
-    config_of,
-    linear,
-    merged_values,
-    plain_twin,
-    read_numbers,
-)
-from kits.quantised_models import deepseek_v3, kimi_k2_thinking
+from kits.quantised_merges import changed_bytes, check_merged, config_of, linear, merged_values, plain_twin
+from kits.quantised_models import deepseek_v3
 
 from raymerge import api
 from raymerge.errors import RecipeError
@@ -90,18 +81,6 @@ def test_same_is_stronger_than_dtype(tmp_path: Path) -> None:
     assert changed_bytes(tmp_path / "out", model.root) == set()
     merge(recipe, tmp_path / "plain")
     assert not _codes(tmp_path / "plain")
-
-
-def test_int4_experts_become_block_fp8(tmp_path: Path) -> None:
-    models = [kimi_k2_thinking(tmp_path / str(seed), seed) for seed in (1, 2)]
-    merge(_recipe(*(each.root for each in models), out_format="fp8_block"), tmp_path / "out")
-    found = read_numbers(tmp_path / "out")
-    assert found.keys() == models[0].values.keys()
-    assert models[0].quantised < _codes(tmp_path / "out")
-    for name in models[0].quantised:
-        wanted = (models[0].values[name] + models[1].values[name]) / 2
-        assert np.abs(found[name].values - wanted).max() <= found[name].steps.max()
-    assert "config_groups" not in _table(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

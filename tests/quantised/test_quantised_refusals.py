@@ -159,25 +159,21 @@ MISSING: dict[str, tuple[Callable[[Path, int], QuantisedModel], str, str]] = {
 
 
 @pytest.mark.parametrize("form", MISSING)
-def test_codes_without_scales_are_refused_with_both_names(form: str, tmp_path: Path) -> None:
+def test_codes_without_scales_and_scales_without_codes_are_refused_with_both_names(
+    form: str, tmp_path: Path
+) -> None:
     make, codes, scales = MISSING[form]
-    good, bad = (make(tmp_path / name, seed).root for seed, name in enumerate(("good", "bad")))
-    _change(bad, scales, lambda _: None)
-    said = _said(good, bad)
-    assert said.startswith(f"{bad}: {codes} ")
-    assert "is codes without scales" in said
-    assert f"there is no {scales}" in said
-
-
-@pytest.mark.parametrize("form", MISSING)
-def test_scales_without_codes_are_refused_with_both_names(form: str, tmp_path: Path) -> None:
-    make, codes, scales = MISSING[form]
-    good, bad = (make(tmp_path / name, seed).root for seed, name in enumerate(("good", "bad")))
-    _change(bad, codes, lambda _: None)
-    said = _said(good, bad)
-    assert said.startswith(f"{bad}: {scales} ")
-    assert "is a scale without codes" in said
-    assert codes in said
+    good = make(tmp_path / "good", 0).root
+    for stays, lost, fault in (
+        (codes, scales, "is codes without scales"),
+        (scales, codes, "is a scale without codes"),
+    ):
+        bad = make(tmp_path / fault, 1).root
+        _change(bad, lost, lambda _: None)
+        said = _said(good, bad)
+        assert said.startswith(f"{bad}: {stays} ")
+        assert fault in said
+        assert lost in said
 
 
 def test_a_config_of_fp8_with_weights_in_bfloat16_is_refused_with_both_facts(tmp_path: Path) -> None:

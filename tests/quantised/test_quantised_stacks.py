@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kits.checkpoint_maker import read_tensors
+from kits.marks import slow_but
 from kits.merge_cases import merge
 from kits.quantised_merges import MAKERS, config_of, read_numbers, same_bytes
 
@@ -24,7 +25,7 @@ def _slices(*ranges: tuple[Path, int, int]) -> dict[str, Any]:
     return {"merge_method": "passthrough", "slices": slices}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", slow_but(MAKERS, "DeepSeek-V3 F32", "Kimi-K2-Thinking", "gpt-oss"))
 def test_a_stack_moves_codes_with_their_scales(kind: str, tmp_path: Path) -> None:
     one, other = (MAKERS[kind](tmp_path / name, seed) for seed, name in enumerate("ab"))
     recipe = _slices((one.root, 0, 2), (other.root, 1, 2), (one.root, 1, 2))

@@ -143,7 +143,7 @@ def test_a_file_of_tensors_is_no_model(tmp_path: Path) -> None:
     assert "it has no model_type" in refusal(open_base(path))
 
 
-def test_a_check_reads_no_weights_and_needs_none(llama: Source, tmp_path: Path) -> None:
+def test_a_check_inputs_no_weights_and_needs_none(llama: Source, tmp_path: Path) -> None:
     base = altered(llama, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     LayerStream(base).check()
