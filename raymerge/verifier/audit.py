@@ -87,7 +87,7 @@ class AuditSpec:
 
 class Auditor:
     def __init__(self, spec: AuditSpec, sources: Sequence[ReadStore], output: ReadStore) -> None:
-        self._wanted = spec
+        self._spec = spec
         self._sources = sources
         self._output = output
         self._rows = PlanRows(spec.plan)
@@ -105,23 +105,23 @@ class Auditor:
         Raises:
             IncompleteError: ``abort`` was called.
         """
-        findings, reader = Findings(self._wanted.most), Reader(self._sources)
+        findings, reader = Findings(self._spec.most), Reader(self._sources)
         for row in self._rows.segment(segment):
             self._check_aborted()
             self._row(row, findings, reader)
         return findings, reader.nbytes + findings.digested + findings.compared
 
     def _row(self, row: PlanRow, findings: Findings, reader: Reader) -> None:
-        reason = next((self._wanted.absent[s] for s in sorted(row.sources) if s in self._wanted.absent), None)
+        reason = next((self._spec.absent[s] for s in sorted(row.sources) if s in self._spec.absent), None)
         is_copied = row.expression.is_copy or row.expression.is_constant
         wanted = self._bytes_of(row) if is_copied and reason is None else None
         try:
             check_bytes(
                 row,
                 self._output,
-                self._wanted.digests,
+                self._spec.digests,
                 findings,
-                where=self._wanted.name,
+                where=self._spec.name,
                 wanted=wanted if row.is_made else None,
             )
             if row.expression.is_scales:
@@ -162,7 +162,7 @@ class Auditor:
                 settings,
                 has_base=row.expression.has_base,
                 takes_deltas=_takes_deltas(row),
-                room=self._wanted.room,
+                room=self._spec.room,
             )
             written = Written(row, part, output, first=first)
             span = (first, first + row.num_elements) if is_cut else (0, prod(part.shape))
@@ -180,10 +180,10 @@ class Auditor:
         findings: Findings,
     ) -> None:
         needed = (tensor.needed if reference.holds_whole(tensor.settings) else 0) + tensor.held + written.held
-        if needed > self._wanted.room:
+        if needed > self._spec.room:
             findings.skipped[row.tensor] = (
                 f"it takes {format_size(needed)} in float64 at once, and a worker may use "
-                f"{format_size(self._wanted.room)} for that: give more --memory"
+                f"{format_size(self._spec.room)} for that: give more --memory"
             )
             return
         try:
@@ -192,15 +192,15 @@ class Auditor:
             findings.skipped[row.tensor] = f"what it should be hangs on rounding: {undecided}"
             return
         most, judged = tensor.block_length(whole_rows=reference.by_row), 0
-        # Whole blocks, as far as these are no longer than what is sampled together anyreference.
+        # Whole blocks, as far as these are no longer than what is sampled together anyway.
         unit = tensor.row_length if reference.by_row else written.block_width
         unit = unit if reference.by_row or unit <= min(most, _TILE) else 1
-        runs = self._wanted.sampling.runs(f"{row.tensor}/{part.logical}", span, unit=unit, most=most)
-        peaks, name = set[int](), self._wanted.name
+        runs = self._spec.sampling.runs(f"{row.tensor}/{part.logical}", span, unit=unit, most=most)
+        peaks, name = set[int](), self._spec.name
         for start, stop in runs:
             self._check_aborted()
             judged += judge(formula(tensor.block(start, stop)), written, (start, stop), findings, name)
-            if self._wanted.sampling.share == 1:
+            if self._spec.sampling.share == 1:
                 continue
             # How large a block's scale is says nothing unless its largest element is right.
             beside = {place for place in written.peaks(start, stop) if not start <= place < stop} - peaks

@@ -399,8 +399,6 @@ class Place(NamedTuple):
 class PlanRow:
     index: int
     tensor: str
-    tensor_shape: tuple[int, ...]
-    tensor_offset: int
     expression: Expression
     first_element: int
     """Index of its first element within the logical tensor."""
@@ -445,22 +443,24 @@ class PlanRows:
         self._encodings = plan.encodings
         self._shards: Sequence[str] = plan["shards"].column("name").to_pylist()
 
+    def _read(self, table: str, first: int, count: int = 1) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self._plan[table].slice(first, count).to_pylist()
+        return rows
+
     def segment(self, number: int) -> Iterator[PlanRow]:
-        (segment,) = self._plan["segments"].slice(number, 1).to_pylist()
-        rows = self._plan["rows"].slice(segment["first_row"], segment["num_rows"]).to_pylist()
+        (segment,) = self._read("segments", number)
+        rows = self._read("rows", segment["first_row"], segment["num_rows"])
         for index, row in enumerate(rows, segment["first_row"]):
             yield self._row(index, row)
 
     def _row(self, index: int, row: Mapping[str, Any]) -> PlanRow:
-        (tensor,) = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()
+        (tensor,) = self._read("tensors", row["tensor"])
         expression = self._expressions[row["expression"]]
         parts = tuple(self._parts(row))
         made_by = index if row["copy_of"] < 0 else row["copy_of"]
         return PlanRow(
             index=index,
             tensor=tensor["name"],
-            tensor_shape=tuple(tensor["shape"]),
-            tensor_offset=tensor["offset"],
             expression=expression,
             first_element=row["first_element"],
             num_elements=row["num_elements"],
@@ -474,23 +474,23 @@ class PlanRows:
         )
 
     def _tensor_of(self, index: int) -> str:
-        (row,) = self._plan["rows"].slice(index, 1).to_pylist()
-        (tensor,) = self._plan["tensors"].slice(row["tensor"], 1).to_pylist()
+        (row,) = self._read("rows", index)
+        (tensor,) = self._read("tensors", row["tensor"])
         return str(tensor["name"])
 
     def _place(self, row: Mapping[str, Any]) -> Place:
         return Place(self._shards[row["shard"]], row["offset"], row["nbytes"])
 
     def _parts(self, row: Mapping[str, Any]) -> Iterator[Part]:
-        for part in self._plan["parts"].slice(row["first_part"], row["num_parts"]).to_pylist():
+        for part in self._read("parts", row["first_part"], row["num_parts"]):
             shape = tuple(part["shape"])
             yield Part(part["logical"], shape, read_view(part["view_offset"], shape, part["view_strides"]))
 
     def _reads(self, row: Mapping[str, Any]) -> Iterator[Read]:
-        for each in self._plan["inputs"].slice(row["first_input"], row["num_inputs"]).to_pylist():
+        for each in self._read("inputs", row["first_input"], row["num_inputs"]):
             scales = None
             if each["scales"] >= 0:
-                (found,) = self._plan["scales"].slice(each["scales"], 1).to_pylist()
+                (found,) = self._read("scales", each["scales"])
                 scales = read_scales(list(found.values()), self._encodings)
             yield Read(
                 each["part"],
@@ -507,13 +507,10 @@ class PlanRows:
     def _assembly(self, number: int) -> Assembly | None:
         if number < 0:
             return None
-        (row,) = self._plan["assemblies"].slice(number, 1).to_pylist()
-        terms = self._plan["terms"].slice(row["first_term"], row["num_terms"]).to_pylist()
-        runs = self._plan["runs"].slice(row["first_run"], row["num_runs"]).to_pylist()
-        factors = [
-            self._plan["factors"].slice(term["first_factor"], term["num_factors"]).to_pylist()
-            for term in terms
-        ]
+        (row,) = self._read("assemblies", number)
+        terms = self._read("terms", row["first_term"], row["num_terms"])
+        runs = self._read("runs", row["first_run"], row["num_runs"])
+        factors = [self._read("factors", term["first_factor"], term["num_factors"]) for term in terms]
         return Assembly(
             num_rows=row["num_rows"],
             num_columns=row["num_columns"],
@@ -528,20 +525,11 @@ class PlanRows:
         """The scales that were written with a row of codes, as those of an input are described."""
         if expression.encode is None:
             return None
-        places = [
-            self._place(self._plan["rows"].slice(row[kind], 1).to_pylist()[0]) if row[kind] >= 0 else None
+        own, whole = (
+            self._place(*self._read("rows", row[kind])) if row[kind] >= 0 else Place("", 0, 0)
             for kind in ("scales", "tensor_scale")
-        ]
-        own, whole = places
-        return Scales(
-            encoding=expression.encode,
-            columns=parts[0].columns,
-            key="" if own is None else own.key,
-            offset=0 if own is None else own.offset,
-            nbytes=0 if own is None else own.nbytes,
-            tensor_key="" if whole is None else whole.key,
-            tensor_offset=0 if whole is None else whole.offset,
         )
+        return Scales(expression.encode, parts[0].columns, *own, whole.key, whole.offset)
 
 
 def written(row: PlanRow, view: View | None) -> Read:
