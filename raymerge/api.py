@@ -343,7 +343,11 @@ def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
 
 
 def merge_adapters(
-    recipe: RecipeLike, output: str | Path, *, on_module: OnModule | None = None
+    recipe: RecipeLike,
+    output: str | Path,
+    options: RunOptions | None = None,
+    *,
+    on_module: OnModule | None = None,
 ) -> Combination:
     """Merge the adapters of a recipe into one adapter that peft loads; in this process, on the CPU.
 
@@ -351,6 +355,7 @@ def merge_adapters(
         recipe: its ``models`` are adapters of one model, each a directory or a Hub name; its ``adapter``
             block, if there is one, says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
+        options: of which ``threads`` and ``memory`` count; they change no byte.
         on_module: told of progress.
 
     Raises:
@@ -367,7 +372,15 @@ def merge_adapters(
     if not isinstance(asked, Recipe):
         what = "this recipe makes a mixture of experts, and no adapter."
         raise PlanError(Problem(asked.where("experts"), what, "Use 'submit'."))
-    return combine_recipe(asked, output, on_module=on_module)
+    chosen = options or RunOptions()
+    return combine_recipe(
+        asked,
+        output,
+        threads=chosen.threads or os.cpu_count() or 1,
+        memory=chosen.memory,
+        room=free_memory(),
+        on_module=on_module,
+    )
 
 
 def merges_adapters(recipes: RecipesLike) -> bool:

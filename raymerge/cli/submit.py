@@ -246,7 +246,7 @@ def _merge_adapters(request: Request, stdout: IO[str]) -> int:
     if problems := list(_unusable(request.options)):
         raise OptionError(problems)
     with told_modules(make_console(sys.stderr), "merging the adapters") as tell:
-        made = merge_adapters(request.recipe, request.output, on_module=tell)
+        made = merge_adapters(request.recipe, request.output, request.options, on_module=tell)
     if request.as_json:
         put_json(stdout, {"event": "adapter_merged", **adapter_json(made)})
     else:
@@ -258,10 +258,6 @@ def _unusable(options: RunOptions) -> Iterator[Problem]:
     """Options that a merge of adapters cannot honour."""
     if options.workers not in (None, 1):
         yield _dropped("--workers", "is done by one process")
-    if options.threads is not None:
-        yield _dropped("--threads", "computes with as many threads as torch chooses")
-    if options.memory is not None:
-        yield _dropped("--memory", "keeps to no limit: it holds one module of every adapter at a time")
     if options.device == "cuda":
         yield _dropped("--device", "is computed on the CPU")
     if options.address is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from raymerge.architectures import describe, load_rules
-from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor
+from raymerge.checkpoints.adapters import PREFIX, Adapter, Factor, FactorKind
 from raymerge.documents.yaml_text import in_order
 from raymerge.dtypes import DType
-from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem
+from raymerge.errors import CheckpointError, NotCachedError, OptionError, PlanError, Problem
+from raymerge.execute.threads import one_thread
 from raymerge.lora.extract import expert_group
 from raymerge.lora.matrices import (
     Factors,
@@ -39,6 +41,7 @@ from raymerge.lora.writer import (
     output_directory,
     relative_error,
 )
+from raymerge.merge_plan.memory import too_little_memory
 from raymerge.methods import Method, Settings, Takes, Tile, gather, methods, sample_of
 from raymerge.methods.random import random_key
 from raymerge.planner.inputs.sources import pickles_read
@@ -211,6 +214,57 @@ class _Decision:
         """How large the factors of a module may become: experts of one block all have the same rank."""
         return Limits(self.rank, None if expert_group(module) else self.shape.energy)
 
+    def peak_bytes(self, method: Method) -> dict[str, int]:
+        """Bytes that each tensor takes at most while it is merged, by its name in the model."""
+        found: dict[str, int] = {}
+        for module in self.modules:
+            factors = [each.factors[module] for each in self.adapters if module in each.factors]
+            rows, columns = factors[0].up.shape[0], factors[0].down.shape[1]
+            stored = 2 * sum(each.up.nbytes + each.down.nbytes for each in factors)
+            rank = sum(each.rank for each in factors)
+            # In float64: both sides, side by side, and what QR and SVD make of them.
+            work = 8 * (8 * rank * (rows + columns) + 8 * rank**2)
+            if method.name not in ADDITIVE:
+                least = min(rows, columns)
+                work += self._elements_bytes(method, rows * columns)
+                # The matrix once more, its singular vectors, and LAPACK's own.
+                work += 4 * (2 * rows * columns + 2 * least * (rows + columns) + 4 * least**2 + 7 * least)
+            found[f"{module}.weight"] = stored + work
+        for name, tensor in self.adapters[0].replaced.items():
+            stored = 2 * sum(each.replaced[name].nbytes for each in self.adapters)
+            found[name] = stored + self._elements_bytes(method, tensor.num_elements)
+        return found
+
+    def _elements_bytes(self, method: Method, num_elements: int) -> int:
+        """Of all sources in float32 twice, their product, the base, and the method's temporaries."""
+        count = len(self.adapters)
+        scratch = method.scratch + method.scratch_per_source * count
+        return math.ceil(num_elements * (8 * count + 16 + 4 * scratch))
+
+    def num_threads(self, method: Method, threads: int, memory: int, *, is_limit: bool) -> int:
+        """How many tensors are merged at once.
+
+        Args:
+            threads: at most.
+            memory: bytes that they may take together.
+            is_limit: whether a tensor that takes more alone is refused.
+
+        Raises:
+            OptionError: the limit is too small.
+        """
+        name, least = max(self.peak_bytes(method).items(), key=lambda item: item[1])
+        if is_limit and memory < least:
+            raise OptionError(too_little_memory("--memory", memory, least, f"{name} with {method.name}"))
+        return max(1, min(threads, memory // least))
+
+
+class _Merged(NamedTuple):
+    """What became of a module."""
+
+    kind: FactorKind
+    factors: Factors
+    bias: torch.Tensor | None
+
 
 class _Source(NamedTuple):
     """One adapter with its files open."""
@@ -255,20 +309,23 @@ class _Combiner:
     ) -> None:
         self._decision, self._method = decision, method
         self._sources, self._writer = sources, writer
-        self._has_bias = False
 
-    def carry_out(self, on_module: OnModule | None) -> Combination:
+    def carry_out(self, threads: int, on_module: OnModule | None) -> Combination:
         reports: list[ModuleReport] = []
-        modules = self._decision.modules
-        for module in modules:
-            factors = self._merge_module(module)
+        modules, dtype, has_bias = self._decision.modules, self._decision.dtype, False
+        for module, made in zip(modules, self._merged_modules(threads), strict=True):
+            factors = made.factors
+            self._writer.add_factors(module, made.kind, factors, dtype)
+            if made.bias is not None:
+                has_bias = True
+                self._writer.add_tensor(f"{PREFIX}{module}.lora_B.bias", made.bias, dtype)
             reports.append(ModuleReport(module, factors.rank, factors.kept, factors.total))
             if on_module is not None:
                 on_module(reports[-1], len(modules))
         replaced = self._sources[0].adapter.replaced
         for name, tensor in replaced.items():
             self._merge_replaced(name, tensor.dtype)
-        adapter = self._writer.publish(_facts(self._decision.adapters, modules, lora_bias=self._has_bias))
+        adapter = self._writer.publish(_facts(self._decision.adapters, modules, lora_bias=has_bias))
         missing = sum(each.total - each.kept for each in reports)
         return Combination(
             output=adapter.root,
@@ -279,7 +336,16 @@ class _Combiner:
             notes=tuple(_notes(self._decision.adapters, modules)),
         )
 
-    def _merge_module(self, module: str) -> Factors:
+    def _merged_modules(self, threads: int) -> Iterator[_Merged]:
+        """Every module in order, some at a time, each on one thread: their number changes no byte."""
+        with one_thread():
+            pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+            try:
+                yield from pool.map(self._merge_module, self._decision.modules)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _merge_module(self, module: str) -> _Merged:
         settings = self._decision.settings[f"{module}.weight"]
         factors = [
             (index, source, source.adapter.factors[module])
@@ -291,18 +357,15 @@ class _Combiner:
             ones = torch.eye(len(settings.sources))
             times = _merged(self._method, list(ones), settings).tolist()
             counted = [(source, factor, times[index] * factor.scale) for index, source, factor in factors]
-            made = self._added(module, counted)
-            self._merge_bias(module, counted)
-        else:
-            rows, columns = factors[0][2].up.shape[0], factors[0][2].down.shape[1]
-            deltas = [torch.zeros(rows, columns) for _ in self._sources]
-            for index, source, factor in factors:
-                up, down = source.matrices(factor)
-                deltas[index] = (up @ down).mul_(factor.scale).float()
-            merged = _merged(self._method, deltas, settings)
-            made = factorise(merged, self._decision.limits_of(module), where=module)
-        self._writer.add_factors(module, factors[0][2].kind, made, self._decision.dtype)
-        return made
+            return _Merged(factors[0][2].kind, self._added(module, counted), _added_bias(counted))
+        rows, columns = factors[0][2].up.shape[0], factors[0][2].down.shape[1]
+        deltas = [torch.zeros(rows, columns) for _ in self._sources]
+        for index, source, factor in factors:
+            up, down = source.matrices(factor)
+            deltas[index] = (up @ down).mul_(factor.scale).float()
+        merged = _merged(self._method, deltas, settings)
+        made = factorise(merged, self._decision.limits_of(module), where=module)
+        return _Merged(factors[0][2].kind, made, None)
 
     def _added(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> Factors:
         """The sum of the products, each so many times, from the factors laid side by side."""
@@ -319,23 +382,21 @@ class _Combiner:
         total = float((up.T @ up * (down @ down.T)).sum())
         return Factors(down.float(), up.float(), total, total)
 
-    def _merge_bias(self, module: str, factors: Sequence[tuple[_Source, Factor, float]]) -> None:
-        biases = [
-            read_tensor(source.store, factor.up_bias).double() * times
-            for source, factor, times in factors
-            if factor.up_bias is not None
-        ]
-        if biases:
-            self._has_bias = True
-            name = f"{PREFIX}{module}.lora_B.bias"
-            self._writer.add_tensor(name, torch.stack(biases).sum(dim=0), self._decision.dtype)
-
     def _merge_replaced(self, name: str, dtype: DType) -> None:
         tensors = [read_tensor(each.store, each.adapter.replaced[name]) for each in self._sources]
         merged = _merged(self._method, tensors, self._decision.settings[name])
         module, _, leaf = name.rpartition(".")
         stored = f"{module}.base_layer.{leaf}" if module in self._decision.modules else name
         self._writer.add_tensor(PREFIX + stored, merged, dtype)
+
+
+def _added_bias(factors: Sequence[tuple[_Source, Factor, float]]) -> torch.Tensor | None:
+    biases = [
+        read_tensor(source.store, factor.up_bias).double() * times
+        for source, factor, times in factors
+        if factor.up_bias is not None
+    ]
+    return torch.stack(biases).sum(dim=0) if biases else None
 
 
 def _facts(adapters: Sequence[Adapter], modules: Sequence[str], *, lora_bias: bool) -> AdapterFacts:
@@ -376,21 +437,37 @@ def _notes(adapters: Sequence[Adapter], modules: Sequence[str]) -> Iterator[str]
             yield f"{adapter.name} does not change {listed}: it counts there as a change of zero."
 
 
-def combine_recipe(recipe: Recipe, output: str | Path, *, on_module: OnModule | None = None) -> Combination:
+def combine_recipe(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    threads: int = 1,
+    memory: int | None = None,
+    room: int = 0,
+    on_module: OnModule | None = None,
+) -> Combination:
     """Merge the adapters of a recipe into one, and write it for peft to ``output``, absent or empty.
+
+    Args:
+        threads: most modules that are merged at once; changes no byte.
+        memory: bytes that they may take together; None for as much as there is room.
+        room: bytes that there are.
 
     Raises:
         PlanError: the recipe cannot be carried out on these adapters; all reasons.
+        OptionError: one module alone takes more than ``memory``.
         NonFiniteError: a factor has NaN or infinity.
         TargetError: something is at the output place.
     """
     decision = _Decision(recipe, USUAL)
     if decision.problems or decision.method is None:
         raise PlanError(in_order(decision.problems))
+    limit = room if memory is None else memory
+    threads = decision.num_threads(decision.method, threads, limit, is_limit=memory is not None)
     with ExitStack() as stack:
         sources = [_Source(each, stack.enter_context(open_store(each.root))) for each in decision.adapters]
         writer = stack.enter_context(AdapterWriter(output_directory(output)))
-        made = _Combiner(decision, decision.method, sources, writer).carry_out(on_module)
+        made = _Combiner(decision, decision.method, sources, writer).carry_out(threads, on_module)
     read = [f"{each.name}: {note}" for each in decision.adapters for note in each.notes]
     ineffective = ineffective_parameters(recipe, decision.method, ())
     return replace(made, notes=(*recipe.notes, *read, *ineffective, *made.notes))

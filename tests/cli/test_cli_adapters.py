@@ -96,18 +96,19 @@ def test_the_place_is_that_of_any_submission(args: tuple[str, ...], folder: Path
 
 
 def test_options_that_mean_nothing_else_are_taken(folder: Path) -> None:
-    assert _submit(folder, "-o", "out", "--inline", "--workers", "1", "--device", "cpu").code == 0
+    assert (
+        _submit(folder, "-o", "out", "--inline", "--workers", "1", "--device", "cpu", "--threads", "2").code
+        == 0
+    )
 
 
 def test_options_that_cannot_be_honoured_are_refused_at_once(folder: Path) -> None:
-    args = ("--workers", "2", "--threads", "2", "--memory", "1GiB", "--device", "cuda", "--address", "auto")
+    args = ("--workers", "2", "--device", "cuda", "--address", "auto")
     args = (*args, "--patience", "5", "--scratch", "x", "--steps", "y")
     outcome = _submit(folder, "-o", "out", *args, "--keep-intermediates", "--replace")
     assert outcome.code == 2
     options = (
         "--workers",
-        "--threads",
-        "--memory",
         "--device",
         "--address",
         "--patience",

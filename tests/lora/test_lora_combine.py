@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kits.adapter_maker import PREFIX, factor_tensors, peft_merge, pickled_adapter, write_adapter
+from kits.adapter_maker import PREFIX, factor_tensors, lora_config, peft_merge, pickled_adapter, write_adapter
 from kits.adapter_merges import BASE, DOWN, Q0, Q1, SHAPES, adapter, add, recipe, with_heads
+from kits.memory_meter import AllocationMeter
 
 from raymerge.checkpoints.adapters import open_adapter
+from raymerge.errors import OptionError
 from raymerge.lora import Combination, combine_recipe
 from raymerge.methods import keep_mask, random_key
+
+_OBJECTS = 256 << 10
+"""Bytes of Python's own objects, which are counted too."""
 
 
 def product(root: Path, base: Mapping[str, torch.Tensor] = BASE) -> dict[str, torch.Tensor]:
@@ -266,3 +272,30 @@ def test_parameters_of_other_methods_are_noted(tmp_path: Path) -> None:
     roots = [adapter(tmp_path / str(i), i) for i in range(2)]
     combination = combine_recipe(recipe("linear", roots, parameters={"density": 9}), tmp_path / "out")
     assert combination.notes == ("'density' has no effect on linear and is accepted for compatibility",)
+
+
+@pytest.mark.parametrize(
+    ("method", "block"),
+    [("linear", {}), ("linear", {"combine": "concatenate"}), ("ties", {}), ("dare_linear", {"rank": 9})],
+)
+def test_threads_change_no_byte_and_memory_is_what_was_stated(
+    method: str, block: dict[str, Any], tmp_path: Path
+) -> None:
+    shapes = dict.fromkeys(SHAPES, (384, 256))
+    roots = []
+    for seed in range(3):
+        tensors: dict[str, torch.Tensor] = {}
+        for module, shape in shapes.items():
+            tensors |= factor_tensors(module, shape, 16, torch.Generator().manual_seed(seed))
+        roots.append(write_adapter(tmp_path / str(seed), tensors, lora_config(r=16)))
+    made = recipe(method, roots, adapter=block)
+    with pytest.raises(OptionError, match="The smallest budget that works is") as caught:
+        combine_recipe(made, tmp_path / "small", memory=1000)
+    least = int(re.findall(r"works is (\d+) bytes", str(caught.value))[0])
+    assert not (tmp_path / "small").exists()
+    combine_recipe(made, tmp_path / "many", threads=3, memory=3 * least)
+    with AllocationMeter() as meter:
+        combine_recipe(made, tmp_path / "one", threads=3, memory=least)
+    assert meter.peak_bytes <= least + _OBJECTS
+    one, many = ((tmp_path / out / "adapter_model.safetensors").read_bytes() for out in ("one", "many"))
+    assert one == many
