@@ -14,14 +14,14 @@ from raymerge.cli.following import Relay, follow, known
 from raymerge.cli.messages import STOPPED, guarded
 from raymerge.cli.options import ProfileFile
 from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
+from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem, RaymergeError
 
 if TYPE_CHECKING:
     from typing import IO
 
-    from raymerge.deploy.targets.choose import Where
     from raymerge.deploy.targets.sending import RunNotes
-    from raymerge.deploy.targets.target import RunReport, Runs, Target
+    from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
     from raymerge.storage.addresses import StoreOptions
 
 Run: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
@@ -33,7 +33,6 @@ ServerAddress: TypeAlias = Annotated[
     typer.Option("--address", metavar="ADDR", help="The dashboard of a cluster: http://HEAD:8265."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give the answer as JSON.")]
-_TARGETS = ("local", "cluster", "job", "kubernetes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +222,11 @@ def where_of(profile: str | None, target: str | None, address: str | None) -> Wh
     from raymerge.deploy.profiles import load_profile
     from raymerge.deploy.targets.choose import choose
 
-    if target is not None and target not in _TARGETS:
+    if target is not None and target not in TARGETS:
         what = f"there is no target '{target}'."
-        raise OptionError(Problem("--target", what, f"Give one of {', '.join(_TARGETS)}."))
+        raise OptionError(Problem("--target", what, f"Give one of {', '.join(TARGETS)}."))
     said = None if profile is None else load_profile(profile)
-    return choose(said, target, address)  # type: ignore[arg-type]
+    return choose(said, target, address)
 
 
 def run_notes(environment: Mapping[str, str]) -> RunNotes:
@@ -256,7 +255,7 @@ def _noted(profile: str, target: str, address: str) -> Where:
     from raymerge.deploy.targets.choose import choose
 
     said = parse_profile(profile, "the note on this run") if profile.strip(" \n{}") else None
-    return choose(said, target, address or None)  # type: ignore[arg-type]
+    return choose(said, target, address or None)
 
 
 def _unknown_name(run: str) -> Problem:

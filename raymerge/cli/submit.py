@@ -45,6 +45,7 @@ from raymerge.cli.running import (
     terminable,
 )
 from raymerge.cli.runs import TargetChoice, run_notes, sent_place, where_of
+from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem
 from raymerge.options import USUAL_PATIENCE, RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
@@ -54,8 +55,7 @@ if TYPE_CHECKING:
     from typing import IO
 
     from raymerge.api import Combination
-    from raymerge.deploy.targets.choose import Where
-    from raymerge.deploy.targets.target import Submission, Target
+    from raymerge.deploy.targets.target import Submission, Target, Where
 
 
 def send(
@@ -202,7 +202,7 @@ def submit(
         where = where_of(profile, target, address)
         place = _place(out, output) or where.profile.output
         with own_stdout() as stdout:
-            if where.target in ("job", "kubernetes"):
+            if TARGETS[where.target]:
                 return send(
                     recipe, place, where, flags, stdout, detach=detach, dry_run=dry_run, as_json=as_json
                 )

@@ -32,7 +32,7 @@ class StoreOptions:
     region: str | None = None
     """Region of the buckets on S3."""
     endpoint: str | None = None
-    """Address of a server that speaks S3, where it is not that of AWS: ``https://minio.example:9000``. Other
+    """Place of a server that speaks S3, where it is not that of AWS: ``https://minio.example:9000``. Other
     stores are not asked there: that server would be shown their credentials."""
     anonymous: bool = False
     """Whether requests are not signed, for buckets that anybody may read."""
@@ -112,9 +112,7 @@ def options_from_text(texts: Mapping[str, str]) -> StoreOptions:
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Object stores, which are read and written."""
 HUB_SCHEME = "hf"
-"""The Hugging Face Hub, by byte ranges."""
 HDFS_SCHEMES = ("hdfs", "viewfs")
-"""HDFS, through pyarrow. Read only."""
 FSSPEC_SCHEMES = ("abfs", "abfss", "oss", "webhdfs")
 """File systems of fsspec that are opened, read only. Of others that it knows, some read any file of this
 machine or connect to any server."""
@@ -123,7 +121,14 @@ OPTIONS_BEHIND = "has options behind it ('?')."
 PLACE_ALONE = "Write the place alone. Its server and region belong to storage: in a profile."
 """What to do about it: else those options would take the place of all that the profile says."""
 _FILE = "file"
-_SCHEMES = (_FILE, *OBJECT_SCHEMES, HUB_SCHEME, *HDFS_SCHEMES, *FSSPEC_SCHEMES)
+STORES: dict[str, str] = {
+    _FILE: "raymerge.storage.open:local_store",
+    **dict.fromkeys(OBJECT_SCHEMES, "raymerge.storage.objects.store:ObjectStore"),
+    HUB_SCHEME: "raymerge.storage.hub.cache:open_hub",
+    **dict.fromkeys((*HDFS_SCHEMES, *FSSPEC_SCHEMES), "raymerge.storage.arrow:ArrowStore"),
+}
+"""What opens places of each scheme to be read, as module and name, imported when it is first needed; it is
+called as ``open_store`` is. Another store is a file and a line here."""
 _WEB = ("http", "https")
 _CHAIN = "::"
 """Separates the file systems that fsspec lays over one another."""
@@ -133,7 +138,7 @@ _USER = re.compile(r"(?<=://)[^/@?#]*@")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class Place:
     """A place, taken apart."""
 
     scheme: str
@@ -159,7 +164,7 @@ class Address:
         return f"{self.scheme}://{self.text}" + (f"?{query}" if query else "")
 
 
-def parse_place(place: str) -> Address:
+def parse_place(place: str) -> Place:
     """What a place says.
 
     Raises:
@@ -169,13 +174,13 @@ def parse_place(place: str) -> Address:
     match = _SCHEME.match(place)
     if match is None:
         _check_slashes(place)
-        return Address(_FILE, os.path.expanduser(place))
+        return Place(_FILE, os.path.expanduser(place))
     scheme, rest = match.group(1).lower(), place[match.end() :]
     if scheme == _FILE:
-        return Address(_FILE, _local_path(place))
+        return Place(_FILE, _local_path(place))
     _check_scheme(place, scheme)
     if scheme not in OBJECT_SCHEMES:
-        return Address(scheme, rest.rstrip("/"))
+        return Place(scheme, rest.rstrip("/"))
     path, _, query = rest.partition("?")
     bucket = path.partition("/")[0]
     if _USER.search(place) or bucket in ("", ".", ".."):
@@ -187,7 +192,7 @@ def parse_place(place: str) -> Address:
         raise OptionError(Problem(shown(place), what, "Write the path that is meant."))
     try:
         path = posixpath.normpath(path)
-        return Address(scheme, path, options_from_text(dict(parse_qsl(query, keep_blank_values=True))))
+        return Place(scheme, path, options_from_text(dict(parse_qsl(query, keep_blank_values=True))))
     except OptionError as error:
         problems = (
             Problem(f"{shown(place)}: {each.where}", each.what, each.remedy) for each in error.problems
@@ -259,7 +264,7 @@ def with_options(place: str, options: StoreOptions) -> str:
     if not is_object_place(place):
         return place
     address = parse_place(place)
-    return place if address.options != NO_OPTIONS else str(Address(address.scheme, address.text, options))
+    return place if address.options != NO_OPTIONS else str(Place(address.scheme, address.text, options))
 
 
 def join(place: str, key: str) -> str:
@@ -271,7 +276,7 @@ def join(place: str, key: str) -> str:
     address = parse_place(place)
     if address.scheme == _FILE:
         return os.path.join(address.text, key)
-    return str(Address(address.scheme, f"{address.text.rstrip('/')}/{key.strip('/')}", address.options))
+    return str(Place(address.scheme, f"{address.text.rstrip('/')}/{key.strip('/')}", address.options))
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
@@ -288,7 +293,7 @@ def parent_and_name(place: str) -> tuple[str, str]:
     if not parent:
         what = "is a whole bucket and lies in no directory."
         raise OptionError(Problem(shown(place), what, "Give a directory in it."))
-    return str(Address(address.scheme, parent, address.options)), name
+    return str(Place(address.scheme, parent, address.options)), name
 
 
 def shown(place: str) -> str:
@@ -304,9 +309,9 @@ def _check_scheme(place: str, scheme: str) -> None:
         what = "is an address of the web, where directories cannot be listed."
         remedy = "Write ORG/NAME or hf://ORG/NAME for a model of the Hub; copy others to a directory."
         raise OptionError(Problem(shown(place), what, remedy))
-    if scheme not in _SCHEMES:
+    if scheme not in STORES:
         what = f"addresses of the kind {scheme}:// are not supported."
-        remedy = f"Give a local path, or an address of one of {', '.join(_SCHEMES)}."
+        remedy = f"Give a local path, or an address of one of {', '.join(STORES)}."
         raise OptionError(Problem(shown(place), what, remedy))
     if scheme in FSSPEC_SCHEMES and _CHAIN in place:
         what = f"names several file systems, one behind another ('{_CHAIN}')."

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 from raymerge.errors import CheckpointError, OptionError, Problem
 from raymerge.storage.addresses import (
-    HUB_SCHEME,
     NO_OPTIONS,
-    OBJECT_SCHEMES,
+    STORES,
     StoreOptions,
     is_remote,
     parse_place,
@@ -38,21 +38,8 @@ def open_store(
     Raises:
         OptionError: the address is of a kind that raymerge does not read here.
     """
-    scheme = parse_place(place).scheme
-    if not is_remote(place):
-        return local_store(place, patience=patience, expected=expected)
-    if scheme in OBJECT_SCHEMES:
-        from raymerge.storage.objects.store import ObjectStore
-
-        return ObjectStore(place, patience=patience, expected=expected)
-    if scheme == HUB_SCHEME:
-        from raymerge.storage.hub.addresses import hub_place
-        from raymerge.storage.hub.cache import open_hub
-
-        return open_hub(hub_place(place), patience=patience, expected=expected)
-    from raymerge.storage.arrow import ArrowStore
-
-    return ArrowStore(place, patience=patience, expected=expected)
+    opener: Callable[..., ReadStore] = resolve_name(STORES[parse_place(place).scheme])
+    return opener(place, patience=patience, expected=expected)
 
 
 def local_store(

@@ -18,7 +18,7 @@ from kits.kube_store import ACCOUNT, CLAIM, CONFIGMAP, QUEUE, RAYJOB, SECRET
 from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets import kubernetes_api
 from raymerge.deploy.targets.kubernetes import KubernetesTarget, open_kubernetes
-from raymerge.deploy.targets.target import RunReport, RunState, Submission
+from raymerge.deploy.targets.target import RunReport, RunState, Submission, Where
 from raymerge.errors import IncompleteError, OptionError
 
 DATA = Path("/mnt/data")
@@ -27,6 +27,10 @@ RECIPE = {
     "models": [{"model": "/mnt/data/a", "parameters": {"weight": 1}}],
     "dtype": "float32",
 }
+
+
+def opened(profile: Profile) -> KubernetesTarget:
+    return open_kubernetes(Where("kubernetes", None, profile), {})
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def profile() -> Profile:
 
 @pytest.fixture
 def target(api: KubeApi, profile: Profile) -> KubernetesTarget:
-    return replace(open_kubernetes(profile), poll_seconds=0.2, ending_seconds=5)
+    return replace(opened(profile), poll_seconds=0.2, ending_seconds=5)
 
 
 @pytest.fixture
@@ -224,10 +228,10 @@ def test_a_cluster_without_kuberay_is_told_with_what_installs_it(
 def test_a_namespace_that_is_not_there_is_told(api: KubeApi, sent: Submission) -> None:
     elsewhere = profile_of(DATA, namespace="nowhere")
     with pytest.raises(OptionError, match=r"no namespace nowhere.*kubectl create namespace nowhere"):
-        open_kubernetes(elsewhere).check(submission(RECIPE, DATA / "merged", elsewhere))
+        opened(elsewhere).check(submission(RECIPE, DATA / "merged", elsewhere))
     # Whoever may not look at namespaces may still use one.
     api.denied.add(("get", "namespaces"))
-    open_kubernetes(sent.profile).check(sent)
+    opened(sent.profile).check(sent)
 
 
 def test_what_pods_cannot_see_is_refused_before_the_cluster_is_asked(

@@ -11,7 +11,8 @@ import pytest
 from kits.command_line import run_command
 
 from raymerge.deploy.targets import choose as module
-from raymerge.deploy.targets.choose import Where, end_for_good, own_job
+from raymerge.deploy.targets.choose import end_for_good, own_job
+from raymerge.deploy.targets.target import Where
 from raymerge.errors import OptionError, Problem
 
 JOB = "raymerge-0123456789ab-x7"

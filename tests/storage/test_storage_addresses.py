@@ -9,7 +9,7 @@ import pytest
 from raymerge.errors import OptionError
 from raymerge.storage.addresses import (
     NO_OPTIONS,
-    Address,
+    Place,
     StoreOptions,
     as_path,
     check_output_address,
@@ -29,28 +29,28 @@ MINIO = StoreOptions(region="eu-west-1", endpoint="https://minio.example:9000", 
 @pytest.mark.parametrize(
     ("place", "address"),
     [
-        ("out/x", Address("file", "out/x")),
-        ("/data/a b", Address("file", "/data/a b")),
-        ("file:///data/a%20b", Address("file", "/data/a b")),
-        ("file:///data/a?b#c", Address("file", "/data/a?b#c")),
-        ("s3://bucket/a/b/", Address("s3", "bucket/a/b")),
-        ("S3://bucket//a//b", Address("s3", "bucket/a/b")),
-        ("gs://bucket", Address("gs", "bucket")),
-        ("az://container/x", Address("az", "container/x")),
-        ("hf://org/name@main/sub", Address("hf", "org/name@main/sub")),
-        ("hdfs://host:9000/x/", Address("hdfs", "host:9000/x")),
-        ("s3://bucket/a?region=eu-west-1", Address("s3", "bucket/a", StoreOptions(region="eu-west-1"))),
+        ("out/x", Place("file", "out/x")),
+        ("/data/a b", Place("file", "/data/a b")),
+        ("file:///data/a%20b", Place("file", "/data/a b")),
+        ("file:///data/a?b#c", Place("file", "/data/a?b#c")),
+        ("s3://bucket/a/b/", Place("s3", "bucket/a/b")),
+        ("S3://bucket//a//b", Place("s3", "bucket/a/b")),
+        ("gs://bucket", Place("gs", "bucket")),
+        ("az://container/x", Place("az", "container/x")),
+        ("hf://org/name@main/sub", Place("hf", "org/name@main/sub")),
+        ("hdfs://host:9000/x/", Place("hdfs", "host:9000/x")),
+        ("s3://bucket/a?region=eu-west-1", Place("s3", "bucket/a", StoreOptions(region="eu-west-1"))),
     ],
 )
-def test_what_a_place_says(place: str, address: Address) -> None:
+def test_what_a_place_says(place: str, address: Place) -> None:
     assert parse_place(place) == address
     assert parse_place(str(address)) == address
 
 
 def test_a_place_carries_its_options_and_shows_none() -> None:
     place = with_options("s3://bucket/a", MINIO)
-    assert parse_place(place) == Address("s3", "bucket/a", MINIO)
-    assert parse_place(join(place, "b/c.txt")) == Address("s3", "bucket/a/b/c.txt", MINIO)
+    assert parse_place(place) == Place("s3", "bucket/a", MINIO)
+    assert parse_place(join(place, "b/c.txt")) == Place("s3", "bucket/a/b/c.txt", MINIO)
     assert parent_and_name(join(place, "b/c.txt")) == (join(place, "b"), "c.txt")
     assert shown(place) == "s3://bucket/a"
     assert with_options(place, StoreOptions(region="other")) == place
@@ -113,7 +113,7 @@ def test_one_slash_is_told_from_two() -> None:
     for place, meant in (("s3:/models/x", "s3://models/x"), ("file:/tmp/x", "file:///tmp/x")):
         with pytest.raises(OptionError, match=re.escape(f"Write {meant}, or ./")):
             parse_place(place)
-        assert parse_place(f"./{place}") == Address("file", f"./{place}")
+        assert parse_place(f"./{place}") == Place("file", f"./{place}")
 
 
 def test_a_bucket_lies_nowhere() -> None:

@@ -1,12 +1,6 @@
 """Where and how to run: profiles, read and checked, with the place of every value."""
 
-from raymerge.deploy.profiles.profile import (
-    Profile,
-    TargetName,
-    load_profile,
-    parse_profile,
-    profile_from_mapping,
-)
+from raymerge.deploy.profiles.profile import Profile, load_profile, parse_profile, profile_from_mapping
 from raymerge.deploy.profiles.sections import (
     Autoscaling,
     ClusterSection,
@@ -31,7 +25,6 @@ __all__ = [
     "Profile",
     "RunSettings",
     "SecurityContext",
-    "TargetName",
     "Toleration",
     "Volume",
     "WorkerGroup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import PrivateAttr, ValidationError, model_validator
@@ -12,6 +12,7 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from raymerge.deploy.profiles.feasible import faults_between
 from raymerge.deploy.profiles.sections import ClusterSection, JobSection, Kubernetes, RunSettings, Storage
 from raymerge.deploy.profiles.values import Place
+from raymerge.deploy.targets import TARGETS
 from raymerge.documents.fields import DocumentKind, Fault, FaultError, MapEntry, by, choice_of, faults_of
 from raymerge.documents.yaml_text import (
     Places,
@@ -26,14 +27,15 @@ from raymerge.documents.yaml_text import (
 from raymerge.errors import Problem, ProfileError
 from raymerge.storage.addresses import NO_OPTIONS
 
-TargetName: TypeAlias = Literal["local", "cluster", "job", "kubernetes"]
-_TARGETS = ("local", "cluster", "job", "kubernetes")
+
+def _target(value: object) -> object:
+    return choice_of(*TARGETS)(value)
 
 
 class Profile(MapEntry):
     """Where and how to run. Nothing in it changes a byte of a result."""
 
-    target: Annotated[TargetName, by(choice_of(*_TARGETS))] = "local"
+    target: Annotated[str, by(_target)] = "local"
     output: Place | None = None
     """Where the new checkpoint goes, unless the command line says."""
     run: RunSettings = RunSettings()

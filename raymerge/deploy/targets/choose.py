@@ -6,29 +6,17 @@ import json
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from pkgutil import resolve_name
 
-from raymerge.deploy.profiles import Profile, TargetName
-from raymerge.deploy.targets.job_server import JobServer
-from raymerge.deploy.targets.target import Target
+from raymerge.deploy.profiles import Profile
+from raymerge.deploy.targets import TARGETS
+from raymerge.deploy.targets.target import Target, Where
 from raymerge.errors import OptionError, Problem
 
 _DASHBOARD = ("http://", "https://")
-_TOKEN = "RAY_AUTH_TOKEN"
-_AUTHORIZATION = "Authorization"
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Where a run is."""
-
-    target: TargetName
-    address: str | None
-    """Of its Ray cluster or its dashboard; None for the targets without."""
-    profile: Profile
-
-
-def choose(profile: Profile | None, target: TargetName | None, address: str | None) -> Where:
+def choose(profile: Profile | None, target: str | None, address: str | None) -> Where:
     """The target that is meant. Flags win over the profile; an address of a dashboard means ``job``.
 
     Raises:
@@ -59,22 +47,17 @@ def target_of(where: Where, environment: Mapping[str, str]) -> Target | None:
     Raises:
         OptionError: a variable that the profile names is not set, or what the target needs is not installed.
     """
-    if where.target == "job":
-        return JobServer(where.address or "", _headers(where.profile, environment))
-    if where.target == "kubernetes":
-        from raymerge.deploy.targets.kubernetes import open_kubernetes
-
-        return open_kubernetes(where.profile)
-    return None
+    opener = TARGETS.get(where.target)
+    return resolve_name(opener)(where, environment) if opener else None
 
 
-def _kind_of(address: str | None) -> TargetName | None:
+def _kind_of(address: str | None) -> str | None:
     if address is None:
         return None
     return "job" if address.startswith(_DASHBOARD) else "cluster"
 
 
-def _address_in(profile: Profile, kind: TargetName) -> str | None:
+def _address_in(profile: Profile, kind: str) -> str | None:
     if kind == "job":
         return profile.job.address
     return profile.cluster.address if kind == "cluster" else None
@@ -100,24 +83,6 @@ def _check_cluster(address: str | None) -> None:
     if address.startswith(_DASHBOARD):
         what = f"{address} is the address of a dashboard, which the target cluster does not use."
         raise OptionError(Problem("--address", what, "Give HOST:PORT of the head node, or --target job."))
-
-
-def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
-    """Headers of every request, with the token that Ray's own tools would send."""
-    sources = profile.job.headers_from_env or {}
-    missing = [name for name in sources.values() if name not in environment]
-    if missing:
-        where = profile.where("job", "headers_from_env")
-        raise OptionError(
-            [
-                Problem(where, f"the environment variable {name} is not set.", f"Set {name} to the value.")
-                for name in missing
-            ]
-        )
-    headers = {header: environment[name] for header, name in sources.items()}
-    if environment.get(_TOKEN) and not any(each.lower() == _AUTHORIZATION.lower() for each in headers):
-        headers[_AUTHORIZATION] = f"Bearer {environment[_TOKEN]}"
-    return headers
 
 
 _CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets.sending import recipe_digest, sending_problems
-from raymerge.deploy.targets.target import RunReport, RunState, Submission
+from raymerge.deploy.targets.target import RunReport, RunState, Submission, Where
 from raymerge.errors import IncompleteError, OptionError, Problem
 from raymerge.publish.journal import entries_of
 from raymerge.storage.temporary import OwnDirectory
@@ -125,6 +126,8 @@ _POLL_PART = 10
 _AWAY_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _ABSENT = 404
+_TOKEN = "RAY_AUTH_TOKEN"
+_AUTHORIZATION = "Authorization"
 _MOST_SAID = 300
 
 Connect = Callable[[str, Mapping[str, str]], Any]
@@ -334,6 +337,33 @@ class JobServer:
         said = f"the server at {self._address} failed: {_first(error)}."
         problem = Problem("--address", said, "Look at the head node's dashboard and its logs.")
         return _AwayError(problem) if code >= 500 else OptionError(problem)
+
+
+def open_job_server(where: Where, environment: Mapping[str, str]) -> JobServer:
+    """The server that a profile or a flag names.
+
+    Raises:
+        OptionError: a variable that the profile names is not set.
+    """
+    return JobServer(where.address or "", _headers(where.profile, environment))
+
+
+def _headers(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
+    """Headers of every request, with the token that Ray's own tools would send."""
+    sources = profile.job.headers_from_env or {}
+    missing = [name for name in sources.values() if name not in environment]
+    if missing:
+        where = profile.where("job", "headers_from_env")
+        raise OptionError(
+            [
+                Problem(where, f"the environment variable {name} is not set.", f"Set {name} to the value.")
+                for name in missing
+            ]
+        )
+    headers = {header: environment[name] for header, name in sources.items()}
+    if environment.get(_TOKEN) and not any(each.lower() == _AUTHORIZATION.lower() for each in headers):
+        headers[_AUTHORIZATION] = f"Bearer {environment[_TOKEN]}"
+    return headers
 
 
 class _AwayError(OptionError):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from raymerge.deploy.manifests import OUTPUT_LABEL, RECIPE_FILE, SENT_ANNOTATION, check, output_digest, rayjob
-from raymerge.deploy.profiles import Profile
 from raymerge.deploy.targets.kubernetes_api import (
     CONFIG_MAPS,
     EVENTS,
@@ -26,7 +25,7 @@ from raymerge.deploy.targets.kubernetes_api import (
 )
 from raymerge.deploy.targets.kubernetes_status import DriverLog, given_up, pod_troubles, reported, warnings
 from raymerge.deploy.targets.sending import recipe_digest
-from raymerge.deploy.targets.target import RunReport, RunState, Submission
+from raymerge.deploy.targets.target import RunReport, RunState, Submission, Where
 from raymerge.errors import IncompleteError, OptionError, Problem
 
 Json = dict[str, Any]
@@ -232,13 +231,14 @@ class KubernetesTarget:
                 raise
 
 
-def open_kubernetes(profile: Profile) -> KubernetesTarget:
+def open_kubernetes(where: Where, _: Mapping[str, str]) -> KubernetesTarget:
     """The target that a profile describes.
 
     Raises:
         OptionError: no cluster can be reached from here, or lightkube is not installed.
     """
-    return KubernetesTarget(open_server(profile.kubernetes.namespace if profile.kubernetes else None))
+    kubernetes = where.profile.kubernetes
+    return KubernetesTarget(open_server(kubernetes.namespace if kubernetes else None))
 
 
 def _counted(found: RunReport, log: DriverLog) -> RunReport:

@@ -79,6 +79,16 @@ class RunReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a run is."""
+
+    target: str
+    address: str | None
+    """Of its Ray cluster or its dashboard; None for the targets without."""
+    profile: Profile
+
+
 class Runs(Protocol):
     """Runs that somebody asks about. Every method raises ``OptionError`` where nobody can be asked."""
 

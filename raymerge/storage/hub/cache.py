@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raymerge.errors import CheckpointError, NotCachedError, Problem
 from raymerge.storage.file_rules import NOT_FETCHED
-from raymerge.storage.hub.addresses import HubPlace
+from raymerge.storage.hub.addresses import HubPlace, hub_place
 from raymerge.storage.hub.store import HubStore, asked, repository_info
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.retry import RetryPolicy, changed
@@ -198,12 +198,13 @@ class SnapshotStore(LocalStore):
 
 
 def open_hub(
-    place: HubPlace, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
+    place: HubPlace | str, *, patience: RetryPolicy | None = None, expected: Mapping[str, FileInfo] = NO_FILES
 ) -> SnapshotStore | HubStore:
     """The store of a commit: its copy in the Hub's cache where that is whole, else the Hub.
 
     A place of a branch or a tag is looked up first; raises what ``at_commit`` raises then.
     """
+    place = hub_place(place) if isinstance(place, str) else place
     place = place if place.commit is not None else at_commit(place)
     snapshot = cached_snapshot(place)
     if snapshot is not None:

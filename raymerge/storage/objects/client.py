@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from raymerge.errors import CheckpointError, OptionError, Problem, UnreadableError
-from raymerge.storage.addresses import Address, StoreOptions, parse_place, shown
+from raymerge.storage.addresses import Place, StoreOptions, shown
 from raymerge.storage.retry import changed
 from raymerge.storage.store import FileInfo
 
@@ -98,7 +98,7 @@ def file_info(key: str, found: Mapping[str, Any]) -> FileInfo:
 
 
 def object_client(
-    address: Address,
+    address: Place,
     *,
     read_seconds: float = READ_SECONDS,
     retries: int = _RETRIES,
@@ -128,7 +128,7 @@ def object_client(
         raise OptionError(Problem(shown(str(address)), what, remedy)) from error
 
 
-def _client(address: Address, read_seconds: float, retries: int, whole_seconds: float) -> Client:
+def _client(address: Place, read_seconds: float, retries: int, whole_seconds: float) -> Client:
     from obstore import store as stores
 
     # As settings of the store: options of the client would put aside what the environment says of it.
@@ -155,7 +155,7 @@ def _client(address: Address, read_seconds: float, retries: int, whole_seconds: 
     return client
 
 
-def _only_own_hosts(kind: Any, address: Address, config: Mapping[str, Any]) -> dict[str, str]:
+def _only_own_hosts(kind: Any, address: Place, config: Mapping[str, Any]) -> dict[str, str]:
     """Settings that let a client speak to the server it is for and to those that give it credentials.
 
     The client follows redirects, and no setting of it says otherwise. To another host it takes the session
@@ -173,7 +173,7 @@ def _only_own_hosts(kind: Any, address: Address, config: Mapping[str, Any]) -> d
     return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": ",".join(sorted(hosts))}
 
 
-def _server_url(kind: Any, address: Address, config: Mapping[str, Any]) -> str:
+def _server_url(kind: Any, address: Place, config: Mapping[str, Any]) -> str:
     """The address that a client works out of its settings and the environment; "" where that is none.
 
     It shows it in errors alone, so that it is given no way to its server. Nothing is sent.
@@ -213,7 +213,7 @@ def chain_of(scheme: str) -> str:
     return _CHAINS[scheme]
 
 
-def _s3(address: Address) -> tuple[dict[str, Any], Any]:
+def _s3(address: Place) -> tuple[dict[str, Any], Any]:
     """Settings of a client of S3, and what gives it credentials; None where requests are not signed."""
     options = address.options
     config = {"endpoint": options.endpoint, "region": options.region}
@@ -226,7 +226,7 @@ def _s3(address: Address) -> tuple[dict[str, Any], Any]:
     return given, provider
 
 
-def _boto3_provider(address: Address, options: StoreOptions) -> Any:
+def _boto3_provider(address: Place, options: StoreOptions) -> Any:
     """Credentials by boto3's chain, which knows more kinds than the client."""
     try:
         import boto3
@@ -246,7 +246,7 @@ def _boto3_provider(address: Address, options: StoreOptions) -> Any:
         raise OptionError(Problem(where, what, remedy)) from error
 
 
-def no_credentials(address: Address, said: str = "") -> Problem:
+def no_credentials(address: Place, said: str = "") -> Problem:
     """Says that there are none for a place.
 
     Args:
@@ -258,7 +258,7 @@ def no_credentials(address: Address, said: str = "") -> Problem:
     return Problem(shown(str(address)), what, remedy)
 
 
-def _missing(address: Address, package: str) -> Problem:
+def _missing(address: Place, package: str) -> Problem:
     extra = _EXTRAS[address.scheme]
     what = f"{package}, which reads {address.scheme}:// places, is not installed."
     return Problem(shown(str(address)), what, f"Run: pip install 'raymerge[{extra}]'")
@@ -288,7 +288,7 @@ _ALLOWING = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALL
 
 
 @contextmanager
-def asking(place: str, location: str) -> Iterator[None]:
+def asking(place: Place, location: str) -> Iterator[None]:
     """Says of what an object store refuses what it means.
 
     Args:
@@ -338,21 +338,21 @@ def lacks_credentials(error: Exception) -> bool:
     return bool(_GIVERS.search(text)) and status[:1] != "5" and status not in _TRIED_AGAIN
 
 
-def _meant(error: Exception, place: str, location: str) -> Exception:
+def _meant(error: Exception, place: Place, location: str) -> Exception:
     if _REDIRECTED.search(str(error)):
         return CheckpointError(_redirected(place))
     text = str(error).partition("\n\n")[0]
     found = _STATUS.search(text)
     status = found.group(1) if found is not None else ""
     if lacks_credentials(error):
-        return UnreadableError(no_credentials(parse_place(place), told(error)))
+        return UnreadableError(no_credentials(place, told(error)))
     if _NO_BUCKET.search(text):
         return CheckpointError(_no_bucket(place))
     if _NO_UPLOAD in text:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location)
     if status in _REFUSED or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return UnreadableError(_denied(place, location, told(error)))
-    is_region = parse_place(place).scheme == "s3" and status in _OTHER_REGION
+    is_region = place.scheme == "s3" and status in _OTHER_REGION
     if is_region or "AuthorizationHeaderMalformed" in text or "configured region" in text:
         return CheckpointError(_elsewhere(place))
     if status.startswith("3"):
@@ -372,42 +372,39 @@ def _meant(error: Exception, place: str, location: str) -> Exception:
     return OSError(errno.EIO if status else errno.ECONNRESET, told(error))
 
 
-def _no_bucket(place: str) -> Problem:
-    address = parse_place(place)
-    what = f"there is no bucket '{address.bucket}'{_at(place)}."
-    return Problem(shown(place), what, f"Check its name, and {_SERVERS[address.scheme]}.")
+def _no_bucket(place: Place) -> Problem:
+    what = f"there is no bucket '{place.bucket}'{_at(place)}."
+    return Problem(shown(str(place)), what, f"Check its name, and {_SERVERS[place.scheme]}.")
 
 
-def _at(place: str) -> str:
+def _at(place: Place) -> str:
     """Which server is asked, as far as the user's options say it."""
-    address = parse_place(place)
-    return f" at {address.options.endpoint}" if address.scheme == "s3" and address.options.endpoint else ""
+    return f" at {place.options.endpoint}" if place.scheme == "s3" and place.options.endpoint else ""
 
 
-def _without_tls(place: str) -> Problem:
+def _without_tls(place: Place) -> Problem:
     what = "the address of its server is none that may be asked: it is no URL, or one without TLS."
-    variable = _ALLOWING[parse_place(place).scheme]
+    variable = _ALLOWING[place.scheme]
     remedy = f"Take https://, or allow it: allow_http: true in storage:, or {variable}=true."
-    return Problem(shown(place), what, remedy)
+    return Problem(shown(str(place)), what, remedy)
 
 
-def _denied(place: str, location: str, said: str) -> Problem:
-    address = parse_place(place)
-    if address.options.anonymous:
+def _denied(place: Place, location: str, said: str) -> Problem:
+    if place.options.anonymous:
         what = f"may not be read by everybody: the server says {said}."
         return Problem(location, what, "Take anonymous out of storage:, and give credentials.")
-    chain = chain_of(address.scheme)
+    chain = chain_of(place.scheme)
     what = f"may not be read with the credentials of this machine: the server says {said}."
     remedy = f"Looked for were {chain}. Give credentials there that may list and read it."
     return Problem(location, what, remedy)
 
 
-def _elsewhere(place: str) -> Problem:
-    what = f"the bucket '{parse_place(place).bucket}' is in another region than the one that was asked."
-    return Problem(shown(place), what, "Set its region in storage:, or AWS_REGION.")
+def _elsewhere(place: Place) -> Problem:
+    what = f"the bucket '{place.bucket}' is in another region than the one that was asked."
+    return Problem(shown(str(place)), what, "Set its region in storage:, or AWS_REGION.")
 
 
-def _redirected(place: str) -> Problem:
+def _redirected(place: Place) -> Problem:
     what = f"the server{_at(place)} sends requests on to another host, which is given no credentials."
-    remedy = f"Name the server that has it: {_SERVERS[parse_place(place).scheme]}."
-    return Problem(shown(place), what, remedy)
+    remedy = f"Name the server that has it: {_SERVERS[place.scheme]}."
+    return Problem(shown(str(place)), what, remedy)

@@ -51,7 +51,8 @@ class ObjectStore(FarStore):
         Raises:
             OptionError: the address says no place in an object store.
         """
-        self.root = str(parse_place(place))
+        self._place = parse_place(place)
+        self.root = str(self._place)
         self._top = shown(self.root)
         self._patience = patience or RetryPolicy()
         self._expected = dict(expected)
@@ -95,7 +96,7 @@ class ObjectStore(FarStore):
 
         def head() -> FileInfo | None:
             try:
-                with asking(self.root, location):
+                with asking(self._place, location):
                     return file_info(key, obstore.head(client.store, client.path(key)))
             except FileNotFoundError:
                 return None
@@ -125,7 +126,7 @@ class ObjectStore(FarStore):
     def _connected(self) -> ObjectClient:
         with self._lock:
             if self._client is None:
-                self._client = object_client(parse_place(self.root), read_seconds=self._read_seconds)
+                self._client = object_client(self._place, read_seconds=self._read_seconds)
             return self._client
 
     def _wanted(self, key: str) -> FileInfo:
@@ -144,7 +145,7 @@ class ObjectStore(FarStore):
         def go_on() -> None:
             nonlocal done
             begin = done
-            with asking(self.root, location):
+            with asking(self._place, location):
                 for chunk in self._chunks(client, wanted, location, (offset + done, offset + len(view))):
                     if len(chunk) > len(view) - done:
                         done = begin  # which of its bytes are those of the range is not known
@@ -173,7 +174,7 @@ class ObjectStore(FarStore):
             yield memoryview(chunk)
 
     def _listed(self, client: ObjectClient) -> Iterator[FileInfo]:
-        with asking(self.root, self._top):
+        with asking(self._place, self._top):
             for number, info in enumerate(client.listed(), 1):
                 is_hidden = any(part.startswith(".") for part in info.key.split("/")[:-1])
                 if is_key(info.key) and not is_hidden:

@@ -23,7 +23,7 @@ from raymerge.errors import (
     TransientError,
     UnreadableError,
 )
-from raymerge.storage.addresses import Address, parse_place, shown
+from raymerge.storage.addresses import Place, parse_place, shown
 from raymerge.storage.local.direct_io import as_bytes
 from raymerge.storage.objects.client import (
     ObjectClient,
@@ -163,7 +163,7 @@ class Upload(ObjectStream):
     """An object in parts that go out as they come."""
 
     def __init__(
-        self, writer: Any, place: str, location: str, nbytes: int, guard: Callable[[], None]
+        self, writer: Any, place: Place, location: str, nbytes: int, guard: Callable[[], None]
     ) -> None:
         super().__init__(location, nbytes)
         self._writer = writer
@@ -206,7 +206,7 @@ class Upload(ObjectStream):
 
 
 @contextmanager
-def refusing(place: str, location: str) -> Iterator[None]:
+def refusing(place: Place, location: str) -> Iterator[None]:
     """Says of what may not be done at an output place that it is one.
 
     Raises:
@@ -215,7 +215,6 @@ def refusing(place: str, location: str) -> Iterator[None]:
     try:
         yield
     except UnreadableError as error:
-        address = parse_place(place)
         cause = error.__cause__
         if isinstance(cause, Exception) and lacks_credentials(cause):
             raise TargetError(error.problems) from error
@@ -224,7 +223,7 @@ def refusing(place: str, location: str) -> Iterator[None]:
             remedy = "Check the place and the options in storage:."
             raise TargetError(Problem(location, f"the store refuses it: {said}.", remedy)) from error
         what = f"the store refuses it to the credentials of this machine: {said or 'there are none'}."
-        chain = chain_of(address.scheme)
+        chain = chain_of(place.scheme)
         remedy = f"Looked for were {chain}. They must be allowed to list, read, write and delete."
         raise TargetError(Problem(location, what, remedy)) from error
     except CheckpointError as error:
@@ -450,7 +449,7 @@ class ObjectWriter:
             buffer_size=size,
             max_concurrency=STREAM_PARTS,
         )
-        return Upload(writer, self.place, self.location(key), nbytes, guard)
+        return Upload(writer, self._address, self.location(key), nbytes, guard)
 
     def abort_uploads(self, is_ours: Callable[[str], bool]) -> int:
         """Abort what killed processes left half uploaded; how many there were.
@@ -474,7 +473,7 @@ class ObjectWriter:
         location = self.location(key)
 
         def tried() -> _Result:
-            with refusing(self.place, location), asking(self.place, location):
+            with refusing(self._address, location), asking(self._address, location):
                 return attempt()
 
         return self._patience.have(tried, path=location, doing=doing, again=lambda _: None)
@@ -515,7 +514,7 @@ _SIGNED = timedelta(minutes=1)
 _FOR_A_MOMENT = frozenset({429, 500, 502, 503, 504})
 
 
-def abort_uploads(address: Address, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
+def abort_uploads(address: Place, objects: ObjectClient, is_ours: Callable[[str], bool]) -> int:
     """Abort uploads below a place; how many there were.
 
     Without boto3, and for who may not list uploads, there are none: the bucket's lifecycle clears them away.
@@ -569,7 +568,7 @@ def _unless_refused() -> Iterator[None]:
         return
 
 
-def _client(boto3: Any, address: Address, objects: ObjectClient) -> Any:
+def _client(boto3: Any, address: Place, objects: ObjectClient) -> Any:
     """A client of the server that the place is written to, whatever said which one that is."""
     import obstore
     from botocore.config import Config
