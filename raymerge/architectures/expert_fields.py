@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
-from raymerge.architectures.moe_targets import dense_families, full_config
+from raymerge.architectures.moe_targets import dense_families, full_config, target_table
 from raymerge.architectures.rules import Rules
 from raymerge.architectures.sections import text_path, text_section
 
@@ -183,12 +182,6 @@ def _at(section: Any, path: list[str] | tuple[str, ...]) -> Any:
     return section
 
 
-_ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act", "ffn_config.ffn_act_fn.name")
-_SCORING = ("scoring_func", "moe_router_activation_func", "score_function")
-_SUMS = ("norm_topk_prob", "moe_renormalize", "route_norm")
-_FACTOR = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertMeaning:
     """What the numbers of an expert and of its router row mean. None: neither config nor family tells."""
@@ -202,48 +195,23 @@ class ExpertMeaning:
     factor: float | None = None
 
 
-_SOFTMAX = ExpertMeaning("silu", "softmax", True, 1.0)
-_UNSUMMED = ExpertMeaning("silu", "softmax", False, 1.0)
-_SIGMOID = ExpertMeaning("silu", "sigmoid", True, 1.0)
-_DEEPSEEK = ExpertMeaning("silu", "sigmoid", True, 2.5)
-
-_FAMILIES: Mapping[str, ExpertMeaning] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("mixtral", "minimax", "granitemoe", "granitemoehybrid", "qwen3_next", "dbrx"), _SOFTMAX
-        ),
-        **dict.fromkeys(("hunyuan_v1_moe", "ernie4_5_moe"), _SOFTMAX),
-        **dict.fromkeys(
-            ("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "deepseek", "deepseek_v2"), _UNSUMMED
-        ),
-        **dict.fromkeys(("glm4_moe", "lfm2_moe", "minimax_m2"), _SIGMOID),
-        **dict.fromkeys(("deepseek_v3", "deepseek_v32"), _DEEPSEEK),
-        # Their code takes the sparse mixer (arXiv 2409.12136), and a sigmoid on what goes into an expert.
-        "phimoe": ExpertMeaning("silu", "sparse mixer", False, 1.0),
-        "llama4": ExpertMeaning("silu", "sigmoid on inputs", False, 1.0),
-        "gpt_oss": ExpertMeaning("clamped SwiGLU", "softmax", True, 1.0),
-    }
-)
-_IGNORED: Mapping[str, tuple[str, ...]] = MappingProxyType({"gpt_oss": _ACTIVATION})
-# Fields that stand in a family's configs, and that its code does not look at.
-
-
 def expert_meaning(config: Mapping[str, Any]) -> ExpertMeaning:
     """What the experts of a mixture, or the feed-forward layers of a dense model, compute."""
-    section = text_section(config)
+    section, table = text_section(config), target_table("experts")
     family = str(section.get("model_type") or config.get("model_type") or "")
-    silent = _FAMILIES.get(family.removesuffix("_text"), ExpertMeaning())
+    plain = family.removesuffix("_text")
+    known: Mapping[str, Any] = next((each for each in table["meanings"] if plain in each["families"]), {})
 
-    def said(fields: tuple[str, ...], kind: type | tuple[type, ...]) -> Any:
-        values = _values(section, fields) if fields != _IGNORED.get(family) else ()
-        return next((value for value in values if isinstance(value, kind)), None)
+    def stated(key: str, kind: type | tuple[type, ...]) -> Any:
+        paths = () if key in known.get("ignored", ()) else table["meaning_fields"][key]
+        found = (value for value in _values(section, paths) if isinstance(value, kind))
+        return next(found, known.get("meaning", {}).get(key))
 
-    sums, factor = said(_SUMS, bool), said(_FACTOR, (int, float))
     return ExpertMeaning(
-        activation=_of_dense(section, family) or said(_ACTIVATION, str) or silent.activation,
-        scoring=said(_SCORING, str) or silent.scoring,
-        sums_to_one=sums if sums is not None else silent.sums_to_one,
-        factor=factor if factor is not None else silent.factor,
+        activation=_of_dense(section, family) or stated("activation", str),
+        scoring=stated("scoring", str),
+        sums_to_one=stated("sums_to_one", bool),
+        factor=stated("factor", (int, float)),
     )
 
 
@@ -282,67 +250,26 @@ class DenseCounterpart:
 
     model_type: str
     architecture: str
-    meant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    meant: Mapping[str, Any]
     """What the experts' family means by a silent config where the dense family means something else."""
-    rope_theta: float = 10_000.0
+    rope_theta: float
     """The experts' family's base of rotary embeddings where its config is silent."""
-    has_own_width: bool = False
+    has_own_width: bool
     """Whether heads are of a fixed width where its config is silent, and not what the hidden size leaves."""
 
 
-_COUNTERPARTS: Mapping[str, DenseCounterpart] = MappingProxyType(
-    {
-        "mixtral": DenseCounterpart(
-            "mistral",
-            "MistralForCausalLM",
-            MappingProxyType({"sliding_window": None, "rms_norm_eps": 1e-5}),
-            rope_theta=1_000_000.0,
-        ),
-        "qwen2_moe": DenseCounterpart(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            MappingProxyType(
-                {
-                    "hidden_size": 2048,
-                    "num_hidden_layers": 24,
-                    "num_attention_heads": 16,
-                    "num_key_value_heads": 16,
-                }
-            ),
-        ),
-        "qwen3_moe": DenseCounterpart(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            MappingProxyType({"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4}),
-            has_own_width=True,
-        ),
-        "granitemoe": DenseCounterpart(
-            "granite", "GraniteForCausalLM", MappingProxyType({"num_key_value_heads": None})
-        ),
-        "flex_olmo": DenseCounterpart(
-            "olmo2",
-            "Olmo2ForCausalLM",
-            MappingProxyType(
-                {
-                    "vocab_size": 100352,
-                    "max_position_embeddings": 4096,
-                    "rms_norm_eps": 1e-6,
-                    "pad_token_id": 100277,
-                    "eos_token_id": 100257,
-                }
-            ),
-            rope_theta=500_000.0,
-        ),
+def dense_counterparts() -> Mapping[str, DenseCounterpart]:
+    """The dense families that mixtures of experts can become one of, by the mixture's ``model_type``."""
+    return {
+        name: DenseCounterpart(
+            family["model_type"],
+            family["architecture"],
+            {**dict.fromkeys(family.get("null", ())), **family.get("meant", {})},
+            family.get("rope_theta", 10_000.0),
+            family.get("has_own_width", False),
+        )
+        for name, family in target_table("experts")["dense_counterparts"].items()
     }
-)
-
-
-def dense_counterpart(config: Mapping[str, Any]) -> DenseCounterpart | None:
-    return _COUNTERPARTS.get(str(config.get("model_type")))
-
-
-def families_with_dense() -> tuple[str, ...]:
-    return tuple(_COUNTERPARTS)
 
 
 def dense_objections(config: Mapping[str, Any]) -> Iterator[str]:

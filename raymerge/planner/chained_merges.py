@@ -20,7 +20,7 @@ from raymerge.documents.yaml_text import in_order
 from raymerge.dtypes import DType
 from raymerge.errors import CheckpointError, NotCachedError, PlanError, Problem, UserError
 from raymerge.merge_plan.plan import Plan, make_plan
-from raymerge.planner.dispatch import plan_of, recipe_problems, stages_of, with_prepared
+from raymerge.planner.dispatch import build_plan, recipe_problems, stages_of, with_prepared
 from raymerge.planner.inputs.source import Source, Stage
 from raymerge.planner.inputs.sources import OpenedModels, Opener, open_models, opener_of, unread_problems
 from raymerge.planner.recipe_check import neutral_recipe
@@ -176,7 +176,7 @@ class _Planner:
             neutral = neutral_recipe(recipe) if isinstance(recipe, Recipe) else None
             if neutral is not None:
                 with suppress(UserError):
-                    found += plan_of(neutral, opened.sources, version=self._version).problems
+                    found += build_plan(neutral, opened.sources, version=self._version).problems
         places = {
             recipe.where(*path[:-1], key) for path, _ in opened.absent for key in (path[-1], "layer_range")
         }
@@ -210,7 +210,7 @@ class _Planner:
         made_by = tuple(self._made[name].plan.digest for name in unwritten if name in self._made)
         stages = stages_of(recipe, sources, version=self._version, made_by=made_by)
         sources = with_prepared(sources, stages, self._root)
-        return plan_of(recipe, sources, version=self._version), sources, stages
+        return build_plan(recipe, sources, version=self._version), sources, stages
 
     def placed(self, recipe: AnyRecipe, problems: Sequence[Problem]) -> tuple[Problem, ...]:
         """Problems that say which of several merges they are about."""

@@ -11,10 +11,13 @@ import xxhash
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.plan import Plan
 from raymerge.planner.inputs.source import AlignSpec, Source, Stage, prepared_of
-from raymerge.planner.moe.build import build_moe_plan, moe_stages, moe_trunk
+from raymerge.planner.inputs.sources import collector_paused
+from raymerge.planner.moe.build import decide_mixture, moe_trunk
 from raymerge.planner.moe.expert_permutation import align_stages
-from raymerge.planner.moe.expert_set import expert_set_plan
-from raymerge.planner.outputs.build import build_plan
+from raymerge.planner.moe.expert_set import decide_expert_set
+from raymerge.planner.moe.shape import gate_stage, shape_of
+from raymerge.planner.outputs.build import decide_merge
+from raymerge.planner.outputs.finish import finish_plan
 from raymerge.planner.recipe_check import check_recipe
 from raymerge.recipes import AnyRecipe, ExpertSetRecipe, MoeRecipe
 
@@ -34,9 +37,10 @@ def stages_of(
     Raises:
         PlanError: recipe and sources fit so little that there is nothing to show.
     """
+    stages: tuple[Stage, ...]
     match recipe:
         case MoeRecipe():
-            stages = moe_stages(recipe, sources, version=version)
+            stages = (gate_stage(recipe, shape_of(recipe, sources), version=version),)
         case ExpertSetRecipe():
             stages = ()
         case _:
@@ -58,19 +62,27 @@ def with_prepared(sources: Sequence[Source], stages: Sequence[Stage], root: Path
     )
 
 
-def plan_of(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Plan:
+def build_plan(recipe: AnyRecipe, sources: Sequence[Source], *, version: str) -> Plan:
     """The plan of a recipe over its sources, which have the results of its stages; it carries its problems.
+
+    The problems are in the plan, so that it can be shown; ``Plan.require`` refuses them.
+
+    Args:
+        recipe: what is asked.
+        sources: its distinct models, opened, in recipe order.
+        version: raymerge's version, kept in the manifest.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
-    match recipe:
-        case MoeRecipe():
-            return build_moe_plan(recipe, sources, version=version)
-        case ExpertSetRecipe():
-            return expert_set_plan(recipe, sources, version=version)
-        case _:
-            return build_plan(recipe, sources, version=version)
+    with collector_paused():
+        match recipe:
+            case MoeRecipe():
+                return finish_plan(decide_mixture(recipe, sources), version=version)
+            case ExpertSetRecipe():
+                return finish_plan(decide_expert_set(recipe, sources), version=version)
+            case _:
+                return finish_plan(decide_merge(recipe, sources), version=version)
 
 
 def recipe_problems(recipe: AnyRecipe) -> tuple[Problem, ...]:

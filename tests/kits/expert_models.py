@@ -16,9 +16,9 @@ from kits.plan_maker import Planned
 from raymerge.api import submit
 from raymerge.errors import UserError
 from raymerge.options import RunOptions
+from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.source import holdings
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.moe.expert_set import expert_set_plan
 from raymerge.recipes import ExpertSetRecipe, recipe_from_mapping
 
 NUM_EXPERTS = 4
@@ -107,7 +107,7 @@ def planned_set(data: Mapping[str, Any]) -> Planned:
     recipe = recipe_from_mapping(json.loads(json.dumps(data, default=str)))
     assert isinstance(recipe, ExpertSetRecipe)
     sources = open_sources(recipe)
-    return Planned(expert_set_plan(recipe, sources, version="0"), sources)
+    return Planned(build_plan(recipe, sources, version="0"), sources)
 
 
 def good_set(data: Mapping[str, Any]) -> Planned:

@@ -15,9 +15,9 @@ from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
 from raymerge.errors import PlanError
 from raymerge.merge_plan.plan import Plan
+from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.source import Source, holdings
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import Recipe, recipe_from_mapping
 
 Specs = Mapping[str, tuple[DType, tuple[int, ...]]]

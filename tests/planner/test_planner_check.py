@@ -20,8 +20,9 @@ from raymerge.merge_plan.check import check_plan
 from raymerge.merge_plan.plan import SCHEMAS, Plan, digest
 from raymerge.merge_plan.segments import Segment
 from raymerge.methods import BLOCK
+from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_sources
-from raymerge.planner.outputs import build, finish, plan_context
+from raymerge.planner.outputs import finish, plan_context
 
 E, F, D = 2, 3, 4
 CONFIG: Mapping[str, Any] = {
@@ -249,7 +250,7 @@ def test_a_built_plan_that_contradicts_itself_is_a_bug_and_named_as_one(
     recipe = make_recipe({"merge_method": "passthrough", "models": [{"model": _model(tmp_path / "a")}]})
     monkeypatch.setattr(finish, "cut_segments", lambda _: (Segment(0, 1, 0, 0),))
     with pytest.raises(RuntimeError, match="they do not take every row once"):
-        build.build_plan(recipe, open_sources(recipe), version="0")
+        build_plan(recipe, open_sources(recipe), version="0")
 
 
 def test_two_producers_of_one_name_are_a_problem_not_a_crash(
@@ -260,6 +261,6 @@ def test_two_producers_of_one_name_are_a_problem_not_a_crash(
     monkeypatch.setattr(
         plan_context, "with_heads", lambda aligned, *rest, **named: [*heads(aligned, *rest, **named)] * 2
     )
-    made = build.build_plan(recipe, open_sources(recipe), version="0")
+    made = build_plan(recipe, open_sources(recipe), version="0")
     (problem,) = made.problems
     assert "11 tensors would be made twice" in problem.what

@@ -18,7 +18,7 @@ from raymerge.architectures.expert_fields import (
     ExpertFields,
     Field,
     dense_config,
-    dense_counterpart,
+    dense_counterparts,
     dense_objections,
     expert_fields,
     with_expert_count,
@@ -152,7 +152,7 @@ def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, t
     said = (
         {key: full[key] for key in ("model_type", "hidden_size", "num_attention_heads")} if silent else full
     )
-    family = dense_counterpart(said)
+    family = dense_counterparts().get(said["model_type"])
     assert family is not None
     made = dense_config(said, family, width=77)
     (tmp_path / "config.json").write_text(json.dumps(made))
@@ -180,6 +180,6 @@ def test_a_dense_config_means_what_the_mixtures_means(name: str, silent: bool, t
 
 
 def test_what_a_dense_family_cannot_say() -> None:
-    assert dense_counterpart({"model_type": "deepseek_v3"}) is None
+    assert "deepseek_v3" not in dense_counterparts()
     assert len(list(dense_objections({"use_sliding_window": True, "qkv_bias": False}))) == 2
     assert not list(dense_objections({"use_sliding_window": True, "layer_types": ["full_attention"]}))

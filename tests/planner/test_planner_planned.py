@@ -22,8 +22,8 @@ from raymerge.errors import CheckpointError, PlanError, Problem
 from raymerge.merge_plan.plan import Plan
 from raymerge.options import RunOptions
 from raymerge.planner.chained_merges import PlannedMerge, plan_merges, planned_checkpoint
+from raymerge.planner.dispatch import build_plan
 from raymerge.planner.inputs.sources import open_reference, open_sources
-from raymerge.planner.outputs.build import build_plan
 from raymerge.recipes import ModelReference, Recipe, merge_order, recipe_from_mapping
 
 INLINE = RunOptions(inline=True)

@@ -7,8 +7,9 @@ The trunk is an ordinary merge: the base as it is, or any method over any models
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -30,18 +31,16 @@ from raymerge.dtypes import DType
 from raymerge.errors import Problem
 from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
 from raymerge.merge_plan.expressions import Output, Part, Read, Row, conversion_expression, copy_expression
-from raymerge.merge_plan.plan import Plan
 from raymerge.methods import methods
 from raymerge.planner.config.config import output_config, vocabulary_size, with_fields
 from raymerge.planner.inputs.quantised import PlainNumbers
-from raymerge.planner.inputs.source import Prepared, Source, Stage, holdings
-from raymerge.planner.inputs.sources import collector_paused
+from raymerge.planner.inputs.source import Prepared, Source, holdings
 from raymerge.planner.matching.align import Aligned, output_subject, output_subjects
 from raymerge.planner.matching.method_assignment import choose
 from raymerge.planner.moe.expert_rows import ExpertRows, Matrix, repeated_rows
-from raymerge.planner.moe.shape import MoeShape, gate_stage, router_tensor, shape_of, shared_gate_tensor
+from raymerge.planner.moe.shape import MoeShape, router_tensor, shape_of, shared_gate_tensor
 from raymerge.planner.outputs.embeddings import settle_tie
-from raymerge.planner.outputs.finish import Decided, finish_plan
+from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.planner.tokenizer.vocabulary import TokenizerChanges, compare_vocabularies
 from raymerge.recipes import MoeRecipe, Recipe, Subject
@@ -236,63 +235,43 @@ def _columns(row: Row) -> int:
     return sum(part.shape[1] for part in row.parts)
 
 
-def moe_stages(recipe: MoeRecipe, sources: Sequence[Source], *, version: str) -> tuple[Stage, ...]:
-    """What has to be made of weights before a mixture can be built: its router rows.
-
-    Raises:
-        PlanError: no family of mixtures of experts fits the models, or a file of prompts cannot be read.
-    """
-    return (gate_stage(recipe, shape_of(recipe, sources), version=version),)
-
-
-def build_moe_plan(recipe: MoeRecipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a mixture of experts over opened sources; it carries its problems.
-
-    Args:
-        recipe: what is asked.
-        sources: its distinct models, opened; ``prepared`` of the base has the result of ``moe_stages``.
-        version: raymerge's version, kept in the manifest.
-
-    Raises:
-        PlanError: recipe and sources fit so little that there is no plan to show.
-    """
-    with collector_paused():
-        return _built(recipe, sources, version)
-
-
 def moe_trunk(recipe: MoeRecipe) -> Recipe:
     """The merge that makes everything but the experts."""
     return trunk_recipe(recipe, _per_model(recipe))
 
 
-def _built(recipe: MoeRecipe, sources: Sequence[Source], version: str) -> Plan:
+def decide_mixture(recipe: MoeRecipe, sources: Sequence[Source]) -> Decided:
+    """What the plan of a mixture of experts consists of; ``prepared`` of its base has the router rows.
+
+    Raises:
+        PlanError: recipe and sources fit so little that there is no plan to show.
+    """
     shape = shape_of(recipe, sources)
     context = open_plan_context(moe_trunk(recipe), sources)
+    fates = context.builder.fates
     experts = MoeExperts(recipe, shape, context)
     trunk = trunk_outputs(context, shape)
-    tie = settle_tie(trunk, context.sections, sources, context.builder.fates, donor=shape.base)
+    tie = settle_tie(trunk, context.sections, sources, fates, donor=shape.base)
     outputs = (*trunk, *experts.outputs(), *_prepared_outputs(recipe, shape, context))
-    _settle_rest(context, shape)
+    rule_of = partial(_rule_of_unused, context, shape, context.merged)
+    settle_unused(context.resolver, fates, context.findings, rule_of)
     resized = context.builder.embeddings.settle(trunk, shape.base)
     config = output_config(shape.config, tie=tie.tied)
-    config = with_fields(config, vocabulary_size(config, resized) if resized else {})
     tokenizer = named_tokenizer(context.tokenizer, shape.base, shape.target)
-    return finish_plan(
-        Decided(
-            recipe=recipe,
-            sources=tuple(sources),
-            donor=context.donor,
-            method=f"building a {shape.target.title}, trunk by {context.method.name}",
-            rules=tuple(each.name for each in context.ruled),
-            outputs=_in_layers(outputs),
-            fates=context.builder.fates,
-            findings=context.findings,
-            config=config,
-            tie=tie,
-            tokenizer=tokenizer,
-            notes=(*shape.notes(recipe), *context.notes(trunk), *tokenizer.notes),
-        ),
-        version=version,
+    return Decided(
+        recipe=recipe,
+        sources=tuple(sources),
+        donor=context.donor,
+        method=f"building a {shape.target.title}, trunk by {context.method.name}",
+        rules=tuple(each.name for each in context.ruled),
+        # In the order of a checkpoint: layer by layer, each name's numbers as numbers.
+        outputs=tuple(sorted(outputs, key=lambda output: natural_key(output.name))),
+        fates=fates,
+        findings=context.findings,
+        config=with_fields(config, vocabulary_size(config, resized) if resized else {}),
+        tie=tie,
+        tokenizer=tokenizer,
+        notes=(*shape.notes(recipe), *context.notes(trunk), *tokenizer.notes),
     )
 
 
@@ -347,33 +326,19 @@ def _converted(name: str, shape: tuple[int, ...], read: Read, dtype: DType) -> O
     return Output(name, dtype, shape, (row,), True)
 
 
-def _settle_rest(context: PlanContext, shape: MoeShape) -> None:
-    fates, resolver, base = context.builder.fates, context.resolver, shape.base.name
-    models = {laid.store: index for index, laid in resolver.adapters.items()}
-    mixed = {
-        member.source for section in context.sections for span in section.spans for member in span.members
-    }
-    for store, name in list(fates.unsettled()):
-        source = models.get(store, store)
-        if source >= len(resolver.sources):
-            continue
-        changed = (resolver.adapters[source].changed_by(name) or "") if store in models else name
-        if changed in shape.dense[source].values() or trunk_name(shape.target, changed) is None:
-            fates.settle(store, name, Fate(Disposition.DROPPED, Rule.REPLACED_BY_EXPERTS))
-        elif source not in mixed:
-            fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))
-        elif resolver.logical[source].part(changed) is Role.BUFFER:
-            fates.settle(store, name, Fate(Disposition.DROPPED, Rule.RECOMPUTED_BUFFER))
-        else:
-            context.findings.tensor(
-                ("extra", resolver.sources[source].name),
-                where=resolver.sources[source].name,
-                what=f"{{count}} of its tensors have no place in the output, since {base} lacks them",
-                remedy="Leave this model out of the trunk, or use a checkpoint without them.",
-                example=name,
-            )
-
-
-def _in_layers(outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """The outputs in the order of a checkpoint: layer by layer, each name's numbers as numbers."""
-    return tuple(sorted(outputs, key=lambda output: natural_key(output.name)))
+def _rule_of_unused(
+    context: PlanContext, shape: MoeShape, merged: Collection[int], unused: Unused
+) -> Rule | Unplaced | None:
+    resolver, source = context.resolver, unused.source
+    if source >= len(resolver.sources):
+        return None
+    if unused.name in shape.dense[source].values() or trunk_name(shape.target, unused.name) is None:
+        return Rule.REPLACED_BY_EXPERTS
+    if source not in merged:
+        return Rule.ONLY_EXPERTS_TAKEN
+    if resolver.logical[source].part(unused.name) is Role.BUFFER:
+        return Rule.RECOMPUTED_BUFFER
+    return (
+        f"{{count}} of its tensors have no place in the output, since {shape.base.name} lacks them",
+        "Leave this model out of the trunk, or use a checkpoint without them.",
+    )

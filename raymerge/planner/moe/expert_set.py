@@ -9,8 +9,9 @@ from, or an adapter adds to them, are their matrices looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,11 +19,10 @@ from raymerge.architectures import Role, logical_name
 from raymerge.architectures.expert_fields import (
     DenseCounterpart,
     dense_config,
-    dense_counterpart,
+    dense_counterparts,
     dense_objections,
     expert_fields,
     expert_meaning,
-    families_with_dense,
     with_expert_count,
     with_expert_names,
 )
@@ -30,15 +30,13 @@ from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import config_name
 from raymerge.errors import PlanError, Problem
-from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Assembly, Output, Part, Read, Row, assembled
-from raymerge.merge_plan.plan import Plan
 from raymerge.planner.config.config import output_config
 from raymerge.planner.config.quantised import config_of_copies
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import collector_paused
 from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.matching.logical import Block, LogicalTensors, open_logical
@@ -47,9 +45,7 @@ from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stac
 from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs, marked, renumbered
 from raymerge.planner.moe.expert_moves import Mover, Moves, NewExpert, Origin, read_scores, regrouped
 from raymerge.planner.moe.expert_rows import Share, fate_of, matrix_row, mean_expression, share_row
-from raymerge.planner.outputs.embeddings import TieDecision
-from raymerge.planner.outputs.finish import Decided, finish_plan
-from raymerge.planner.tokenizer.vocabulary import TokenizerChanges
+from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.recipes import AddedExpert, ExpertSetRecipe
 
 
@@ -380,10 +376,16 @@ _METHODS = {
 }
 
 
-def expert_set_plan(recipe: ExpertSetRecipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a recipe over opened sources, the first of which is its ``base_model``."""
-    with collector_paused():
-        return _Builder(recipe, sources).plan(version)
+def decide_expert_set(recipe: ExpertSetRecipe, sources: Sequence[Source]) -> Decided:
+    """What the plan of other experts for a checkpoint consists of; the first source is its ``base_model``.
+
+    Only headers are read, but for scores: those of a file, or of the experts' own weights.
+
+    Raises:
+        PlanError: the checkpoint's experts and what is asked of them fit so little that there is no plan to
+            show.
+    """
+    return _Builder(recipe, sources).decided()
 
 
 class _Builder:
@@ -405,29 +407,19 @@ class _Builder:
         self._require()
         self._work = ExpertInputs(self._resolver, recipe.dtype, self._findings)
 
-    def plan(self, version: str) -> Plan:
-        is_dense = self._recipe.experts.dense is not None
-        outputs, config, notes = self._dense() if is_dense else self._sparse()
-        return finish_plan(
-            Decided(
-                recipe=self._recipe,
-                sources=self._sources,
-                donor=BASE,
-                method=next(
-                    text
-                    for key, text in _METHODS.items()
-                    if getattr(self._recipe.experts, key) not in (None, ())
-                ),
-                rules=(),
-                outputs=outputs,
-                fates=self._work.fates,
-                findings=self._findings,
-                config=self._with_dtype(config_of_copies(config, outputs)),
-                tie=TieDecision("", "", None, "head and embedding are kept as they are"),
-                tokenizer=TokenizerChanges(),
-                notes=(*self._notes(), *notes),
-            ),
-            version=version,
+    def decided(self) -> Decided:
+        change = self._recipe.experts
+        outputs, config, notes = self._dense() if change.dense is not None else self._sparse()
+        return Decided(
+            recipe=self._recipe,
+            sources=self._sources,
+            donor=BASE,
+            method=next(text for key, text in _METHODS.items() if getattr(change, key) not in (None, ())),
+            outputs=outputs,
+            fates=self._work.fates,
+            findings=self._findings,
+            config=self._with_dtype(config_of_copies(config, outputs)),
+            notes=(*self._notes(), *notes),
         )
 
     def _sparse(self) -> tuple[tuple[Output, ...], Mapping[str, Any], list[str]]:
@@ -487,9 +479,9 @@ class _Builder:
     def _family(self) -> DenseCounterpart:
         """The dense family that the checkpoint becomes one of."""
         config, place = self._base.checkpoint.config, self._recipe.where("experts", "dense")
-        family = dense_counterpart(config)
-        listed = ", ".join(families_with_dense())
-        remedy = f"raymerge makes these dense: {listed}."
+        families = dense_counterparts()
+        family = families.get(str(config.get("model_type")))
+        remedy = f"raymerge makes these dense: {', '.join(families)}."
         said = list(dense_objections(config))
         if family is None:
             said.append(
@@ -522,7 +514,7 @@ class _Builder:
                 yield output
 
     def _settle_rest(self, moves: Moves | None) -> None:
-        experts = {
+        gone = {
             tensor.name
             for block in self._blocks
             for used in (_used(block, moves, self._recipe),)
@@ -530,28 +522,24 @@ class _Builder:
             for expert, tensor in numbered.tensors.items()
             if expert not in used
         }
-        fates, complete = self._work.fates, self._findings.is_empty
-        for store, name in list(fates.unsettled()):
-            if store == BASE and name in experts:
-                fates.settle(store, name, Fate(Disposition.DROPPED, Rule.EXPERT_NOT_KEPT))
-            elif store != BASE and not self._is_left_behind(store, name):
-                fates.settle(store, name, Fate(Disposition.DROPPED, Rule.ONLY_EXPERTS_TAKEN))
-            elif complete:
-                self._left_over(store, name)
+        rule_of = partial(self._rule_of_unused, gone, self._findings.is_empty)
+        settle_unused(self._resolver, self._work.fates, self._findings, rule_of)
 
-    def _is_left_behind(self, store: int, name: str) -> bool:
-        """Whether a tensor is of an added expert; those of adapters go with their models."""
-        return store < len(self._sources) and self._added.is_left_behind(store, name)
-
-    def _left_over(self, store: int, name: str) -> None:
-        if store == BASE:
+    def _rule_of_unused(self, gone: Set[str], is_complete: bool, unused: Unused) -> Rule | Unplaced | None:
+        """``gone``: what experts that take no part have of their own."""
+        if unused.store == BASE and unused.name in gone:
+            return Rule.EXPERT_NOT_KEPT
+        # What adapters have goes with their models.
+        is_added = 0 < unused.store < len(self._sources)
+        if unused.store != BASE and not (is_added and self._added.is_left_behind(unused.store, unused.name)):
+            return Rule.ONLY_EXPERTS_TAKEN
+        if not is_complete:
+            return None
+        if unused.store == BASE:
             what = "{count} tensors have no place in the output"
-            remedy = "The experts of such a checkpoint cannot be changed so."
-        else:
-            what = f"{{count}} tensors of its experts have no place in those of {self._base.name}"
-            remedy = "Add experts that have the same matrices and biases."
-        where = self._sources[store].name
-        self._findings.tensor(("left over", where), where=where, what=what, remedy=remedy, example=name)
+            return what, "The experts of such a checkpoint cannot be changed so."
+        what = f"{{count}} tensors of its experts have no place in those of {self._base.name}"
+        return what, "Add experts that have the same matrices and biases."
 
     def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._recipe.dtype

@@ -1,4 +1,4 @@
-"""Build a plan: recipe and opened sources in, every output byte decided, every problem found.
+"""What a merge makes: recipe and opened sources in, every output decided, every problem found.
 
 Matrices that servers join, and whose codes therefore share the one scale of a matrix.
 
@@ -9,26 +9,25 @@ servers encode it anew under the largest of the scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from raymerge.architectures import Role, Rules, joined_matrix, module_of
 from raymerge.checkpoints.numbers import as_numbers
 from raymerge.checkpoints.quantisation.encoding import Format
 from raymerge.errors import PlanError, UserError
-from raymerge.merge_plan.dispositions import Disposition, Fate, Rule
+from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
-from raymerge.merge_plan.plan import Plan
 from raymerge.planner.config.config import plan_config, vocabulary_size, with_fields
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import quantised_tensors
 from raymerge.planner.inputs.source import Source
-from raymerge.planner.inputs.sources import collector_paused
 from raymerge.planner.matching.align import Aligner
 from raymerge.planner.matching.compatibility import check_stacks
 from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.outputs.embeddings import settle_tie
-from raymerge.planner.outputs.finish import Decided, finish_plan
+from raymerge.planner.outputs.finish import Decided, Unplaced, Unused, settle_unused
 from raymerge.planner.outputs.outputs import OutputBuilder
 from raymerge.planner.outputs.plan_context import PlanContext, open_plan_context
 from raymerge.recipes import Recipe
@@ -97,25 +96,13 @@ def _marked(output: Output, joined: str, builder: OutputBuilder) -> Output:
     return output if packed is None else output._replace(packed=replace(packed, joined=joined))
 
 
-def build_plan(recipe: Recipe, sources: Sequence[Source], *, version: str) -> Plan:
-    """The plan of a recipe over opened sources.
-
-    The plan is returned with its problems, so that it can be shown; ``Plan.require`` refuses them.
-
-    Args:
-        recipe: what is asked.
-        sources: the recipe's distinct models, opened, in recipe order.
-        version: raymerge's version, kept in the manifest.
+def decide_merge(recipe: Recipe, sources: Sequence[Source]) -> Decided:
+    """What the plan of a merge consists of; nothing else that was found out on the way is kept.
 
     Raises:
         PlanError: recipe and sources fit so little that there is no plan to show.
     """
-    with collector_paused():
-        return finish_plan(_decided(recipe, with_numbers(sources)), version=version)
-
-
-def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
-    """What the plan consists of; nothing else that was found out on the way is kept."""
+    sources = with_numbers(sources)
     context = open_plan_context(recipe, sources)
     builder, findings, sections, tokenizer = (
         context.builder,
@@ -130,7 +117,8 @@ def _decided(recipe: Recipe, sources: Sequence[Source]) -> Decided:
     context.assignments.report_unused()
     builder.report_unused()
     tie = settle_tie(outputs, sections, sources, builder.fates, donor=donor)
-    _settle_rest(context)
+    rule_of = partial(_rule_of_unused, context, context.merged)
+    settle_unused(context.resolver, builder.fates, findings, rule_of)
     config, objections = plan_config(
         recipe, donor, sources, context.resolver.logical, sections, outputs, tie.tied
     )
@@ -170,39 +158,23 @@ def _outputs(context: PlanContext) -> dict[str, Output]:
     return made
 
 
-def _settle_rest(context: PlanContext) -> None:
-    """Give every tensor that no output used its rule, or report it."""
-    recipe, resolver, builder = context.recipe, context.resolver, context.builder
-    used = {
-        member.source for section in context.sections for span in section.spans for member in span.members
-    }
-    models = {laid.store: index for index, laid in resolver.adapters.items()}
+def _rule_of_unused(context: PlanContext, merged: Collection[int], unused: Unused) -> Rule | Unplaced | None:
+    recipe, resolver = context.recipe, context.resolver
+    source, is_adapter = unused.source, unused.store != unused.source
+    if source >= len(resolver.sources):
+        return Rule.NOT_CHOSEN
+    if not unused.name:
+        return None  # That an adapter's tensor has none to go to is said already.
+    role = resolver.logical[source].part(unused.name)
+    rule = _rule(recipe, context.aligner, source, unused.name, merged=merged, role=role)
+    if is_adapter and rule is Rule.OUTSIDE_MODULES:
+        _check_named(recipe, resolver, source, unused.name, context.findings)
     lead = resolver.sources[context.donor].name
-    for store, name in list(builder.fates.unsettled()):
-        source, changed = store, name
-        if store >= len(resolver.sources) + len(models):
-            builder.fates.settle(store, name, Fate(Disposition.DROPPED, Rule.NOT_CHOSEN))
-            continue
-        if store in models:
-            source = models[store]
-            changed = resolver.adapters[source].changed_by(name) or ""
-            if not changed:
-                continue  # That it has no tensor to go to is said already.
-        role = resolver.logical[source].part(changed)
-        rule = _rule(recipe, context.aligner, source, changed, used=used, role=role)
-        if store in models and rule is Rule.OUTSIDE_MODULES:
-            _check_named(recipe, resolver, source, changed, builder.findings)
-        if rule is not None:
-            builder.fates.settle(store, name, Fate(Disposition.DROPPED, rule))
-            continue
-        builder.findings.tensor(
-            ("extra", resolver.sources[source].name),
-            where=resolver.sources[source].name,
-            what=f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
-            remedy="Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in "
-            "the recipe to leave them out.",
-            example=name,
-        )
+    return rule or (
+        f"{{count}} of its tensors have no place in the output, since {lead} lacks them",
+        "Use a checkpoint without them, make this model the base, or say 'extra_tensors: drop' in the recipe "
+        "to leave them out.",
+    )
 
 
 def _check_named(
@@ -225,9 +197,9 @@ def _check_named(
 
 
 def _rule(
-    recipe: Recipe, aligner: Aligner, source: int, name: str, *, used: set[int], role: Role
+    recipe: Recipe, aligner: Aligner, source: int, name: str, *, merged: Collection[int], role: Role
 ) -> Rule | None:
-    if source not in used:
+    if source not in merged:
         return Rule.CONFIG_ONLY
     if not aligner.expects(source, name):
         return Rule.OUTSIDE_MODULES if recipe.modules else Rule.OUTSIDE_SLICES

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.checkpoints.layout import FileLayout
@@ -13,7 +13,7 @@ from raymerge.checkpoints.numbers import part_name
 from raymerge.checkpoints.source import in_natural_order
 from raymerge.errors import Problem
 from raymerge.merge_plan.check import check_plan
-from raymerge.merge_plan.dispositions import Fate, Fates
+from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
 from raymerge.merge_plan.expressions import Output
 from raymerge.merge_plan.plan import FORMAT, Plan, encoding_to_json, expression_to_json, make_plan
 from raymerge.merge_plan.segments import cut_segments, place_rows, place_shards
@@ -21,6 +21,7 @@ from raymerge.merge_plan.tables import make_tables
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.consistency import config_problems
 from raymerge.planner.inputs.source import Source, fingerprint, holdings
+from raymerge.planner.matching.input_resolver import InputResolver
 from raymerge.planner.outputs.embeddings import TieDecision
 from raymerge.planner.tokenizer.vocabulary import TokenizerChanges
 from raymerge.recipes import AnyRecipe, canonical
@@ -69,34 +70,69 @@ def _stored(output: Output) -> Iterator[Output]:
     yield from packed.others
 
 
+class Unused(NamedTuple):
+    """A tensor that no output used."""
+
+    store: int
+    """What holds it: a model, or behind all models an adapter or a stage's result."""
+    source: int
+    """The model that it is of, for an adapter's the one that this is laid over; ``store`` for a stage's."""
+    name: str
+    """The model's tensor, for an adapter's the one that it changes; "" where that is none."""
+
+
+Unplaced = tuple[str, str]
+"""What is wrong with tensors that have no place in the output, with ``{count}``, and the remedy."""
+
+
+def settle_unused(
+    resolver: InputResolver,
+    fates: Fates,
+    findings: Findings,
+    rule_of: Callable[[Unused], Rule | Unplaced | None],
+) -> None:
+    """Give every tensor that no output used the rule by which it is left out, or report it.
+
+    None of ``rule_of`` leaves it to what is said of it elsewhere.
+    """
+    models = {laid.store: index for index, laid in resolver.adapters.items()}
+    for store, name in list(fates.unsettled()):
+        source = models.get(store, store)
+        changed = name if source == store else resolver.adapters[source].changed_by(name) or ""
+        found = rule_of(Unused(store, source, changed))
+        if isinstance(found, Rule):
+            fates.settle(store, name, Fate(Disposition.DROPPED, found))
+        elif found is not None:
+            where = resolver.sources[source].name
+            what, remedy = found
+            findings.tensor(("unused", where), where=where, what=what, remedy=remedy, example=name)
+
+
+_KEPT = "head and embedding are kept as they are"
+
+
 @dataclass(frozen=True, slots=True)
 class Decided:
     """Everything that a plan consists of, before its bytes are placed."""
 
     recipe: AnyRecipe
-    """What is asked."""
     sources: tuple[Source, ...]
-    """What is read."""
     donor: int
     """Index of the source that gives companion files."""
     method: str
     """Name of the method of tensors that no rule speaks of, or of the kind of work."""
-    rules: tuple[str, ...]
-    """Names of the methods of rules."""
     outputs: tuple[Output, ...]
-    """Every tensor that is written."""
     fates: Fates
-    """What becomes of every source tensor."""
     findings: Findings
-    """What is wrong."""
     config: Mapping[str, Any]
     """The output's ``config.json``."""
-    tie: TieDecision
-    """What becomes of a head that is tied to the embedding."""
-    tokenizer: TokenizerChanges
-    """What becomes of the companions."""
     notes: tuple[str, ...]
     """Things worth telling."""
+    rules: tuple[str, ...] = ()
+    """Names of the methods of rules."""
+    tie: TieDecision = field(default_factory=lambda: TieDecision("", "", None, _KEPT))
+    tokenizer: TokenizerChanges = field(default_factory=TokenizerChanges)
+    """What becomes of the companions."""
 
 
 def finish_plan(decided: Decided, *, version: str) -> Plan:

@@ -53,6 +53,12 @@ class PlanContext:
     def findings(self) -> Findings:
         return self.builder.findings
 
+    @property
+    def merged(self) -> frozenset[int]:
+        """Sources that are merged, and do not give their tokenizer alone."""
+        spans = (span for section in self.sections for span in section.spans)
+        return frozenset(member.source for span in spans for member in span.members)
+
     def aligned(self) -> Iterator[Aligned]:
         """Every output tensor, heads that no lead stores included."""
         sources = self.resolver.sources
