@@ -203,7 +203,7 @@ def _of_recipe(target: MoeTarget, mixture: Mixture) -> Iterator[str]:
             f"It makes no more than {mixture.num_experts} routed expert; the router of {target.title} works "
             f"with {target.least_experts} or more."
         )
-    if mixture.layout == "fused" and target.fused is None:
+    if mixture.layout == "fused" and not target.fused:
         yield f"It asks for layout: fused; the code of {target.title} reads experts one by one."
 
 

@@ -79,10 +79,10 @@ class MoeTarget:
     rope_types: tuple[str, ...]
     divided_heads: bool
     """Whether the width of a head has to be the hidden size divided by the number of heads."""
-    hub: Mapping[str, str] | None
-    """Names below the layer by projection, and of the ``router``; None where published with fused experts."""
-    fused: Mapping[str, str] | None
-    """Names below the layer of ``gate_up``, ``down`` and ``router``; None where its code cannot read them."""
+    hub: Mapping[str, str]
+    """Names below the layer by projection, and of the ``router``; {} where published with fused experts."""
+    fused: Mapping[str, str]
+    """Names below the layer of ``gate_up``, ``down`` and ``router``; {} where its code cannot read them."""
     selection_bias: str | None
     """Name below the layer of the float32 vector that moves the choice of experts; None without one."""
     shared: SharedExperts | None
@@ -154,8 +154,8 @@ def _target(name: str, table: Mapping[str, Any], general: Mapping[str, Any]) -> 
         windows=table.get("windows", "none"),
         rope_types=tuple(table.get("rope_types", ())),
         divided_heads=table.get("divided_heads", False),
-        hub=table.get("hub", general["hub"]) or None,
-        fused=table.get("fused", general["fused"]) or None,
+        hub=table.get("hub", general["hub"]) or {},
+        fused=table.get("fused", general["fused"]) or {},
         selection_bias=table.get("selection_bias"),
         shared=_shared(table["shared"]) if "shared" in table else None,
         least_experts=table.get("least_experts", 1),
@@ -425,16 +425,6 @@ _MATRICES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
-class FusedExperts:
-    """The tensors that hold all experts of one layer."""
-
-    gate_up: str
-    """Name of ``[experts, 2 * width, hidden]``: the gate's rows above the up projection's."""
-    down: str
-    """Name of ``[experts, hidden, width]``."""
-
-
-@dataclass(frozen=True, slots=True)
 class AddedTensor:
     """A tensor of one value that a target needs and the base has not."""
 
@@ -451,26 +441,25 @@ def trunk_name(target: MoeTarget, name: str) -> str | None:
 
 
 def is_fused(target: MoeTarget, layout: Layout) -> bool:
-    return layout == "fused" or target.hub is None
+    return layout == "fused" or not target.hub
 
 
 def expert_names(target: MoeTarget, layer: int, expert: int) -> Mapping[str, str]:
     """Names of one expert's ``gate``, ``up`` and ``down`` in the published layout."""
-    if target.hub is None:
-        raise ValueError(f"{target.title} is published with fused experts, which have no names one by one")
     return {each: _below(layer, target.hub[each].format(expert=expert)) for each in _MATRICES}
 
 
-def fused_names(target: MoeTarget, layer: int) -> FusedExperts:
-    """Names of the tensors that hold all experts of a layer where they are fused."""
-    names = _fused(target)
-    return FusedExperts(_below(layer, names["gate_up"]), _below(layer, names["down"]))
+def fused_names(target: MoeTarget, layer: int) -> tuple[str, str]:
+    """Names of what holds all experts of a layer, where they are fused.
+
+    ``[experts, 2 * width, hidden]``, the gate's rows above the up projection's; ``[experts, hidden, width]``.
+    """
+    return _below(layer, target.fused["gate_up"]), _below(layer, target.fused["down"])
 
 
 def router_name(target: MoeTarget, layer: int, layout: Layout) -> str:
     """Name of the router's rows, ``[experts, hidden]``."""
-    names = target.hub if layout == "hub" and target.hub is not None else _fused(target)
-    return _below(layer, names["router"])
+    return _below(layer, (target.fused if is_fused(target, layout) else target.hub)["router"])
 
 
 def shared_names(target: MoeTarget, layer: int) -> Mapping[str, str]:
@@ -505,12 +494,6 @@ def added_tensors(target: MoeTarget, base: DenseModel, num_experts: int) -> tupl
             name = _below(layer, target.selection_bias)
             found.append(AddedTensor(name, DType.F32, (num_experts,), 0.0))
     return tuple(found)
-
-
-def _fused(target: MoeTarget) -> Mapping[str, str]:
-    if target.fused is None:
-        raise ValueError(f"the code of {target.title} reads no fused experts")
-    return target.fused
 
 
 def _below(layer: int, name: str) -> str:

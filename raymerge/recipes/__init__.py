@@ -1,16 +1,8 @@
 """What the user wrote: recipes, read and checked, with the place of every value."""
 
 from raymerge.documents.fields import did_you_mean
-from raymerge.recipes.expert_set import (
-    AddedExpert,
-    ExpertChange,
-    ExpertGroups,
-    ExpertIds,
-    ExpertSetRecipe,
-    PerLayer,
-)
+from raymerge.recipes.expert_set import AddedExpert, ExpertChange, ExpertSetRecipe
 from raymerge.recipes.load import (
-    UNREADABLE,
     Draft,
     Unnamed,
     canonical,
@@ -18,59 +10,38 @@ from raymerge.recipes.load import (
     draft_mapping,
     draft_recipes,
     join_drafts,
-    load_recipe,
-    load_recipes,
     parse_recipe,
     parse_recipes,
     recipe_from_mapping,
     with_order_problems,
 )
-from raymerge.recipes.moe import RANDOM_GATES, Expert, GateMode, MoeRecipe, Trunk
+from raymerge.recipes.moe import RANDOM_GATES, Expert, MoeRecipe
 from raymerge.recipes.order import AnyRecipe, merge_order, references
 from raymerge.recipes.reference import ModelReference, parse_reference
 from raymerge.recipes.schema import (
     AdapterOutput,
-    Align,
     MethodRule,
     ModelEntry,
     ModuleEntry,
     OutputSlice,
     Recipe,
-    SliceSource,
     TokenEntry,
     Tokenizer,
     TokenRow,
     ZeroRow,
 )
-from raymerge.recipes.settings import (
-    ROLE_NAMES,
-    Choice,
-    Conditional,
-    Gradient,
-    Scalar,
-    Selector,
-    Setting,
-    Subject,
-    evaluate,
-)
+from raymerge.recipes.settings import Conditional, Gradient, Scalar, Selector, Setting, Subject, evaluate
 
 __all__ = [
     "RANDOM_GATES",
-    "ROLE_NAMES",
-    "UNREADABLE",
     "AdapterOutput",
     "AddedExpert",
-    "Align",
     "AnyRecipe",
-    "Choice",
     "Conditional",
     "Draft",
     "Expert",
     "ExpertChange",
-    "ExpertGroups",
-    "ExpertIds",
     "ExpertSetRecipe",
-    "GateMode",
     "Gradient",
     "MethodRule",
     "ModelEntry",
@@ -78,17 +49,14 @@ __all__ = [
     "ModuleEntry",
     "MoeRecipe",
     "OutputSlice",
-    "PerLayer",
     "Recipe",
     "Scalar",
     "Selector",
     "Setting",
-    "SliceSource",
     "Subject",
     "TokenEntry",
     "TokenRow",
     "Tokenizer",
-    "Trunk",
     "Unnamed",
     "ZeroRow",
     "canonical",
@@ -98,8 +66,6 @@ __all__ = [
     "draft_recipes",
     "evaluate",
     "join_drafts",
-    "load_recipe",
-    "load_recipes",
     "merge_order",
     "parse_recipe",
     "parse_recipes",

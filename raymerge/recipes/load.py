@@ -301,29 +301,12 @@ def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[Expe
 _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 
 
-def load_recipe(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> AnyRecipe:
-    """The only recipe in a YAML file.
-
-    Args:
-        path: the file; messages name it as given.
-        exists: whether a text is a local directory. Paths of models are relative to the current
-            directory, not to the recipe.
-
-    Raises:
-        RecipeError: all that is wrong with it, each with ``file:line:column`` and what to write instead;
-            or it holds several recipes.
-    """
-    name = os.fspath(path)
-    return parse_recipe(read_file(name, RECIPE), name, exists=exists)
-
-
-def load_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> tuple[AnyRecipe, ...]:
-    """All recipes in a YAML file, in its order; ``merge_order`` has them in that of their merges."""
-    return draft_recipes(path, exists=exists).require()
-
-
 def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Draft:
-    """All recipes in a YAML file as far as they can be read, with what is wrong."""
+    """All recipes in a YAML file as far as they can be read, with what is wrong.
+
+    Messages name the file as it is given. ``exists`` tells whether a text is a local directory; paths of models
+    are relative to the current one, not to the recipe.
+    """
     name = os.fspath(path)
     try:
         return _draft_parts(_split(read_file(name, RECIPE), name), name, exists)

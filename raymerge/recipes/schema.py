@@ -353,7 +353,7 @@ class ModuleEntry(_Part):
 class Recipe(Document):
     """A merge: what is not a field can change no byte of the output, and a field that cannot says so.
 
-    Python callers may build it from plain values; ``load_recipe`` also gives places for messages.
+    Python callers may build it from plain values; a text also gives places for messages.
     """
 
     shape: ClassVar[str] = "a map like {merge_method: linear, models: [...]}"

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.dense_headers import FIELDS, HIDDEN, LAYERS, MLP, ROW, SQUARE, WIDTH, mixture, parent, reshaped
 
-from raymerge.architectures import DenseModel, Mixture, dense_model, refusals, targets
+from raymerge.architectures.moe_refusals import Mixture, refusals
+from raymerge.architectures.moe_targets import DenseModel, dense_model, targets
 
 TARGETS = targets()
 SHARED, OTHER, PHI = parent("llama", "s"), parent("llama", "other"), parent("phi3", "other")

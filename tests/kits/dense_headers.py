@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from raymerge.architectures import DenseModel, Mixture, dense_model
+from raymerge.architectures.moe_refusals import Mixture
+from raymerge.architectures.moe_targets import DenseModel, dense_model
 
 HIDDEN, WIDTH, LAYERS, HEADS, HEAD = 32, 48, 3, 4, 8
 FIELDS = {

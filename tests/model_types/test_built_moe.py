@@ -14,10 +14,10 @@ from kits.dense_maker import HIDDEN, LAYERS, WIDTH, DenseDirectory, load_whole, 
 from kits.marks import one_in
 from safetensors.torch import save_file
 
-from raymerge.architectures import (
+from raymerge.architectures.moe_refusals import Mixture, refusals
+from raymerge.architectures.moe_targets import (
     DenseModel,
     Layout,
-    Mixture,
     MoeTarget,
     added_tensors,
     dense_mlp,
@@ -26,7 +26,6 @@ from raymerge.architectures import (
     fused_names,
     is_fused,
     moe_config,
-    refusals,
     router_name,
     shared_gate_name,
     shared_names,

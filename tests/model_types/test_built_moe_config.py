@@ -11,8 +11,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raymerge.architectures import dense_model, moe_config, targets
-from raymerge.architectures.moe_targets import dense_families, full_config, windows
+from raymerge.architectures.moe_targets import (
+    dense_families,
+    dense_model,
+    full_config,
+    moe_config,
+    targets,
+    windows,
+)
 
 BASES = tuple(sorted({family for target in targets().values() for family in target.bases}))
 PAIRS = tuple(

@@ -23,7 +23,7 @@ from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.logical import LogicalTensors
 from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, Stacked, expert_blocks
 from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
-from raymerge.planner.moe.expert_rows import Share, fate_of, mean_expression, share_row
+from raymerge.planner.moe.expert_outputs import Share, fate_of, mean_expression, share_row
 from raymerge.recipes import recipe_from_mapping
 
 E, D, F = 4, 8, 6

@@ -26,7 +26,7 @@ Matrices = Mapping[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def layouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing said against experts of one family in another: here they differ in layout only."""
-    monkeypatch.setattr("raymerge.planner.moe.expert_set.expert_meaning", lambda _: ExpertMeaning())
+    monkeypatch.setattr("raymerge.planner.moe.expert_moves.expert_meaning", lambda _: ExpertMeaning())
 
 
 def _one_by_one(m: Matrices) -> dict[str, torch.Tensor]:

@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymerge.documents.fields import Fault, FaultError
-from raymerge.recipes import PerLayer
-from raymerge.recipes.expert_set import plain_per_layer, read_groups, read_id, read_ids, read_per_layer
+from raymerge.recipes.expert_set import (
+    PerLayer,
+    plain_per_layer,
+    read_groups,
+    read_id,
+    read_ids,
+    read_per_layer,
+)
 
 IDS = st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True)
 

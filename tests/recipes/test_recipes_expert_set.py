@@ -17,7 +17,6 @@ from raymerge.recipes import (
     ExpertSetRecipe,
     ModelReference,
     MoeRecipe,
-    PerLayer,
     Recipe,
     canonical,
     merge_order,
@@ -26,6 +25,7 @@ from raymerge.recipes import (
     recipe_from_mapping,
     references,
 )
+from raymerge.recipes.expert_set import PerLayer
 
 
 def nowhere(_path: str) -> bool:

@@ -10,23 +10,21 @@ import pytest
 
 from raymerge.documents.yaml_text import MAX_DEPTH, MAX_DOCUMENTS, MAX_NODES, MAX_TEXT_BYTES
 from raymerge.recipes import (
-    ROLE_NAMES,
     AdapterOutput,
     AddedExpert,
     AnyRecipe,
     Expert,
     ExpertChange,
     ExpertSetRecipe,
-    GateMode,
     MethodRule,
     MoeRecipe,
     Recipe,
-    Trunk,
     canonical,
     merge_order,
     parse_recipes,
 )
-from raymerge.recipes.settings import SELECTOR_KEYS
+from raymerge.recipes.moe import GateMode, Trunk
+from raymerge.recipes.settings import ROLE_NAMES, SELECTOR_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from raymerge.documents.yaml_text import MAX_TEXT_BYTES
 from raymerge.errors import RecipeError
-from raymerge.recipes import ModelReference, Recipe, canonical, load_recipe, parse_recipe, recipe_from_mapping
+from raymerge.recipes import (
+    ModelReference,
+    Recipe,
+    canonical,
+    draft_recipes,
+    parse_recipe,
+    recipe_from_mapping,
+)
 
 TEXT = """\
 # weights that sum to one
@@ -39,7 +46,7 @@ def recipe(text: str) -> Recipe:
 
 def file_problem(path: Path) -> str:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        draft_recipes(path).require()[0]
     (problem,) = caught.value.problems
     assert caught.value.exit_code == 2
     assert problem.remedy
@@ -49,11 +56,11 @@ def file_problem(path: Path) -> str:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yml"
     path.write_text(TEXT, encoding="utf-8")
-    loaded = load_recipe(path)
+    loaded = draft_recipes(path).require()[0]
     assert loaded == recipe(TEXT)
     assert loaded.text == TEXT
     assert loaded.where("models", 0, "parameters", "weight") == f"{path}:6:18"
-    assert load_recipe(str(path)) == loaded
+    assert draft_recipes(str(path)).require()[0] == loaded
 
 
 def test_messages_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +72,7 @@ def test_messages_name_the_file_as_it_was_given(tmp_path: Path, monkeypatch: pyt
 def test_a_byte_order_mark_and_windows_lines_are_no_trouble(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yml"
     path.write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
-    loaded = load_recipe(path)
+    loaded = draft_recipes(path).require()[0]
     assert loaded == recipe(TEXT)
     assert loaded.where("models", 1) == f"{path}:7:5"
 
@@ -109,9 +116,9 @@ def test_paths_of_models_are_relative_to_the_current_directory(
     (tmp_path / "here" / "a+b").mkdir(parents=True)
     (tmp_path / "recipe.yml").write_text("merge_method: linear\nmodels: [{model: a+b}]\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    first = load_recipe("recipe.yml")
+    first = draft_recipes("recipe.yml").require()[0]
     monkeypatch.chdir(tmp_path / "here")
-    second = load_recipe("../recipe.yml")
+    second = draft_recipes("../recipe.yml").require()[0]
     assert isinstance(first, Recipe)
     assert isinstance(second, Recipe)
     assert first.models[0].model == ModelReference("a", None, "b")

@@ -14,14 +14,12 @@ from raymerge.recipes import (
     ModelReference,
     MoeRecipe,
     Scalar,
-    Trunk,
     canonical,
-    load_recipe,
     parse_recipe,
     recipe_from_mapping,
     references,
 )
-from raymerge.recipes.moe import trunk_recipe
+from raymerge.recipes.moe import Trunk, trunk_recipe
 
 RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"
 ROOT = Path(__file__).parents[2]
@@ -294,7 +292,7 @@ def test_a_recipe_made_in_python_says_itself_as_yaml() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_of_ours_is_a_recipe_of_models_that_are_there(example: Path) -> None:
-    read = load_recipe(example)
+    read = parse_recipe(example.read_text(encoding="utf-8"))
     assert isinstance(read, MoeRecipe)
     assert all((ROOT / reference.path).is_dir() for _, reference in references(read))
     files = [each.prompt_file for each in read.experts if each.prompt_file is not None]

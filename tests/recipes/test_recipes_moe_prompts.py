@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from raymerge.errors import RecipeError
-from raymerge.recipes import RANDOM_GATES, Expert, GateMode, MoeRecipe, parse_recipe, recipe_from_mapping
-from raymerge.recipes.moe import TEXT_GATES
+from raymerge.recipes import RANDOM_GATES, Expert, MoeRecipe, parse_recipe, recipe_from_mapping
+from raymerge.recipes.moe import TEXT_GATES, GateMode
 
 MODES = get_args(GateMode)
 PROMPTED = [mode for mode in MODES if mode not in RANDOM_GATES]

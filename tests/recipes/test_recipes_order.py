@@ -14,8 +14,7 @@ from raymerge.recipes import (
     AnyRecipe,
     ModelReference,
     canonical,
-    load_recipe,
-    load_recipes,
+    draft_recipes,
     merge_order,
     parse_recipe,
     parse_recipes,
@@ -69,7 +68,7 @@ def problems(text: str) -> list[str]:
 def test_several_recipes_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "chain.yml"
     path.write_text(CHAIN, encoding="utf-8")
-    left, right, last = load_recipes(path)
+    left, right, last = draft_recipes(path).require()
     assert (left.name, right.name, last.name) == ("left", "right", None)
     assert "".join((left.text, right.text, last.text)) == CHAIN
     assert right.text.startswith("---\nname: right\n")
@@ -81,8 +80,7 @@ def test_several_recipes_in_one_file(tmp_path: Path) -> None:
 def test_one_recipe_is_a_file_of_one(tmp_path: Path) -> None:
     path = tmp_path / "one.yml"
     path.write_text(f"{merge('mine', 'a')}---\n", encoding="utf-8")
-    (only,) = load_recipes(path)
-    assert only == load_recipe(path)
+    (only,) = draft_recipes(path).require()
     assert merge_order([only]) == (only,)
 
 
@@ -90,7 +88,7 @@ def test_where_one_recipe_is_expected_several_are_refused(tmp_path: Path) -> Non
     path = tmp_path / "chain.yml"
     path.write_text(CHAIN, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
+        parse_recipe(CHAIN, str(path))
     assert str(caught.value) == (
         f"{path}:5:1: a second recipe starts here, the file has 3; one is expected. Give the file to "
         "'raymerge submit', which carries out all of them, or keep one recipe in it."

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raymerge.errors import RecipeError
-from raymerge.recipes import (
-    Align,
-    ModelReference,
-    Recipe,
-    canonical,
-    parse_recipe,
-    recipe_from_mapping,
-    references,
-)
+from raymerge.recipes import ModelReference, Recipe, canonical, parse_recipe, recipe_from_mapping, references
+from raymerge.recipes.schema import Align
 
 TEXT = "merge_method: linear\nmodels: [{model: a}, {model: b@v+c}]\nbase_model: a\n"
 

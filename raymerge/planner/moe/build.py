@@ -153,8 +153,7 @@ class MoeExperts:
     def outputs(self) -> Iterator[Output]:
         for layer in range(self._shape.num_layers):
             if is_fused(self._shape.target, self._recipe.layout):
-                names = fused_names(self._shape.target, layer)
-                yield from self._fused(layer, names.gate_up, names.down)
+                yield from self._fused(layer, *fused_names(self._shape.target, layer))
             else:
                 yield from self._single(layer)
             if self._shape.shared:

@@ -31,9 +31,8 @@ from raymerge.methods import Settings
 from raymerge.methods.passthrough import PASSTHROUGH
 from raymerge.planner.matching.input_resolver import ResolvedInput
 from raymerge.planner.moe.expert_blocks import ExpertBlock
-from raymerge.planner.moe.expert_inputs import BASE, ExpertInputs
-from raymerge.planner.moe.expert_moves import Origin
-from raymerge.planner.moe.expert_rows import fate_of, matrix_row, mean_expression
+from raymerge.planner.moe.expert_moves import BASE, Origin
+from raymerge.planner.moe.expert_outputs import ExpertInputs, fate_of, matrix_row, mean_expression
 from raymerge.recipes import ExpertChange
 
 SHARED_FACTOR = 0.5
@@ -105,7 +104,8 @@ def _found(
 ) -> list[ResolvedInput] | None:
     if not piece.experts:
         shared = (f"{block.canonical}.{word}.{projection}_proj.weight" for word in _SHARED_WORDS)
-        found = [resolved for name in shared if (resolved := inputs.named(BASE, name)) is not None]
+        resolved = (inputs.resolver.find(BASE, name, name) for name in shared)
+        found = [each for each in resolved if each is not None]
         if not found:
             inputs.missing(BASE, f"{block.canonical}.{_SHARED_WORDS[0]}.{projection}_proj.weight")
         return found[:1] or None

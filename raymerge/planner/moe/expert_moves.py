@@ -7,19 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from raymerge.architectures.expert_fields import ExpertFields, expert_fields
+from raymerge.architectures import Role
+from raymerge.architectures.expert_fields import ExpertFields, expert_fields, expert_meaning
 from raymerge.checkpoints.source import open_tensor_file
 from raymerge.errors import CheckpointError, PlanError, Problem, UserError
-from raymerge.merge_plan.elements import strided, torch_dtype
-from raymerge.merge_plan.expressions import Read
+from raymerge.merge_plan.elements import torch_dtype
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.quantised import CONVERT_FIRST, USE_PLAIN, quantised_tensors, stored_formats
-from raymerge.planner.inputs.source import Source, holdings
+from raymerge.planner.inputs.source import Source
 from raymerge.planner.inputs.sources import Path_
 from raymerge.planner.inputs.weights import Weights
 from raymerge.planner.matching.input_resolver import InputResolver
@@ -135,7 +134,9 @@ Scores = Mapping[str, Row]
 
 FROM_WEIGHTS = "weights"
 
-_BASE = 0
+BASE = 0
+"""Index of the checkpoint whose experts change."""
+
 _LARGEST = 1e300
 # So that sums of scores are numbers too.
 
@@ -146,7 +147,8 @@ def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequen
     try:
         found = _of_weights(resolver, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
     except UserError as error:
-        problems = [Problem(f"{place}: {each.where}", each.what, each.remedy) for each in error.problems]
+        other = " Or give the scores in a file." if isinstance(error, CheckpointError) else ""
+        problems = [Problem(f"{place}: {e.where}", e.what, f"{e.remedy}{other}") for e in error.problems]
         raise PlanError(problems) from error
     problems = [
         Problem(f"{place}: {said}", sentence, HOW_TO_WRITE)
@@ -170,15 +172,15 @@ def _objections(block: ExpertBlock, scores: Row | None) -> Iterator[str]:
 
 def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
     """``|down| * sqrt(|gate|^2 + |up|^2)`` with Frobenius norms: how much an expert can do to its input."""
-    source = resolver.sources[_BASE]
+    source = resolver.sources[BASE]
     if source.checkpoint.unwritten is not None:
         what = "scores are computed from weights while planning, and this model is not made yet."
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
     _refuse_codes(source, blocks)
-    with _Matrices(resolver) as matrices:
+    with Weights(source) as weights:
         return {
-            block.path: tuple(_size(matrices, block, expert) for expert in range(block.num_experts))
+            block.path: tuple(_size(weights, block, expert) for expert in range(block.num_experts))
             for block in blocks
         }
 
@@ -198,9 +200,9 @@ def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
             raise PlanError(Problem(source.name, what, f"{remedy} Or give the scores in a file."))
 
 
-def _size(matrices: _Matrices, block: ExpertBlock, expert: int) -> float:
+def _size(weights: Weights, block: ExpertBlock, expert: int) -> float:
     head = f"{block.canonical}.experts.{expert}"
-    found = {each: matrices.square(f"{head}.{each}_proj.weight") for each in ("gate", "up", "down")}
+    found = {each: _square(weights, f"{head}.{each}_proj.weight") for each in ("gate", "up", "down")}
     down, inner = found.pop("down"), [square for square in found.values() if square is not None]
     if down is None or not inner:
         what = f"the matrices of {head} cannot be told apart, so they have no sizes."
@@ -208,63 +210,17 @@ def _size(matrices: _Matrices, block: ExpertBlock, expert: int) -> float:
     return math.sqrt(down) * math.sqrt(math.fsum(inner))
 
 
-class _Matrices:
-    """The base's matrices, for one look at each.
+def _square(weights: Weights, name: str) -> float | None:
+    """Sum of the squares of all elements; None where there is no such matrix.
 
-    A run of bytes that holds several of them is read once if they are asked for one after the other: it is
-    kept until another one is needed.
+    Row by row, so that the number of threads does not show in it.
     """
-
-    def __init__(self, resolver: InputResolver) -> None:
-        self._resolver = resolver
-        self._base = resolver.sources[_BASE]
-        self._stores = [open_store(each.root) for each in holdings(resolver.sources)]
-        self._weights = Weights(self._base) if self._base.adapter is not None else None
-        self._run: tuple[int, str, int, int] | None = None
-        self._elements = torch.empty(0)
-
-    def __enter__(self) -> _Matrices:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each in (*self._stores, self._weights):
-            if each is not None:
-                each.close()
-
-    def square(self, name: str) -> float | None:
-        """Sum of the squares of all elements; None where there is no such matrix.
-
-        Row by row, so that the number of threads does not show in it.
-        """
-        matrix = self._load(name)
-        if matrix is None:
-            return None
-        lengths = torch.linalg.vector_norm(matrix.float().contiguous(), dim=1, dtype=torch.float64)
-        return math.fsum(length * length for length in lengths.tolist())
-
-    def _load(self, name: str) -> torch.Tensor | None:
-        found = self._resolver.find(_BASE, name, name)
-        if found is None:
-            return None
-        if found.factor is not None and self._weights is not None:
-            return self._weights.load(name)
-        read = found.read(0)
-        elements = self._read(read)
-        return elements.view(found.place.shape) if read.view is None else strided(elements, read.view)
-
-    def _read(self, read: Read) -> torch.Tensor:
-        run = read.source, read.key, read.offset, read.nbytes
-        if run != self._run:
-            if not read.dtype.is_mergeable:
-                what = f"it holds {read.dtype.value} where plain numbers are needed ({read.key})."
-                remedy = "Use a checkpoint in bfloat16 or float32, or give the scores in a file."
-                raise CheckpointError(Problem(self._base.name, what, remedy))
-            buffer = torch.empty(read.nbytes, dtype=torch.uint8)
-            self._stores[read.source].read_into(read.key, read.offset, buffer.numpy().data)
-            self._run, self._elements = run, buffer.view(torch_dtype(read.dtype))
-        return self._elements
+    try:
+        matrix = weights.load(name)
+    except KeyError:
+        return None
+    lengths = torch.linalg.vector_norm(matrix.contiguous(), dim=1, dtype=torch.float64)
+    return math.fsum(length * length for length in lengths.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,3 +477,125 @@ def _remedy(fields: ExpertFields, count: int, *, by_pairs: bool) -> str:
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:8]))
     return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
+
+
+class AddedModels:
+    """The models that a recipe adds experts of, beside its base; what is wrong becomes a finding."""
+
+    def __init__(
+        self,
+        recipe: ExpertSetRecipe,
+        resolver: InputResolver,
+        blocks: Sequence[ExpertBlock],
+        findings: Findings,
+    ) -> None:
+        self._recipe = recipe
+        self._resolver = resolver
+        self._sources = resolver.sources
+        self._findings = findings
+        self._layers = frozenset(block.name_layer for block in blocks if not block.is_mtp)
+        self._dense_layers = self._layers_with(BASE, Role.MLP) - self._layers
+        self._fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
+
+    def check(self) -> None:
+        """Find what speaks against the models by their configs and the names of their tensors."""
+        for index, added in enumerate(self._recipe.experts.add):
+            source = self._source(added)
+            problems = [*self._other_meanings(source, added), *self._other_layers(source)]
+            for what, remedy in problems if source != BASE else ():
+                place = self._recipe.where("experts", "add", index, "model")
+                self._findings.add(Problem(place, what, remedy))
+
+    def notes(self) -> Iterator[str]:
+        """What is worth telling of them."""
+        base = self._sources[BASE].name
+        for source in dict.fromkeys(self._source(added) for added in self._recipe.experts.add):
+            name, mine, theirs = self._sources[source].name, self._fields[BASE], self._fields[source]
+            if theirs is None and (kept := self._taken_from(source) & self._dense_layers):
+                yield f"{base} keeps its feed-forward layers where it has no experts: {_listed_layers(kept)}"
+            chosen = [fields.chosen for fields in (mine, theirs) if fields is not None and fields.chosen]
+            if len(chosen) == 2 and chosen[0].value != chosen[1].value:
+                there, here = chosen[1].value, chosen[0].value
+                yield f"{name} sends each token to {there} of its experts, the output to {here}"
+
+    def is_left_behind(self, source: int, name: str) -> bool:
+        """Whether a tensor that nothing was made of is of an expert that the recipe adds."""
+        info = self._resolver.logical[source].infos[name]
+        is_there = info.layer in self._layers and info.stack == self._stack(source)
+        fields = self._fields[source]
+        if fields is None or not is_there or info.part is not Role.EXPERT:
+            return fields is None and is_there and info.part is Role.MLP
+        chosen = (added.experts for added in self._recipe.experts.add if self._source(added) == source)
+        return info.expert is None or any(each is None or info.expert in each for each in chosen)
+
+    def _other_meanings(self, source: int, added: AddedExpert) -> Iterator[tuple[str, str]]:
+        """What the configs say otherwise: what was found, and a remedy."""
+        base, name = self._sources[BASE].name, self._sources[source].name
+        mine, theirs = (expert_meaning(self._sources[each].checkpoint.config) for each in (BASE, source))
+        if _differ(mine.activation, theirs.activation):
+            what = f"the activation of {name} is {theirs.activation}, that of {base} is {mine.activation}."
+            yield what, "All experts of a model have one activation."
+        if self._fields[source] is None:
+            return
+        if added.row_of is None and _differ(mine.scoring, theirs.scoring):
+            what = (
+                f"the router of {name} makes weights of its scores by {theirs.scoring}, and that of {base} "
+            )
+            remedy = "Add 'row_of: N' to copy the row of an expert of base_model, or take another model."
+            yield f"{what}by {mine.scoring}: rows of one mean nothing in the other.", remedy
+        if _differ(mine.sums_to_one, theirs.sums_to_one):
+            one, other = (name, base) if theirs.sums_to_one else (base, name)
+            what = f"the weights of a token's experts sum to 1 in {one}, and in {other} they do not."
+            yield (
+                what,
+                "Experts are as strong as their weights are small: take them of a model that is alike.",
+            )
+        if _differ(mine.factor, theirs.factor):
+            what = f"{name} multiplies what its experts give by {theirs.factor:g}, and {base} by "
+            yield f"{what}{mine.factor:g}.", "Take experts of a model with the same factor."
+
+    def _other_layers(self, source: int) -> Iterator[tuple[str, str]]:
+        """Layers of one model that the other has no counterpart of."""
+        base, name = self._sources[BASE].name, self._sources[source].name
+        theirs, kind = self._taken_from(source), "experts"
+        known = self._layers
+        if self._fields[source] is None:
+            kind, known = "feed-forward layers", known | self._dense_layers
+        beyond, absent = theirs - known, self._layers - theirs
+        if not beyond and not absent:
+            return
+        what = f"it has {kind} in {len(theirs)} layers, and {base} has experts in {len(self._layers)}"
+        what += f"; there is no place for those of {_listed_layers(beyond)}" if beyond else ""
+        what += f"; there are none for {_listed_layers(absent)}" if absent else ""
+        remedy = "Add a model with the same layers; a merge of 'slices' before this one can cut it to them."
+        yield f"{name}: {what}.", remedy
+
+    def _taken_from(self, source: int) -> frozenset[int]:
+        return self._layers_with(source, Role.MLP if self._fields[source] is None else Role.EXPERT)
+
+    def _layers_with(self, source: int, part: Role) -> frozenset[int]:
+        stack = self._stack(source)
+        infos = self._resolver.logical[source].infos.values()
+        return frozenset(
+            info.layer
+            for info in infos
+            if info.part is part
+            and info.stack == stack
+            and info.layer is not None
+            and info.role is not Role.MTP
+        )
+
+    def _stack(self, source: int) -> str | None:
+        main = self._sources[source].layer_stack(None)
+        return main.prefix if main is not None else None
+
+    def _source(self, added: AddedExpert) -> int:
+        return next(each.index for each in self._sources if each.reference == added.model)
+
+
+def _differ(mine: object, theirs: object) -> bool:
+    return None not in (mine, theirs) and mine != theirs
+
+
+def _listed_layers(layers: frozenset[int]) -> str:
+    return f"layer{'' if len(layers) == 1 else 's'} {_listed(sorted(layers))}"

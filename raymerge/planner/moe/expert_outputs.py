@@ -1,0 +1,445 @@
+"""Makes the output tensors that change with the experts, in the layout of the checkpoint they belong to.
+
+Where an expert stays what it is and lies as it will lie, its bytes are copied, whatever they mean: codes and
+scales of quantised experts too. Only where experts become one, or lie otherwise in the model that they come
+from, or an adapter adds to them, are their matrices looked at.
+
+What is wanted and is not there, or has another shape, becomes a finding; what is used, a fate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from raymerge.architectures import Role, logical_name
+from raymerge.architectures.expert_fields import expert_fields
+from raymerge.checkpoints.header import StoredTensor
+from raymerge.checkpoints.source import main_dtype
+from raymerge.dtypes import DType
+from raymerge.merge_plan.dispositions import Disposition, Fate, Fates, Rule
+from raymerge.merge_plan.expressions import (
+    Assembly,
+    Expression,
+    Output,
+    Part,
+    Read,
+    Row,
+    assembled,
+    conversion_expression,
+    copy_expression,
+    make_expression,
+)
+from raymerge.methods import Settings
+from raymerge.methods.linear import LINEAR
+from raymerge.planner.findings import Findings
+from raymerge.planner.inputs.quantised import PlainNumbers
+from raymerge.planner.inputs.source import holdings
+from raymerge.planner.matching.input_resolver import InputResolver, ResolvedInput
+from raymerge.planner.matching.logical import Block
+from raymerge.planner.moe.expert_blocks import ExpertBlock, Kind, Numbered, Stacked
+from raymerge.planner.moe.expert_moves import BASE, NewExpert, Origin
+from raymerge.planner.outputs.rows import RowMaker, output_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one expert has in a stored tensor: a run of its elements."""
+
+    source: int
+    tensor: StoredTensor
+    start: int
+    num_elements: int
+
+    def read(self) -> Read:
+        dtype = self.tensor.dtype
+        first = self.tensor.offset + dtype.nbytes(self.start)
+        return Read(0, self.source, self.tensor.key, first, dtype.nbytes(self.num_elements), dtype, None)
+
+    def joined(self, other: Share) -> Share | None:
+        """Both as one, where ``other`` lies behind this one in the same tensor; else None."""
+        same = (self.source, self.tensor.name) == (other.source, other.tensor.name)
+        if not same or self.start + self.num_elements != other.start:
+            return None
+        return replace(self, num_elements=self.num_elements + other.num_elements)
+
+
+def share_row(share: Share, shape: tuple[int, ...], output: str, dtype: DType) -> tuple[Row, Fate]:
+    """A row of bytes as they are, or of their values in another dtype; and the fate of their tensor."""
+    is_copy = share.tensor.dtype is dtype
+    expression = copy_expression(dtype) if is_copy else conversion_expression(dtype)
+    return matrix_row([share.read()], shape, output, expression), fate_of(1, output, is_copy=is_copy)
+
+
+def matrix_row(reads: Sequence[Read], shape: tuple[int, ...], logical: str, expression: Expression) -> Row:
+    """A row of one logical tensor that lies in it as it is."""
+    return Row(prod(shape), expression, (Part(logical, shape, None),), tuple(reads))
+
+
+def mean_expression(weights: Sequence[float], dtype: DType) -> Expression:
+    """The weighted mean in float32, rounded once; of one alone its own values."""
+    if len(weights) == 1:
+        return conversion_expression(dtype)
+    settings = Settings(values={"normalize": True}, sources=tuple({"weight": each} for each in weights))
+    return make_expression(LINEAR, settings, has_base=False, cast=dtype)
+
+
+def fate_of(num_origins: int, output: str, *, is_copy: bool = False) -> Fate:
+    """What becomes of tensors of which so many experts make one."""
+    if num_origins > 1:
+        return Fate(Disposition.MERGED, Rule.METHOD, output)
+    if is_copy:
+        return Fate(Disposition.COPIED, Rule.ONE_SOURCE, output)
+    return Fate(Disposition.CONVERTED, Rule.DTYPE, output)
+
+
+class ExpertInputs:
+    """The tensors of the models of one recipe; findings and fates collect on the way."""
+
+    def __init__(self, resolver: InputResolver, dtype: DType | None, findings: Findings) -> None:
+        self.findings = findings
+        self.fates = Fates(holdings(resolver.sources))
+        self.base = resolver.sources[BASE]
+        self.logical = resolver.logical[BASE]
+        self.plain = PlainNumbers(resolver.sources, findings)
+        self.resolver = resolver
+        self._maker = RowMaker(resolver, self.plain, findings, self.fates)
+        self._wanted = dtype
+        self._main = main_dtype(self.base.checkpoint)
+        fields = [expert_fields(each.checkpoint.config, each.rules) for each in resolver.sources]
+        self.counts = [each.count.value if each is not None else 0 for each in fields]
+        self._dense = [_dense_matrices(resolver, source.index) for source in resolver.sources]
+
+    def dtype_of(self, tensor: StoredTensor, role: Role) -> DType:
+        """What an output with the role of one of the base's tensors is written in."""
+        return output_dtype(self._wanted, tensor, role, self._main)
+
+    def kept(self, name: str) -> Output | None:
+        """A tensor of the base as it is, with what an adapter adds to it; None with a finding."""
+        tensor = self.base.checkpoint.tensors[name]
+        role = self.logical.part(name)
+        is_plain = role is not Role.BUFFER and not self.plain.is_integer(BASE, tensor)
+        dtype = self.dtype_of(tensor, role) if is_plain else tensor.dtype
+        if self.resolver.is_changed(BASE, name):
+            return self._adapted(tensor, dtype)
+        whole = Share(BASE, tensor, 0, tensor.num_elements)
+        if not self.may_write(whole, dtype):
+            return None
+        row, fate = share_row(whole, tensor.shape, name, dtype)
+        self.fates.settle(BASE, name, fate)
+        return Output(name, dtype, tensor.shape, (row,), dtype.is_mergeable and role is not Role.BUFFER)
+
+    def share(self, kind: Kind, origin: Origin) -> Share | None:
+        """What an expert has in a tensor that is stored as the base's; None where it has it otherwise."""
+        source = self.resolver.sources[origin.source]
+        if origin.expert is None or source.model_type != self.base.model_type:
+            return None
+        name = kind.name(origin.expert)
+        tensor = source.checkpoint.tensors.get(name)
+        if tensor is None or self.resolver.is_changed(origin.source, name):
+            return None
+        count = self.counts[origin.source]
+        if tensor.shape != kind.shape(count):
+            return None
+        # A bias that lies as [1, experts] has one element for each.
+        length = tensor.num_elements // (count if kind.start(1) else 1)
+        return Share(origin.source, tensor, kind.start(origin.expert), length)
+
+    def may_write(self, share: Share, dtype: DType) -> bool:
+        """Whether bytes may be copied, or numbers converted; a finding where they are codes to convert."""
+        is_code = self.plain.is_quantised(share.source, share.tensor)
+        if share.tensor.dtype is dtype and not (is_code and self._wanted is not None):
+            return True
+        return self.plain.check(share.source, share.tensor)
+
+    def matrix(self, block: ExpertBlock, origin: Origin, logical: str) -> ResolvedInput | None:
+        """Where an expert's model has the matrix that expert 0 of the block calls so; None with a finding."""
+        if origin.expert is None:
+            name = self._dense_name(block, origin.source, logical)
+        else:
+            name = renumbered(logical, origin.expert)
+        found = self.resolver.find(origin.source, name, name)
+        if found is None:
+            self.missing(origin.source, name)
+        return found
+
+    def _dense_name(self, block: ExpertBlock, source: int, logical: str) -> str:
+        """What a dense model calls a matrix; the expert's own name where it has no such one."""
+        projection, _, leaf = logical.rpartition(marked(0))[2].partition("_proj.")
+        if block.is_mtp or leaf not in ("weight", "bias"):
+            return logical
+        return self._dense[source].get((block.name_layer, projection, leaf == "bias"), logical)
+
+    def fits(self, source: int, resolved: ResolvedInput, shape: tuple[int, ...], logical: str) -> bool:
+        if resolved.place.shape == shape:
+            return self.plain.check(source, resolved.place.tensor)
+        name = self.resolver.sources[source].name
+        self.findings.tensor(
+            ("shape", name),
+            where=name,
+            what=f"{{count}} matrices have other shapes than the experts of {self.base.name}",
+            remedy="Take experts of the same width and hidden size.",
+            example=f"{logical} is {list(resolved.place.shape)} here and {list(shape)} there",
+        )
+        return False
+
+    def settle(self, resolved: ResolvedInput, source: int, fate: Fate) -> None:
+        if resolved.factor is not None and fate.disposition is not Disposition.MERGED:
+            fate = fate._replace(disposition=Disposition.MERGED, rule=Rule.ADAPTED)
+        self._maker.settle(resolved, source, fate)
+
+    def unknown_layout(self, name: str) -> None:
+        self.findings.tensor(
+            ("layout", self.base.name),
+            where=self.base.name,
+            what=f"{{count}} tensors hold several experts in an order that model_type "
+            f"'{self.base.model_type}' does not tell, and single matrices are needed here",
+            remedy="'keep' and 'drop' work on them, as does adding experts that are stored alike.",
+            example=name,
+        )
+
+    def _adapted(self, tensor: StoredTensor, dtype: DType) -> Output | None:
+        blocks = self.logical.blocks(tensor.name)
+        if blocks is None:
+            self.unknown_layout(tensor.name)
+            return None
+        found = [self._adapted_row(tensor, block, dtype) for block in blocks]
+        rows = tuple(row for row in found if row is not None)
+        return Output(tensor.name, dtype, tensor.shape, rows, True) if len(rows) == len(found) else None
+
+    def _adapted_row(self, tensor: StoredTensor, block: Block, dtype: DType) -> Row | None:
+        parts: list[Part] = []
+        reads: list[Read] = []
+        for logical, place in block.members:
+            found = self.resolver.find(BASE, tensor.name, logical)
+            if found is None or not self.fits(BASE, found, place.shape, logical):
+                return None
+            self.settle(found, BASE, fate_of(1, tensor.name))
+            reads.append(found.read(len(parts)))
+            parts.append(Part(logical, place.shape, place.view))
+        return Row(block.num_elements, conversion_expression(dtype), tuple(parts), tuple(reads))
+
+    def missing(self, source: int, name: str) -> None:
+        where = self.resolver.sources[source].name
+        self.findings.tensor(
+            ("missing", where),
+            where=where,
+            what=f"it lacks {{count}} matrices that the experts of {self.base.name} have",
+            remedy="It must have them for every layer of experts in base_model, also for "
+            "multi-token-prediction layers.",
+            example=name,
+        )
+
+
+def marked(expert: int) -> str:
+    return f".experts.{expert}."
+
+
+def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
+    """The canonical name of a matrix of one expert as that of another."""
+    return marked(expert).join(logical.rsplit(marked(of), 1))
+
+
+def _dense_matrices(resolver: InputResolver, source: int) -> dict[tuple[int, str, bool], str]:
+    """The feed-forward matrices of a dense model by layer, projection, and whether they are biases."""
+    main = resolver.sources[source].layer_stack(None)
+    found: dict[tuple[int, str, bool], str] = {}
+    for name, info in resolver.logical[source].infos.items():
+        if main is None or info.stack != main.prefix or info.layer is None or info.projection is None:
+            continue
+        if info.part is Role.MLP and name.endswith((".weight", ".bias")):
+            found[info.layer, info.projection, info.is_bias] = name
+    return found
+
+
+class ExpertOutputs:
+    def __init__(self, inputs: ExpertInputs) -> None:
+        self._inputs = inputs
+
+    def outputs(self, block: ExpertBlock, experts: Sequence[NewExpert]) -> Iterator[Output]:
+        """All outputs of a block: matrices of experts, and what belongs to them in the router.
+
+        One that cannot be made is left out, with a finding.
+        """
+        for stacked in block.stacked:
+            work = _Work(self._inputs, block, stacked, stacked.tensor)
+            rows = self._stacked(work, experts)
+            shape, name = stacked.shape(len(experts)), stacked.tensor.name
+            if rows is not None:
+                yield Output(name, work.dtype, shape, rows, work.dtype.is_mergeable)
+        for numbered in block.numbered:
+            yield from self._numbered(block, numbered, experts)
+
+    def _numbered(
+        self, block: ExpertBlock, numbered: Numbered, experts: Sequence[NewExpert]
+    ) -> Iterator[Output]:
+        """A tensor for each expert, in the dtype of its own; where only some have one, for those."""
+        is_complete = len(numbered.tensors) == block.num_experts
+        for number, expert in enumerate(experts):
+            if not is_complete and not any(self._has(numbered, origin) for origin in expert.origins):
+                continue
+            work = _Work(self._inputs, block, numbered, self._like(numbered, expert.origins[0]))
+            found = work.alone(expert)
+            rows = work.combined(expert, number) if found is None else work.unchanged([found], number)
+            if rows is not None:
+                dtype = work.dtype
+                yield Output(numbered.name(number), dtype, numbered.share, rows, dtype.is_mergeable)
+
+    def _has(self, kind: Numbered, origin: Origin) -> bool:
+        if origin.source == BASE:
+            return origin.expert in kind.tensors
+        return self._inputs.share(kind, origin) is not None
+
+    def _like(self, kind: Numbered, origin: Origin) -> StoredTensor:
+        """The tensor of the base whose dtype an expert is written in: its own, or the first of that dtype."""
+        own = kind.tensors.get(origin.expert) if origin.expert is not None else None
+        if origin.source == BASE and own is not None:
+            return own
+        share = self._inputs.share(kind, origin)
+        same = (each for each in kind.tensors.values() if share and each.dtype is share.tensor.dtype)
+        return next(same, kind.tensors[kind.first])
+
+    def _stacked(self, work: _Work, experts: Sequence[NewExpert]) -> tuple[Row, ...] | None:
+        """The rows of a tensor with a share for each expert; shares that lie together become one row."""
+        made: list[tuple[Row, ...] | None] = []
+        waiting: list[Share] = []
+        for number, expert in enumerate(experts):
+            found = work.alone(expert)
+            if waiting and (found is None or waiting[-1].joined(found) is None):
+                made.append(work.unchanged(waiting, number))
+                waiting = []
+            if found is None:
+                made.append(work.combined(expert, number))
+            else:
+                waiting.append(found)
+        if waiting:
+            made.append(work.unchanged(waiting, len(experts)))
+        rows = tuple(row for each in made if each is not None for row in each)
+        return rows if None not in made else None
+
+
+class _Work:
+    """One kind of tensor of one block, written in the dtype of ``like``, a tensor of the base."""
+
+    def __init__(self, inputs: ExpertInputs, block: ExpertBlock, kind: Kind, like: StoredTensor) -> None:
+        self._inputs = inputs
+        self._block = block
+        self._kind = kind
+        self._like = like
+        self.dtype = inputs.dtype_of(like, kind.part)
+
+    def alone(self, expert: NewExpert) -> Share | None:
+        """What an expert that is not merged has, where it has it stored as the base has it; else None."""
+        origins = self._origins(expert)
+        return self._inputs.share(self._kind, origins[0]) if len(origins) == 1 else None
+
+    def unchanged(self, shares: Sequence[Share], number: int) -> tuple[Row, ...] | None:
+        """One row of shares that lie one behind the other, the last of which is of expert ``number - 1``."""
+        first = shares[0]
+        if first.tensor.dtype is not self.dtype and not self._is_plain():
+            return None
+        if not self._inputs.may_write(first, self.dtype):
+            return None
+        whole = replace(first, num_elements=sum(share.num_elements for share in shares))
+        shape = (len(shares), *self._kind.share) if isinstance(self._kind, Stacked) else self._kind.share
+        row, fate = share_row(whole, shape, self._kind.name(number), self.dtype)
+        self._inputs.fates.settle(first.source, first.tensor.name, fate)
+        return (row,)
+
+    def combined(self, expert: NewExpert, number: int) -> tuple[Row, ...] | None:
+        """The rows of an expert that takes some arithmetic; None with findings."""
+        if not self._is_plain():
+            return None
+        shares = [self._inputs.share(self._kind, origin) for origin in self._origins(expert)]
+        if None not in shares:
+            return self._mean_of_shares(expert, number, [share for share in shares if share is not None])
+        if isinstance(self._kind, Stacked) and self._kind.is_router:
+            return self._router_row(expert, self._kind)
+        own = self._kind.name(self._kind.first)
+        blocks = self._inputs.logical.blocks(own)
+        if blocks is None:
+            self._inputs.unknown_layout(own)
+            return None
+        mark = marked(self._kind.first)
+        rows = [self._matrices(expert, number, each) for each in blocks if mark in each.members[0][0]]
+        found = tuple(row for row in rows if row is not None)
+        return found if len(found) == len(rows) else None
+
+    def _is_plain(self) -> bool:
+        """Whether the base has numbers here, so that numbers may be written; else a finding says so."""
+        return self._inputs.plain.check(BASE, self._like)
+
+    def _origins(self, expert: NewExpert) -> Sequence[Origin]:
+        return expert.rows if self._kind.is_router else expert.origins
+
+    def _weights(self, expert: NewExpert) -> Sequence[float]:
+        return (1.0,) if len(self._origins(expert)) == 1 else expert.weights
+
+    def _mean_of_shares(
+        self, expert: NewExpert, number: int, shares: Sequence[Share]
+    ) -> tuple[Row, ...] | None:
+        """The mean of what several experts have, element by element: all of them are stored alike."""
+        name = self._kind.name(number)
+        plain = [self._inputs.plain.check(share.source, share.tensor) for share in shares]
+        if not all(plain):
+            return None
+        for share in shares:
+            self._inputs.fates.settle(share.source, share.tensor.name, fate_of(len(shares), name))
+        expression = mean_expression(self._weights(expert), self.dtype)
+        shape = self._kind.share or (1,)
+        return (matrix_row([share.read() for share in shares], shape, f"{name}#{number}", expression),)
+
+    def _matrices(self, expert: NewExpert, number: int, place: Block) -> Row | None:
+        """A run of an expert's matrices, laid as the base lays expert 0's, each found by its name."""
+        parts: list[Part] = []
+        reads: list[Read] = []
+        complete = True
+        fate = fate_of(len(expert.origins), self._kind.name(number))
+        for called, inside in place.members:
+            logical = renumbered(called, 0, of=self._kind.first)
+            for origin in expert.origins:
+                found = self._inputs.matrix(self._block, origin, logical)
+                if found is None or not self._inputs.fits(origin.source, found, inside.shape, logical):
+                    complete = False
+                    continue
+                self._inputs.settle(found, origin.source, fate)
+                reads.append(found.read(len(parts)))
+            parts.append(Part(renumbered(logical, number), inside.shape, inside.view))
+        if not complete:
+            return None
+        expression = mean_expression(expert.weights, self.dtype)
+        return Row(place.num_elements, expression, tuple(parts), tuple(reads))
+
+    def _router_row(self, expert: NewExpert, stacked: Stacked) -> tuple[Row, ...] | None:
+        """One expert's row in a router, or its element of a bias, found by the router's canonical name."""
+        logical = logical_name(stacked.tensor.name, self._inputs.base.rules)
+        origins = expert.rows
+        found = [self._row_of(stacked, origin, logical, len(origins)) for origin in origins]
+        reads = [read for read in found if read is not None]
+        if len(reads) < len(found):
+            return None
+        expression = mean_expression(self._weights(expert), self.dtype)
+        return (matrix_row(reads, (1, *stacked.share), f"{logical}#{expert.row_of}", expression),)
+
+    def _row_of(self, stacked: Stacked, origin: Origin, logical: str, count: int) -> Read | None:
+        found = self._inputs.resolver.find(origin.source, logical, logical)
+        if found is None or origin.expert is None:
+            self._no_row(origin.source, logical)
+            return None
+        held = self._inputs.counts[origin.source]
+        if not self._inputs.fits(origin.source, found, stacked.shape(held), logical):
+            return None
+        self._inputs.settle(found, origin.source, fate_of(count, stacked.tensor.name))
+        # A bias that lies as [1, experts] is taken element by element as well.
+        term = replace(found.term(), num_rows=held)
+        return assembled(0, Assembly(1, prod(stacked.share), (term,), ((0, origin.expert, 1, 0),), 1))
+
+    def _no_row(self, source: int, logical: str) -> None:
+        self._inputs.findings.tensor(
+            ("no row", str(source)),
+            where=self._inputs.resolver.sources[source].name,
+            what="it lacks {count} tensors that the router has a row of for each expert",
+            remedy="Add 'row_of: N' to copy router rows and biases of an expert of base_model.",
+            example=logical,
+        )
