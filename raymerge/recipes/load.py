@@ -304,8 +304,8 @@ _CHANGE_NO_BYTE = {"name", "warn_encoding_error"}
 def draft_recipes(path: str | os.PathLike[str], *, exists: Exists = os.path.isdir) -> Draft:
     """All recipes in a YAML file as far as they can be read, with what is wrong.
 
-    Messages name the file as it is given. ``exists`` tells whether a text is a local directory; paths of models
-    are relative to the current one, not to the recipe.
+    Messages name the file as it is given. ``exists`` tells whether a text is a local directory; paths of
+    models are relative to the current one, not to the recipe.
     """
     name = os.fspath(path)
     try:

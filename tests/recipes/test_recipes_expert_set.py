@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.recipe_texts import nowhere, problems, recipe_of
 
-from raymerge.dtypes import DType
-from raymerge.errors import RecipeError
 from raymerge.recipes import (
     AddedExpert,
     ExpertChange,
     ExpertSetRecipe,
-    ModelReference,
     MoeRecipe,
     Recipe,
     canonical,
@@ -23,59 +22,19 @@ from raymerge.recipes import (
     parse_recipe,
     parse_recipes,
     recipe_from_mapping,
-    references,
 )
 from raymerge.recipes.expert_set import PerLayer
 
-
-def nowhere(_path: str) -> bool:
-    return False
-
-
-def recipe(text: str) -> ExpertSetRecipe:
-    parsed = parse_recipe(text, "r.yml", exists=nowhere)
-    assert isinstance(parsed, ExpertSetRecipe)
-    return parsed
+recipe = partial(recipe_of, ExpertSetRecipe)
 
 
 def change(text: str) -> ExpertChange:
     return recipe(f"base_model: m\nexperts: {text}\n").experts
 
 
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "r.yml", exists=nowhere)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
-
-
-def test_defaults() -> None:
-    read = recipe("base_model: m@v\nexperts:\n  keep: [3, 0]\n")
-    assert read.base_model == ModelReference("m", "v")
-    assert read.experts == ExpertChange(keep=[3, 0])
-    assert (read.name, read.dtype, read.seed, read.shard_size) == (None, None, 0, 5 * 10**9)
-    assert (read.duplicates, read.pickled_weights) == ("keep", "read")
-    assert read.where("experts", "keep", 1) == "r.yml:3:13"
-
-
-def test_every_key_beside_the_experts() -> None:
-    read = recipe(
-        "name: small\nbase_model: m\nexperts: {dense: 2}\ndtype: bfloat16\nseed: 3\nshard_size: 1GB\n"
-        "duplicates: share\npickled_weights: refuse\n"
-    )
-    assert (read.name, read.dtype, read.seed, read.shard_size) == ("small", DType.BF16, 3, 10**9)
-    assert (read.duplicates, read.pickled_weights) == ("share", "refuse")
-
-
 def test_keep() -> None:
     assert change("{keep: [3, 0]}").keep == PerLayer((3, 0))
     assert change("{keep: {1: [0, 1], 2: [2, 5]}}").keep == PerLayer(None, ((1, (0, 1)), (2, (2, 5))))
-
-
-def test_drop() -> None:
-    for scores in ("weights", "scores/saliency.json"):
-        read = change(f"{{drop: 2, scores: {scores}}}")
-        assert (read.drop, read.scores) == (2, scores)
 
 
 def test_merge() -> None:
@@ -92,18 +51,6 @@ def test_add() -> None:
         AddedExpert(model="z+adapter"),
     )
     assert (read.add[0].experts, read.add[0].row_of, read.add[2].experts) == ((1, 4), None, None)
-
-
-@pytest.mark.parametrize(
-    ("written", "dense"), [("0", 0), ("7", 7), ("mean", "mean"), ("concatenated", "concatenated")]
-)
-def test_dense(written: str, dense: int | str) -> None:
-    assert change(f"{{dense: {written}}}").dense == dense
-
-
-@pytest.mark.parametrize("dense", ["mean", "concatenated"])
-def test_a_mixture_may_be_of_some_experts(dense: str) -> None:
-    assert change(f"{{dense: {dense}, of: [5, 1]}}").of == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +80,14 @@ def test_a_mixture_may_be_of_some_experts(dense: str) -> None:
             "{keep: {first: [0]}}",
             "'first' is a text; expected the number of one layer. Write a whole number; layers",
         ),
+        ("{keep: []}", "keep: the list is empty. Write numbers of experts, like [0, 2, 3]."),
+        ("{keep: {}}", "keep: the map is empty. Write a list for each layer, or one for all."),
+        ("{keep: {3: 4}}", "3: 4 is a number; expected a list of experts."),
+        ("{keep: {3: [0, 0]}}", "expert 0 was listed before."),
+        ("{keep: [1.5]}", "1.5 is a number; expected the number of one expert."),
+        ("{keep: [[1]]}", "[1] is a list; expected the number of one expert."),
+        ("{merge: [[0], []]}", "the list is empty. Write numbers of experts"),
+        ("{merge: {0: [[0], [1]], 1: [[0, 1]]}}", "the list of layer '1' is 1 long, that of layer '0' 2."),
         (
             "{drop: 2}",
             "'drop' needs 'scores' to know which experts go. Add 'scores: weights' or 'scores: FILE',",
@@ -278,39 +233,6 @@ def test_canonical_sees_the_order_of_experts_and_not_that_of_layers() -> None:
     )
 
 
-def test_a_name_changes_no_byte() -> None:
-    text = "base_model: m\nexperts: {keep: [0, 1]}\n"
-    assert canonical(recipe(text)) == canonical(recipe(f"{text}name: x\n"))
-
-
-def test_models_that_it_names() -> None:
-    read = recipe("base_model: m\nexperts: {add: [{model: x}, {model: y, row_of: 0}]}\n")
-    assert list(references(read)) == [
-        (("base_model",), ModelReference("m")),
-        (("experts", "add", 0, "model"), ModelReference("x")),
-        (("experts", "add", 1, "model"), ModelReference("y")),
-    ]
-
-
-MERGED = "---\nname: step\nmerge_method: linear\nmodels: [{model: a}, {model: b}]\n"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "base_model: step\nexperts: {drop: 1, scores: weights}\n",
-        "base_model: a\nexperts: {add: [{model: c}, {model: step}]}\n",
-        "base_model: a\ngate_mode: random\nexperts: [{source_model: step, copies: 2}]\n",
-        "base_model: a\ngate_mode: random\nexperts: [{source_model: b, copies: 2}]\n"
-        "trunk: {merge_method: linear, models: [{model: step}]}\n",
-        "merge_method: linear\nmodels: [{model: a}]\nrouter: step\n",
-    ],
-)
-def test_every_kind_may_use_the_result_of_a_merge(body: str) -> None:
-    recipes = parse_recipes(body + MERGED, "r.yml", exists=nowhere)
-    assert [each.name for each in merge_order(recipes, exists=nowhere)] == ["step", None]
-
-
 def test_a_mixture_is_built_merged_and_pruned_in_one_file() -> None:
     text = """\
 base_model: both
@@ -330,37 +252,3 @@ router: built
     recipes = parse_recipes(text, "r.yml", exists=nowhere)
     assert [type(each) for each in recipes] == [ExpertSetRecipe, MoeRecipe, Recipe]
     assert [each.name for each in merge_order(recipes, exists=nowhere)] == ["built", "both", None]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"experts": {}},
-        {
-            "experts": {
-                "keep": object(),
-                "drop": [],
-                "merge": "x",
-                "add": [3],
-                "dense": {},
-                "of": 1,
-                "scores": [],
-            }
-        },
-        {"base_model": 3, "experts": {"keep": {None: [1]}, "merge": {"a": {}, 2: [[None]]}}},
-        {"base_model": "a", "experts": 3},
-        {"base_model": "a", "experts": [], "trunk": 3, "granularity": {}, "gate_scale": [], "layout": None},
-        {
-            "base_model": "a",
-            "experts": [{"source_model": 1, "copies": [], "prompt_file": 2}],
-            "gate_mode": "ridge",
-        },
-    ],
-)
-def test_messages_are_sentences_and_free_of_the_machinery(data: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        recipe_from_mapping(data)
-    for line in str(caught.value).splitlines():
-        assert line.startswith("recipe")
-        for word in ("pydantic", "http", "Input should", "validation", "type=", "ctx", "Traceback"):
-            assert word not in line

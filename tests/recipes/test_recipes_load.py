@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,13 +99,6 @@ def test_a_huge_text_is_refused() -> None:
         parse_recipe("#" * (MAX_TEXT_BYTES + 1))
 
 
-def test_a_text_is_named_recipe_unless_told_otherwise() -> None:
-    with pytest.raises(RecipeError, match=r"^recipe:1:1: "):
-        parse_recipe("- a\n")
-    with pytest.raises(RecipeError, match=r"^mine:1:1: "):
-        parse_recipe("- a\n", "mine")
-
-
 def test_paths_of_models_are_relative_to_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,14 +154,6 @@ def test_a_mapping_may_hold_tuples_and_references() -> None:
     assert isinstance(read, Recipe)
     assert read.slices[0].sources[0].layer_range == (0, 2)
     assert recipe(read.text) == read
-
-
-def test_changing_the_mapping_afterwards_changes_nothing() -> None:
-    data = yaml.safe_load(TEXT)
-    read = recipe_from_mapping(data)
-    data["models"][0]["parameters"]["weight"] = 9
-    data["models"].clear()
-    assert read == recipe(TEXT)
 
 
 def test_places_and_text_take_no_part_in_equality() -> None:
@@ -311,18 +292,11 @@ def test_canonical_sees_every_field(line: str) -> None:
     assert canonical(recipe(f"{TEXT}{line}\n")) != canonical(recipe(TEXT))
 
 
-def test_a_limit_for_warnings_changes_no_byte() -> None:
-    limited = recipe(f"{TEXT}warn_encoding_error: 5.0e-2\n")
-    assert isinstance(limited, Recipe)
-    assert limited.warn_encoding_error == 0.05
-    assert canonical(limited) == canonical(recipe(TEXT))
-
-
-def test_a_name_changes_no_byte() -> None:
-    named = recipe(f"{TEXT}name: mine\n")
-    assert named.name == "mine"
-    assert named != recipe(TEXT)
-    assert canonical(named) == canonical(recipe(TEXT))
+@pytest.mark.parametrize("line", ["name: mine", "warn_encoding_error: 5.0e-2"])
+def test_what_changes_no_byte_is_no_part_of_the_digest(line: str) -> None:
+    changed = recipe(f"{TEXT}{line}\n")
+    assert changed != recipe(TEXT)
+    assert canonical(changed) == canonical(recipe(TEXT))
 
 
 def test_canonical_sees_the_order_of_models_and_of_tokens() -> None:
@@ -333,37 +307,6 @@ def test_canonical_sees_the_order_of_models_and_of_tokens() -> None:
     first = recipe(head + "tokenizer: {tokens: {x: {}, y: {}}}\n")
     second = recipe(head + "tokenizer: {tokens: {y: {}, x: {}}}\n")
     assert canonical(first) != canonical(second)
-
-
-def test_canonical_is_one_line_of_json_with_sorted_keys() -> None:
-    text = canonical(recipe(TEXT))
-    assert "\n" not in text
-    data = json.loads(text)
-    assert list(data) == sorted(data)
-    assert "recipe" not in text
-    assert data["models"][1] == {"model": "models/code", "parameters": {"weight": 0.5}}
-
-
-def test_canonical_is_the_same_in_every_process() -> None:
-    code = f"from raymerge.recipes import *; print(canonical(parse_recipe({TEXT!r})))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-        ).stdout
-        for seed in ("0", "7")
-    }
-    assert outputs == {canonical(recipe(TEXT)) + "\n"}
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.text("ab:-[]{}*&!#|>'\" \n\t,?%@0.<~", max_size=60))
-def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
-    with pytest.raises(RecipeError):
-        parse_recipe(text, exists=lambda _: False)
 
 
 @settings(deadline=None, max_examples=150)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from raymerge.documents.yaml_text import (
     MAX_NODES,
     Located,
     Part,
-    Places,
     read_document,
     split_documents,
 )
@@ -109,19 +106,6 @@ def test_documents_have_their_own_part_of_the_text_and_empty_ones_none(text: str
     assert texts(text) == parts
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.sampled_from(["a: 1\n", "# c\nb: {c: [1, 2]}\n", "", "# only\n", "d: |\n  t\n"]), max_size=6)
-)
-def test_a_part_alone_says_what_it_says_in_the_file(bodies: list[str]) -> None:
-    text = "a: 0\n" + "".join(f"---\n{body}" for body in bodies)
-    parts = split_documents(text, "r.yml", RECIPE)
-    assert len(parts) == 1 + sum(":" in body for body in bodies)
-    assert [read(part.text).data for part in parts] == [
-        read_document(part, "r.yml", RECIPE).data for part in parts
-    ]
-
-
 def test_places_in_later_documents_are_lines_of_the_file() -> None:
     first, second = split_documents("a: 1\n\n---\n# x\nb:\n  - c: 2\n", "r.yml", RECIPE)
     assert read_document(first, "r.yml", RECIPE).places.at(()) == "r.yml:1:1"
@@ -136,17 +120,6 @@ def test_a_file_has_a_bounded_number_of_documents() -> None:
     assert f"r.yml:{MAX_DOCUMENTS + 1}:1: the file has more than {MAX_DOCUMENTS} YAML documents." in refusal(
         "---\n" * 100_000
     )
-
-
-def test_without_a_text_a_place_is_a_path() -> None:
-    places = Places("recipe")
-    assert places.at(("models", 0, "parameters", "weight")) == "recipe: models[0].parameters.weight"
-    assert places.at(()) == "recipe"
-
-
-def test_places_can_be_pickled() -> None:
-    places = read(TEXT).places
-    assert pickle.loads(pickle.dumps(places)) == places
 
 
 def test_problems_come_in_the_order_of_the_text() -> None:
@@ -190,11 +163,6 @@ def test_anchors_and_merge_keys() -> None:
     assert document.data["w"] == {"a": 1, "b": 2}
     assert document.places.at(("y", "a")) == "r.yml:1:8"
     assert document.places.at(("y", "b")) == "r.yml:2:13"
-
-
-def test_a_chain_of_merge_keys() -> None:
-    text = "a: &a {p: 1}\nb: &b {<<: *a, q: 2}\nc: {<<: *b}\n"
-    assert read(text).data["c"] == {"p": 1, "q": 2}
 
 
 def test_a_merge_key_takes_maps_only() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from kits.recipe_texts import problems, recipe_of
 
 from raymerge.dtypes import DType
-from raymerge.errors import RecipeError
-from raymerge.recipes import Expert, ModelReference, MoeRecipe, canonical, parse_recipe
+from raymerge.recipes import Expert, ModelReference, MoeRecipe, canonical
+
+recipe = partial(recipe_of, MoeRecipe)
 
 TWO = """\
 base_model: models/base
@@ -17,18 +21,6 @@ experts:
   - source_model: models/med
     positive_prompts: ["The patient reports mild pain."]
 """
-
-
-def recipe(text: str) -> MoeRecipe:
-    parsed = parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert isinstance(parsed, MoeRecipe)
-    return parsed
-
-
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "r.yml", exists=lambda _: False)
-    return [str(problem) for problem in caught.value.problems]
 
 
 def test_defaults() -> None:
@@ -73,12 +65,6 @@ shared_experts:
     assert (read.shard_size, read.duplicates) == (10**9, "share")
 
 
-@pytest.mark.parametrize("gate", ["random", "uniform_random"])
-def test_random_gates_need_no_prompts(gate: str) -> None:
-    read = recipe(f"base_model: a\ngate_mode: {gate}\nexperts: [{{source_model: b}}, {{source_model: b}}]\n")
-    assert read.gate_mode == gate
-
-
 @pytest.mark.parametrize(
     "gate", ["hidden", "hidden_last", "hidden_avg", "cheap_embed", "router_input", "centroid", "ridge"]
 )
@@ -109,11 +95,6 @@ def test_too_few_experts_name_the_experts_and_the_remedy() -> None:
         "r.yml:3:1: experts_per_token is 3, but 'experts' has only 2: 0 (b), 1 (c). "
         "Add experts, or write experts_per_token: 2."
     ]
-
-
-def test_the_default_number_of_experts_per_token_counts() -> None:
-    (told,) = problems("base_model: a\ngate_mode: random\nexperts: [{source_model: b}]\n")
-    assert told.startswith("r.yml:3:1: experts_per_token is 2, but 'experts' has only 1: 0 (b).")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from kits.recipe_texts import problems, recipe_of
 
-from raymerge.errors import RecipeError
 from raymerge.recipes import (
     MethodRule,
     ModelEntry,
-    ModelReference,
     MoeRecipe,
     Scalar,
     canonical,
@@ -21,35 +21,11 @@ from raymerge.recipes import (
 )
 from raymerge.recipes.moe import Trunk, trunk_recipe
 
+recipe = partial(recipe_of, MoeRecipe)
+
 RANDOM = "base_model: a\ngate_mode: random\nexperts: [{source_model: b}, {source_model: c}]\n"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "configs" / "recipes").rglob("moe-*.yml"))
-
-
-def recipe(text: str) -> MoeRecipe:
-    parsed = parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert isinstance(parsed, MoeRecipe)
-    return parsed
-
-
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
-
-
-def test_defaults() -> None:
-    read = recipe(RANDOM)
-    assert (read.layout, read.granularity, read.weight_scaling, read.trunk) == ("hub", 1, True, None)
-    assert (read.gate_scale, read.gate_ridge, read.pickled_weights) == (1.0, 0.1, "read")
-    (first, _) = read.experts
-    assert (first.copies, first.reinit_fraction, first.prompt_file, first.held_out_prompts) == (
-        1,
-        None,
-        None,
-        (),
-    )
 
 
 def test_every_key() -> None:
@@ -173,23 +149,18 @@ def test_wrong_keys(line: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("key", "told"),
     [
-        ("1.5", "1.5 is not a fraction. Write a number from 0 to 1."),
-        ("-0.1", "-0.1 is not a fraction. Write a number from 0 to 1."),
-        ("half", "'half' is a text; expected a number. Write a number, like 0.5."),
+        (
+            "noise_scale: -0.1",
+            "noise_scale: -0.1 is below 0, and is a standard deviation. Write 0 or more, like 0.01.",
+        ),
+        ("reinit_fraction: 1.5", "reinit_fraction: 1.5 is not a fraction. Write a number from 0 to 1."),
     ],
 )
-def test_a_share_of_neurons_is_a_fraction(value: str, expected: str) -> None:
-    text = RANDOM.replace("source_model: b", f"source_model: b, reinit_fraction: {value}")
-    assert problems(text) == [f"r.yml:3:29: reinit_fraction: {expected}"]
-
-
-def test_noise_is_not_below_0() -> None:
-    text = RANDOM.replace("source_model: b", "source_model: b, noise_scale: -0.1")
-    told = "noise_scale: -0.1 is below 0, and is a standard deviation. Write 0 or more, like 0.01."
+def test_wrong_keys_of_an_expert(key: str, told: str) -> None:
+    text = RANDOM.replace("source_model: b", f"source_model: b, {key}")
     assert problems(text) == [f"r.yml:3:29: {told}"]
-    assert recipe(text.replace("-0.1", "0")).experts[0].noise_scale == 0
 
 
 TRUNK = """\
@@ -272,12 +243,6 @@ def test_canonical_sees_every_choice(change: str) -> None:
     assert canonical(recipe(RANDOM)) != canonical(recipe(f"{RANDOM}{change}\n"))
 
 
-@pytest.mark.parametrize("change", ["copies: 2", "reinit_fraction: 0.5", "noise_scale: 0"])
-def test_canonical_sees_every_choice_of_an_expert(change: str) -> None:
-    changed = RANDOM.replace("source_model: b", f"source_model: b, {change}")
-    assert canonical(recipe(RANDOM)) != canonical(recipe(changed))
-
-
 def test_a_recipe_made_in_python_says_itself_as_yaml() -> None:
     made = MoeRecipe(
         base_model="a",
@@ -297,12 +262,3 @@ def test_an_example_of_ours_is_a_recipe_of_models_that_are_there(example: Path) 
     assert all((ROOT / reference.path).is_dir() for _, reference in references(read))
     files = [each.prompt_file for each in read.experts if each.prompt_file is not None]
     assert all((ROOT / file).is_file() for file in files)
-
-
-def test_there_are_examples() -> None:
-    assert {example.stem for example in EXAMPLES} >= {"moe-hidden", "moe-ridge", "moe-upcycle"}
-
-
-def test_references_are_split_as_everywhere() -> None:
-    read = recipe(RANDOM.replace("source_model: b", "source_model: b@v1+c"))
-    assert read.experts[0].source_model == ModelReference("b", "v1", "c")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.recipe_texts import nowhere, problems
 
 from raymerge.errors import RecipeError
 from raymerge.recipes import (
@@ -39,10 +40,6 @@ parameters: {t: 0.5}
 """
 
 
-def nowhere(_path: str) -> bool:
-    return False
-
-
 def parse(text: str) -> tuple[AnyRecipe, ...]:
     return parse_recipes(text, "r.yml", exists=nowhere)
 
@@ -58,13 +55,6 @@ def names(recipes: tuple[AnyRecipe, ...]) -> list[str | None]:
     return [recipe.name for recipe in recipes]
 
 
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse(text)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
-
-
 def test_several_recipes_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "chain.yml"
     path.write_text(CHAIN, encoding="utf-8")
@@ -75,13 +65,6 @@ def test_several_recipes_in_one_file(tmp_path: Path) -> None:
     assert last.where("models", 1, "model") == f"{path}:12:26"
     assert parse_recipe(last.text, exists=nowhere) == last
     assert merge_order((left, right, last), exists=nowhere) == (left, right, last)
-
-
-def test_one_recipe_is_a_file_of_one(tmp_path: Path) -> None:
-    path = tmp_path / "one.yml"
-    path.write_text(f"{merge('mine', 'a')}---\n", encoding="utf-8")
-    (only,) = draft_recipes(path).require()
-    assert merge_order([only]) == (only,)
 
 
 def test_where_one_recipe_is_expected_several_are_refused(tmp_path: Path) -> None:
@@ -107,16 +90,6 @@ def test_among_equals_the_order_is_that_of_the_file() -> None:
         text = merge(None, "x", "y", "z") + "".join(ordered)
         expected = [*names(parse(text))[1:], None]
         assert names(merge_order(parse(text), exists=nowhere)) == expected
-
-
-def test_the_result_may_have_a_name() -> None:
-    text = merge("result", "step", "b") + merge("step", "a")
-    assert names(merge_order(parse(text), exists=nowhere)) == ["step", "result"]
-
-
-def test_a_merge_may_be_called_like_its_method() -> None:
-    text = merge("linear", "a") + merge(None, "linear", "b")
-    assert names(merge_order(parse(text), exists=nowhere)) == ["linear", None]
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kits.recipe_texts import problems
 
 from raymerge.errors import RecipeError
 from raymerge.recipes import parse_recipe, recipe_from_mapping
 from raymerge.recipes.schema import FLAG_ADVICE
 
 HEAD = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
-
-
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
 
 
 def problem(text: str) -> str:
@@ -80,6 +74,9 @@ seed: 2
         {"merge_method": "x", "modules": {"a": {"models": 3}, 4: {}}, "tokenizer": {"tokens": [1]}},
         {"experts": [{"source_model": None, "positive_prompts": [1], "noise_scale": "x"}], "gate_mode": 3},
         {"merge_method": b"x", "models": {1, 2}, "seed": object(), "shard_size": 1.5},
+        {"experts": {"keep": object(), "drop": [], "merge": "x", "add": [3], "dense": {}, "of": 1}},
+        {"base_model": 3, "experts": {"keep": {None: [1]}, "merge": {"a": {}, 2: [[None]]}}},
+        {"base_model": "a", "experts": [], "trunk": 3, "granularity": {}, "gate_scale": [], "layout": None},
     ],
 )
 def test_messages_are_sentences_and_free_of_the_machinery(data: dict[str, Any]) -> None:

@@ -140,17 +140,6 @@ def test_path_and_revision_a_level_too_high_get_the_form_that_works(value: dict[
     assert read_reference(written) == ModelReference("a", "main")
 
 
-def test_a_misspelled_key_is_recognised() -> None:
-    (fault,) = faults_in({"model": "a", "lorra": "b"})
-    assert fault.remedy == "Did you mean 'lora'?"
-
-
-def test_references_are_equal_letter_by_letter_and_hashable() -> None:
-    assert parse_reference("models/a") != parse_reference("./models/a")
-    assert parse_reference("a") != parse_reference("a@main")
-    assert len({parse_reference("a+b"), parse_reference("a+b"), ModelReference("a+b")}) == 2
-
-
 def test_an_architecture_shows_in_the_text() -> None:
     reference = ModelReference("a", override_architecture="LlamaForCausalLM")
     assert str(reference) == "a as LlamaForCausalLM"

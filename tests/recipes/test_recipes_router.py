@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
-from raymerge.errors import RecipeError
-from raymerge.recipes import ModelReference, Recipe, canonical, parse_recipe, recipe_from_mapping, references
+import pytest
+from kits.recipe_texts import problems, recipe_of
+
+from raymerge.recipes import ModelReference, Recipe, canonical, recipe_from_mapping, references
 from raymerge.recipes.schema import Align
 
+recipe = partial(recipe_of, Recipe)
+
 TEXT = "merge_method: linear\nmodels: [{model: a}, {model: b@v+c}]\nbase_model: a\n"
-
-
-def recipe(text: str) -> Recipe:
-    parsed = parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert isinstance(parsed, Recipe)
-    return parsed
-
-
-def problems(text: str) -> list[str]:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "r.yml", exists=lambda _: False)
-    assert all(problem.remedy for problem in caught.value.problems)
-    return [str(problem) for problem in caught.value.problems]
 
 
 def test_routers_are_merged_and_nothing_is_aligned_unless_it_is_said() -> None:
@@ -70,28 +61,6 @@ def test_alignment(written: str, align: Align | None) -> None:
     assert read.align == align
     assert recipe(read.model_copy().text) == read
     assert Recipe(merge_method="linear", models=[{"model": "a"}], align=align).align == align
-
-
-@pytest.mark.parametrize("line", ["router: base", "router: a", "align: experts", "align: {neurons: false}"])
-def test_canonical_sees_both(line: str) -> None:
-    assert canonical(recipe(f"{TEXT}{line}\n")) != canonical(recipe(TEXT))
-    assert canonical(recipe(f"{TEXT}align: experts\n")) != canonical(
-        recipe(f"{TEXT}align: {{neurons: false}}\n")
-    )
-
-
-def test_a_recipe_made_in_python_says_both_as_yaml() -> None:
-    made = Recipe(
-        merge_method="linear",
-        models=[{"model": "a"}],
-        router="b@v",
-        align={"experts": True, "neurons": False},
-    )
-    assert recipe(made.text) == made
-    assert made.align == Align(neurons=False)
-    assert (
-        recipe(Recipe(merge_method="linear", models=[{"model": "a"}], align="experts").text).align == Align()
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""Recipes read from texts, and what is wrong with such texts."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from raymerge.errors import RecipeError
+from raymerge.recipes import AnyRecipe, parse_recipe, parse_recipes
+
+R = TypeVar("R", bound=AnyRecipe)
+
+
+def nowhere(_path: str) -> bool:
+    """No text is a directory."""
+    return False
+
+
+def recipe_of(kind: type[R], text: str) -> R:
+    """The one recipe of a text, called ``r.yml``, which is of that kind."""
+    parsed = parse_recipe(text, "r.yml", exists=nowhere)
+    assert isinstance(parsed, kind)
+    return parsed
+
+
+def problems(text: str) -> list[str]:
+    """What is wrong with a text of one or more recipes; each problem has a remedy."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipes(text, "r.yml", exists=nowhere)
+    assert all(problem.remedy for problem in caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
