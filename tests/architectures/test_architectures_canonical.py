@@ -11,7 +11,6 @@ from kits import family_names as families
 
 from raymerge.architectures import (
     FusedLayout,
-    canonical_block,
     describe,
     fused_layout,
     load_rules,
@@ -194,16 +193,6 @@ def test_fused_and_separate_experts_have_the_same_names() -> None:
     assert {*logical_names(fused), *logical_names(down)} == alone
 
 
-def test_names_go_expert_by_expert_and_then_by_projection() -> None:
-    assert logical_names(FusedLayout("out_in", "m.mlp", ("gate", "up"), 2, False)) == (
-        "m.mlp.experts.0.gate_proj.weight",
-        "m.mlp.experts.0.up_proj.weight",
-        "m.mlp.experts.1.gate_proj.weight",
-        "m.mlp.experts.1.up_proj.weight",
-    )
-    assert logical_names(FusedLayout("out_in", "", ("down",), 1, True)) == ("experts.0.down_proj.bias",)
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -244,12 +233,6 @@ def test_sizes_tell_an_unknown_family_only_without_doubt() -> None:
     assert kind_of("down_proj_bias", (4, 8), SIZES) == "out_in"
 
 
-def test_the_longer_side_decides_nothing() -> None:
-    narrow = {"hidden_size": 100, "moe_intermediate_size": 4}
-    assert kind_of("gate_up_proj", (4, 8, 100), narrow) == "out_in"
-    assert kind_of("gate_up_proj", (4, 100, 8), narrow, "llama4") == "in_out"
-
-
 def test_a_family_decides_square_matrices_and_silent_configs() -> None:
     assert kind_of("down_proj", (4, 8, 8), {"hidden_size": 8, "intermediate_size": 8}, "gpt_oss") == "in_out"
     assert kind_of("gate_up_proj", (4, 12, 8), {}, "qwen3_moe") == "out_in"
@@ -277,20 +260,6 @@ def test_flattened_rows_need_the_number_of_experts() -> None:
     layout = fused_layout("x.ffn.experts.mlp.w1", (25, 8), {"ffn_config": {"moe_num_experts": 4}}, rules)
     assert layout is not None
     assert layout.kind == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("block", "canonical"),
-    [
-        ("model.layers.0.block_sparse_moe", "model.layers.0.mlp"),
-        ("language_model.model.layers.0.feed_forward", "model.language_model.layers.0.mlp"),
-        ("model.layers.0.mlp", "model.layers.0.mlp"),
-        ("model.layers.0", "model.layers.0"),
-        ("", ""),
-    ],
-)
-def test_canonical_blocks(block: str, canonical: str) -> None:
-    assert canonical_block(block, RULES) == canonical
 
 
 @given(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from kits import family_names as families
 
-from raymerge.architectures import Role, TensorInfo, describe, load_rules, stacks
+from raymerge.architectures import Role, describe, load_rules, stacks
 
 RULES = load_rules(None)
 L = "model.layers.3"
@@ -153,11 +151,6 @@ def test_buffers_that_models_compute_anew(name: str) -> None:
     assert role(name) is Role.BUFFER
 
 
-@pytest.mark.parametrize("name", ["transformer.h.0.attn.c_attn.bias", f"{L}.self_attn.q_proj.bias"])
-def test_attention_biases_are_no_buffers(name: str) -> None:
-    assert role(name) is Role.ATTENTION
-
-
 @pytest.mark.parametrize(
     ("word", "projection"),
     [
@@ -195,19 +188,6 @@ def test_projections_of_experts(word: str, projection: str, leaf: str) -> None:
 def test_projections_of_fused_tensors(rest: str, projection: str | None, is_bias: bool) -> None:
     info = describe(f"{L}.{rest}", RULES)
     assert (info.expert, info.projection, info.is_bias) == (None, projection, is_bias)
-
-
-def test_the_whole_of_an_info() -> None:
-    assert describe("model.layers.61.mlp.experts.255.up_proj.weight", RULES) == TensorInfo(
-        role=Role.EXPERT,
-        part=Role.EXPERT,
-        stack="model.layers",
-        layer=61,
-        expert=255,
-        projection="up",
-        is_bias=False,
-        block="model.layers.61.mlp",
-    )
 
 
 def test_layers_from_the_number_of_layers_on_are_mtp() -> None:
@@ -328,8 +308,3 @@ def test_a_text_part_has_the_rules_of_its_family() -> None:
     assert load_rules("llama4_text").fused == load_rules("llama4").fused != RULES.fused
     assert load_rules("qwen3_5_moe_text").is_out_in
     assert not load_rules("foonet").is_out_in
-
-
-def test_rules_travel_to_workers() -> None:
-    rules = load_rules("gpt_oss")
-    assert pickle.loads(pickle.dumps(rules)) == rules

@@ -8,22 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kits.checkpoint_maker import read_tensors, write_checkpoint
 from kits.expert_models import good_set, refused_set
 from kits.plan_maker import header_checkpoint
 from kits.quantised_models import deepseek_v3
 
-from raymerge.architectures import Role
 from raymerge.checkpoints.header import StoredTensor
 from raymerge.dtypes import DType
 from raymerge.planner.findings import Findings
 from raymerge.planner.inputs.sources import open_sources
 from raymerge.planner.matching.logical import LogicalTensors
-from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, Stacked, expert_blocks
+from raymerge.planner.moe.expert_blocks import ExpertBlock, Numbered, expert_blocks
 from raymerge.planner.moe.expert_moves import NewExpert, Origin, regrouped
-from raymerge.planner.moe.expert_outputs import Share, fate_of, mean_expression, share_row
 from raymerge.recipes import recipe_from_mapping
 
 E, D, F = 4, 8, 6
@@ -50,41 +46,6 @@ def _stacked(block: str = "model.layers.0.mlp") -> dict[str, tuple[int, ...]]:
         f"{block}.experts.gate_up_proj": (E, 2 * F, D),
         f"{block}.experts.down_proj": (E, D, F),
     }
-
-
-def test_a_block_and_all_that_belongs_to_it(tmp_path: Path) -> None:
-    block = "model.layers.0.mlp"
-    shapes = _stacked() | {
-        f"{block}.gate.e_score_correction_bias": (E,),
-        f"{block}.shared_expert.up_proj.weight": (F, D),
-        f"{block}.shared_expert_gate.weight": (1, D),
-    }
-    ((found,), problems) = _blocks(tmp_path / "m", shapes)
-    assert problems == []
-    assert (found.path, found.canonical, found.layer, found.is_mtp) == (block, block, 0, False)
-    assert found.has_selection_bias
-    assert set(found.names()) == {name for name in shapes if "shared" not in name}
-    assert set(found.shared) == {name for name in shapes if "shared" in name}
-    assert set(found.routers) == {f"{block}.gate.weight", f"{block}.gate.e_score_correction_bias"}
-    by_name = {each.tensor.name: each for each in found.stacked}
-    assert by_name[f"{block}.experts.down_proj"].share == (D, F)
-    assert by_name[f"{block}.gate.weight"].share == (D,)
-    assert by_name[f"{block}.gate.e_score_correction_bias"].share == ()
-    assert by_name[f"{block}.gate.weight"].is_router
-    assert not by_name[f"{block}.experts.down_proj"].is_router
-
-
-def test_numbers_in_names(tmp_path: Path) -> None:
-    block = "model.layers.0.block_sparse_moe"
-    shapes = {f"{block}.experts.{e}.{w}.weight": (F, D) for e in range(E) for w in ("w1", "w3", "w2")}
-    ((found,), problems) = _blocks(tmp_path / "m", {**shapes, f"{block}.gate.weight": (E, D)})
-    assert problems == []
-    assert found.canonical == "model.layers.0.mlp"
-    assert [each.name(9) for each in found.numbered] == [
-        f"{block}.experts.9.{w}.weight" for w in ("w1", "w2", "w3")
-    ]
-    first = found.numbered[0]
-    assert (first.share, first.start(3), first.shape(7), first.is_router) == ((F, D), 0, (F, D), False)
 
 
 @pytest.mark.parametrize(
@@ -142,37 +103,6 @@ def _tensor(name: str, shape: tuple[int, ...], offset: int = 1000) -> StoredTens
     for side in shape:
         size *= side
     return StoredTensor(name, DType.BF16, shape, "file", offset, size)
-
-
-@given(st.integers(1, 9), st.integers(1, 9))
-def test_shapes_with_another_number_of_experts(before: int, after: int) -> None:
-    fused = Stacked(_tensor("a", (before, 3, 5)), Role.EXPERT, (3, 5), False)
-    assert fused.shape(before) == fused.tensor.shape
-    assert fused.shape(after) == (after, 3, 5)
-    rows = Stacked(_tensor("a", (before * 3, 5)), Role.EXPERT, (3, 5), True)
-    assert rows.shape(before) == rows.tensor.shape
-    assert rows.shape(after) == (after * 3, 5)
-    bias = Stacked(_tensor("a", (1, before)), Role.ROUTER_BIAS, (), False)
-    assert bias.shape(after) == (1, after)
-    assert (fused.start(2), rows.start(2), bias.start(2)) == (30, 30, 2)
-
-
-def test_shares_are_runs_of_bytes() -> None:
-    tensor = _tensor("a", (4, 3, 5))
-    one, two = Share(0, tensor, 15, 15), Share(0, tensor, 30, 15)
-    read = one.read()
-    assert (read.offset, read.nbytes, read.key) == (1030, 30, "file")
-    both = one.joined(two)
-    assert both is not None
-    assert (both.start, both.num_elements) == (15, 30)
-    assert two.joined(one) is None
-    assert one.joined(Share(1, tensor, 30, 15)) is None
-    row, fate = share_row(one, (3, 5), "out", DType.BF16)
-    assert (row.expression.is_copy, fate) == (True, fate_of(1, "out", is_copy=True))
-    row, fate = share_row(one, (3, 5), "out", DType.F32)
-    assert (row.expression.is_copy, fate) == (False, fate_of(1, "out"))
-    assert mean_expression((2.0,), DType.F32).method == "passthrough"
-    assert mean_expression((2.0, 1.0), DType.F32).method == "linear"
 
 
 def test_experts_that_come_into_other_groups() -> None:

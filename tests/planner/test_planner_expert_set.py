@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kits.checkpoint_maker import V3_CONFIG, deepseek_v3_specs, sparse_checkpoint
-from kits.expert_models import good_set, planned_set, refused_set
+from kits.expert_models import good_set, refused_set
 from kits.plan_maker import Specs, header_checkpoint, llama_specs, refusals
 
 from raymerge.checkpoints.layout import TensorSpec
 from raymerge.dtypes import DType
-from raymerge.planner.moe.expert_moves import NewExpert, Origin
 
 HIDDEN, WIDTH = 32, 16
 QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -407,27 +404,3 @@ def test_biases_of_the_selection_are_needed(tmp_path: Path) -> None:
     assert made.dtype(name) == "F32"
     sizes = [(row["num_elements"], made.reads(name)) for row in made.rows(name)]
     assert [size for size, _ in sizes] == [4, 1, 1, 1, 1]
-
-
-def test_a_row_stands_for_several_new_experts() -> None:
-    expert = NewExpert((Origin(1, 5), Origin(1, 6)), (1.0, 2.0), 3)
-    assert expert.rows == (Origin(0, 3),)
-    assert NewExpert((Origin(1, 5),), (1.0,)).rows == (Origin(1, 5),)
-
-
-@settings(deadline=None, max_examples=15)
-@given(data=st.data())
-def test_any_choice_is_numbered_in_its_order(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    root = _mixtral(tmp_path_factory.mktemp("any") / "m")
-    ids = data.draw(st.permutations(range(4)).map(lambda order: order[: data.draw(st.integers(2, 4))]))
-    made = planned_set({"base_model": root, "experts": {"keep": ids}})
-    assert not made.plan.problems
-    for new, old in enumerate(ids):
-        name = f"{BLOCK.format(1)}.experts.{{}}.w2.weight"
-        assert made.reads(name.format(new)) == [(0, name.format(old))]
-    rows = made.rows(f"{BLOCK.format(0)}.gate.weight")
-    offsets = [read["offset"] for row in rows for read in made.inputs(row)]
-    first = made.sources[0].checkpoint.tensors[f"{BLOCK.format(0)}.gate.weight"].offset
-    assert {(offset - first) // (2 * HIDDEN) for offset in offsets} <= set(ids)

@@ -242,7 +242,7 @@ def test_a_bad_shard_size(text: str, words: str) -> None:
         ("name: a/b", "r.yml:3:1: name: 'a/b' cannot be the name of a merge. Write letters, digits"),
         ("name: a@b", "'a@b' cannot be the name of a merge."),
         ("name: ..", "'..' cannot be the name of a merge."),
-        ("warn_encoding_error: 0", "r.yml:3:1: warn_encoding_error: 0.0 is not above 0."),
+        ("warn_encoding_error: 0", "r.yml:3:1: warn_encoding_error: 0 is not above 0."),
         ("name: ' a'", "' a' cannot be the name of a merge."),
         ("name: ''", "'' cannot be the name of a merge."),
         ('name: "a\\n"', "cannot be the name of a merge."),
