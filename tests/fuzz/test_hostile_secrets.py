@@ -64,8 +64,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", SECRETS)
+@pytest.mark.parametrize(
+    ("kind", "place"), [*((kind, "comment") for kind in SECRETS), *(("hub", place) for place in PLACES)]
+)
 def test_a_recipe_with_a_secret_is_refused_and_the_secret_not_repeated(kind: str, place: str) -> None:
     secret = SECRETS[kind]
     with pytest.raises(RecipeError) as caught:

@@ -148,10 +148,10 @@ def routed(target: MoeTarget, layer: int, mlp: Tensors, build: Build) -> Iterato
     yield router_name(target, layer, build.layout), rows
     own = {**mlp, "down": mlp["down"] * build.routed}
     if is_fused(target, build.layout):
-        names = fused_names(target, layer)
+        gate_up, down = fused_names(target, layer)
         pair = torch.cat([own["gate"], own["up"]])
-        yield names.gate_up, pair.expand(build.num_experts, -1, -1)
-        yield names.down, own["down"].expand(build.num_experts, -1, -1)
+        yield gate_up, pair.expand(build.num_experts, -1, -1)
+        yield down, own["down"].expand(build.num_experts, -1, -1)
         return
     for expert in range(build.num_experts):
         for word, name in expert_names(target, layer, expert).items():

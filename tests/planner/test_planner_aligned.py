@@ -12,7 +12,6 @@ import torch
 from kits.adapter_maker import PREFIX, factor_tensors, lora_config, write_adapter
 from kits.checkpoint_maker import write_checkpoint
 from kits.permuted_experts import (
-    DBRX,
     DEEPSEEK,
     FAMILIES,
     FUSED,
@@ -338,13 +337,6 @@ def test_dense_layers_and_gates_of_shared_experts_are_no_part_of_a_block(tmp_pat
     assert not block.strays
     assert not any("shared_expert_gate" in piece.logical for piece in block.pieces(neurons=True))
     assert [len(block.experts), len(block.shared), len(block.router)] == [8, 1, 2]
-
-
-def test_a_router_s_rows_are_found_whatever_they_are_called(tmp_path: Path) -> None:
-    root = store(tmp_path / "one", make_model(DBRX, 1), DBRX)
-    (source,) = open_sources(make_recipe({"merge_method": "passthrough", "models": [_entry(root)]}))
-    block = aligned_blocks(source, LogicalTensors(source))["model.layers.0.mlp"]
-    assert [scores.axis for scores in block.router if scores.are_rows] == [0]
 
 
 def test_one_model_alone_has_nothing_to_align_with(tmp_path: Path) -> None:

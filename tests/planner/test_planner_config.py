@@ -60,37 +60,11 @@ def test_lists_of_dense_layers_agree_with_what_is_stored(tmp_path: Path) -> None
         assert made.config["mlp_only_layers"] == _stored_dense(made.names())
 
 
-def test_periods_of_a_deeper_model_go_on(tmp_path: Path) -> None:
-    a, b = (
-        llama(tmp_path / "a", 4, sliding_window_pattern=2),
-        llama(tmp_path / "b", 8, sliding_window_pattern=2),
-    )
-    made = good(_stack(_piece(a, 0, 4), _piece(b, 4, 8)))
-    assert made.config["sliding_window_pattern"] == 2
-    assert "layer_types" not in made.config
-
-
-def test_periods_that_differ_become_a_list(tmp_path: Path) -> None:
-    a, b = (
-        llama(tmp_path / "a", 4, sliding_window_pattern=2),
-        llama(tmp_path / "b", 4, sliding_window_pattern=4),
-    )
-    kinds = good(_stack(_piece(b, 0, 4), _piece(a, 0, 4))).config["layer_types"]
-    assert [layer for layer, kind in enumerate(kinds) if kind == "full_attention"] == [3, 5, 7]
-
-
 def test_what_no_config_can_say_names_both_models_and_the_field(tmp_path: Path) -> None:
     a, b = llama(tmp_path / "a", 4, moe_layer_interval=2), llama(tmp_path / "b", 4)
     (problem,) = refusals(_stack(_piece(a, 0, 2), _piece(b, 2, 4)))
     for words in ("moe_layer_interval is 2", str(b), "slices", "models whose configs agree"):
         assert words in problem
-
-
-def test_the_base_gives_the_form_and_the_slices_the_layers(tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", 2, layer_types=["x", "x"])
-    lead = llama(tmp_path / "lead", 3, layer_types=["x", "y", "z"])
-    made = good(_stack(_piece(lead, 0, 3), base_model=base))
-    assert made.config["layer_types"] == ["x", "y", "z"]
 
 
 def _fp8(root: Path, said: dict[str, Any]) -> Path:
