@@ -102,7 +102,7 @@ def test_roles_tell_what_every_published_name_is(layer: int, expert: int, name: 
     target, rules = TARGETS[name], load_rules(name)
     found = describe(router_name(target, layer, "hub"), rules)
     assert (found.role, found.layer) == (Role.ROUTER, layer)
-    if target.hub is not None:
+    if target.hub:
         for word, tensor in expert_names(target, layer, expert).items():
             info = describe(tensor, rules)
             assert (info.role, info.layer, info.expert) == (Role.EXPERT, layer, expert)
@@ -119,7 +119,7 @@ def test_roles_tell_what_every_published_name_is(layer: int, expert: int, name: 
     assert gate is None or describe(gate, rules).role is Role.SHARED_EXPERT_GATE
 
 
-@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.fused is not None])
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.fused])
 def test_fused_experts_are_read_as_they_are_written(name: str) -> None:
     target, rules = TARGETS[name], load_rules(name)
     family = next(iter(target.bases))
