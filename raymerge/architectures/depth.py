@@ -14,7 +14,7 @@ from typing import Any
 
 from raymerge.architectures.layers import with_layers
 from raymerge.architectures.rules import DepthRules, Periodic, Rules, load_rules
-from raymerge.architectures.sections import config_int, first_int, text_path, text_section
+from raymerge.architectures.sections import config_int, first_int, sections, text_section
 
 ORDINARY = "mlp_only_layers"
 """The one list that names the ordinary (dense) layers. It works with a period and does not override it."""
@@ -206,13 +206,10 @@ def restack_names(
 
     A name becomes as many names as its layer is used times, and none where the layer is left out.
     """
-    keys = text_path(result)
-    section = result
-    for depth in range(len(keys) + 1):
-        section = section[keys[depth - 1]] if depth else result
+    for keys, section in sections(result):
         for table in _TABLES:
             work = _Renaming(donor, origins, _LayerNames(rules))
-            value = work.fold((*keys[:depth], table))
+            value = work.fold((*keys, table))
             if value is not None:
                 section[table] = value
             yield from work.sentences(table)
@@ -405,9 +402,7 @@ def _origins(donor: Said, layers: Sequence[int], parents: Sequence[Parent]) -> t
 def _fields(
     result: dict[str, Any], donor: Said, origins: tuple[Origin, ...], dense: Sequence[bool] | None
 ) -> Iterator[str]:
-    section = result
-    for key in text_path(result):
-        section = section[key]
+    section = text_section(result)
     work = _Restacking(section, donor, origins)
     yield from work.listed()
     yield from work.indexed()

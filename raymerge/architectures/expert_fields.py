@@ -10,7 +10,7 @@ from typing import Any
 
 from raymerge.architectures.moe_targets import dense_families, full_config, target_table
 from raymerge.architectures.rules import Rules
-from raymerge.architectures.sections import text_path, text_section
+from raymerge.architectures.sections import sections, text_section
 
 _GROUPS = ("n_group", "num_expert_group")
 # Experts are chosen among those of the best groups of neighbours ...
@@ -101,7 +101,7 @@ def with_expert_count(config: Mapping[str, Any], rules: Rules, count: int) -> di
     if fields is None:
         return result
     old = fields.count.value
-    for section in _sections(result):
+    for _, section in sections(result):
         for key in (*rules.sizes["num_experts"], *_FOLLOWING):
             *parents, leaf = key.split(".")
             holder = _at(section, parents)
@@ -120,7 +120,7 @@ def with_expert_names(config: Mapping[str, Any], before: int, after: int) -> dic
     experts in another order.
     """
     result = copy.deepcopy(dict(config))
-    for section in _sections(result):
+    for _, section in sections(result):
         for key in _QUANTISED:
             if isinstance(section, dict) and section.get(key):
                 try:
@@ -151,21 +151,12 @@ def _renumbered(value: Any, before: int, after: int) -> Any:
     return [*rest, *names]
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield config
-    for key in text_path(config):
-        config = config[key]
-        yield config
-
-
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Field | None:
-    path = text_path(config)
-    for depth in range(len(path), -1, -1):
-        section = _at(config, path[:depth])
+    for path, section in reversed([*sections(config)]):
         for key in keys:
             value = _largest(_at(section, key.split(".")))
             if value is not None:
-                return Field(".".join((*path[:depth], key)), value)
+                return Field(".".join((*path, key)), value)
     return None
 
 

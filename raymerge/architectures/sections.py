@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -17,10 +17,17 @@ def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in text_path(config):
+def sections(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A config's top and the sections on the way to the text decoder's, with the keys that lead there."""
+    path = text_path(config)
+    yield (), config
+    for depth, key in enumerate(path, start=1):
         config = config[key]
-    return config
+        yield path[:depth], config
+
+
+def text_section(config: Mapping[str, Any]) -> Any:
+    return [section for _, section in sections(config)][-1]
 
 
 def first_int(section: Mapping[str, Any], keys: Iterable[str]) -> int | None:

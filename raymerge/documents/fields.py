@@ -152,6 +152,21 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"Did you mean '{match}'?" if match is not None else ""
 
 
+def unknown_key(key: object, known: Iterable[str]) -> Fault:
+    """A key of a map that is none of the known ones."""
+    choices, word = tuple(known), str(key)
+    hint = did_you_mean(word, choices) or f"Keys known here: {', '.join(choices)}."
+    return Fault((word,), f"unknown key '{word}'.", hint, closest(word, choices), is_key=True)
+
+
+def attempt_key(
+    read: Callable[[object], T], value: Mapping[Any, object], key: str, faults: list[Fault]
+) -> T | None:
+    """What ``read`` makes of the value of a key; None where there is none, or after its faults were noted."""
+    part = value.get(key)
+    return None if part is None else attempt(read, part, (key,), faults)
+
+
 def _fold(word: str) -> str:
     return word.lower().strip("-").replace("-", "_")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from raymerge.documents.fields import Fault, FaultError, attempt, closest, did_you_mean, kind, read_text, show
+from raymerge.documents.fields import Fault, FaultError, attempt_key, kind, read_text, show, unknown_key
 from raymerge.storage.addresses import OPTIONS_BEHIND, PLACE_ALONE, is_object_place, shown
 
 Exists = Callable[[str], bool]
@@ -16,8 +15,6 @@ _REFERENCE_KEYS = ("model", "lora", "override_architecture")
 _PATH_KEYS = ("path", "revision")
 _MAP_FORM = "If the path itself holds '+' or '@', write {model: {path: PATH}}."
 _FORMS = "Write PATH[@REVISION][+ADAPTER[@REVISION]], or {model: {path: PATH, revision: REVISION}}."
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +128,10 @@ def _read_map(value: Mapping[object, object], exists: Exists) -> ModelReference:
         form = f"{{model: {{path: {path if isinstance(path, str) else 'PATH'}{revision}}}}}"
         what = f"'{found[0]}' belongs into a map below 'model'."
         raise FaultError(Fault((found[0],), what, f"Write {form}."))
-    faults = _unknown_keys(value, _REFERENCE_KEYS)
-    model = _optional(lambda part: _read_path(part, exists), value, "model", faults)
-    lora = _optional(lambda part: _read_path(part, exists), value, "lora", faults)
-    architecture = _optional(read_text, value, "override_architecture", faults)
+    faults = [unknown_key(key, _REFERENCE_KEYS) for key in value if key not in _REFERENCE_KEYS]
+    model = attempt_key(lambda part: _read_path(part, exists), value, "model", faults)
+    lora = attempt_key(lambda part: _read_path(part, exists), value, "lora", faults)
+    architecture = attempt_key(read_text, value, "override_architecture", faults)
     if value.get("model") is None:
         faults.append(Fault((), "the map names no model.", "Write {model: {path: PATH}} or just PATH."))
     if faults or model is None:
@@ -147,32 +144,11 @@ def _read_path(value: object, exists: Exists) -> tuple[str, str | None]:
     if not isinstance(value, Mapping):
         text = read_text(value)
         return (text, None) if exists(text) else _split_revision(text, text)
-    faults = _unknown_keys(value, _PATH_KEYS)
-    path = _optional(read_text, value, "path", faults)
-    revision = _optional(read_text, value, "revision", faults)
+    faults = [unknown_key(key, _PATH_KEYS) for key in value if key not in _PATH_KEYS]
+    path = attempt_key(read_text, value, "path", faults)
+    revision = attempt_key(read_text, value, "revision", faults)
     if not value.get("path"):
         faults.append(Fault((), "the map has no path.", "Add 'path: PATH'."))
     if faults or path is None:
         raise FaultError(faults)
     return path, revision
-
-
-def _optional(
-    read: Callable[[object], T], value: Mapping[object, object], key: str, faults: list[Fault]
-) -> T | None:
-    part = value.get(key)
-    return None if part is None else attempt(read, part, (key,), faults)
-
-
-def _unknown_keys(value: Mapping[object, object], known: tuple[str, ...]) -> list[Fault]:
-    return [
-        Fault(
-            (str(key),),
-            f"unknown key '{key}'.",
-            did_you_mean(str(key), known) or f"Keys known here: {', '.join(known)}.",
-            closest(str(key), known),
-            is_key=True,
-        )
-        for key in value
-        if key not in known
-    ]

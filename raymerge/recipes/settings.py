@@ -14,15 +14,15 @@ from raymerge.documents.fields import (
     Fault,
     FaultError,
     attempt,
+    attempt_key,
     choice_of,
-    closest,
-    did_you_mean,
     kind,
     read_each,
     read_integer,
     read_number,
     read_text,
     show,
+    unknown_key,
 )
 
 SELECTOR_KEYS = ("filter", "glob", "role", "layers")
@@ -127,16 +127,11 @@ def _projection(subject: Subject) -> str:
 
 def read_selector(value: Mapping[Any, object], faults: list[Fault]) -> Selector:
     """The selector that a map's keys of ``SELECTOR_KEYS`` mean; what is wrong is added to ``faults``."""
-
-    def given(key: str, read: Callable[[object], T]) -> T | None:
-        part = value.get(key)
-        return None if part is None else attempt(read, part, (key,), faults)
-
     return Selector(
-        given("filter", read_text),
-        given("glob", read_text),
-        given("role", read_roles) or (),
-        given("layers", read_layers) or (),
+        attempt_key(read_text, value, "filter", faults),
+        attempt_key(read_text, value, "glob", faults),
+        attempt_key(read_roles, value, "role", faults) or (),
+        attempt_key(read_layers, value, "layers", faults) or (),
     )
 
 
@@ -294,7 +289,7 @@ def _read_choice(value: object) -> Choice:
         raise FaultError(
             Fault((), f"{show(value)} is {kind(value)} among filters.", "Write {value: NUMBER}.")
         )
-    faults = [_unknown(str(key)) for key in value if key not in _CHOICE_KEYS]
+    faults = [unknown_key(key, _CHOICE_KEYS) for key in value if key not in _CHOICE_KEYS]
     selector = read_selector(value, faults)
     number: Scalar | Gradient | None = None
     if "value" in value:
@@ -304,11 +299,6 @@ def _read_choice(value: object) -> Choice:
     if faults or number is None:
         raise FaultError(faults)
     return Choice(selector, number)
-
-
-def _unknown(key: str) -> Fault:
-    hint = did_you_mean(key, _CHOICE_KEYS) or f"Keys known here: {', '.join(_CHOICE_KEYS)}."
-    return Fault((key,), f"unknown key '{key}'.", hint, closest(key, _CHOICE_KEYS), is_key=True)
 
 
 def _plain_choice(choice: Choice) -> dict[str, object]:
@@ -364,7 +354,7 @@ def _read_format_choice(value: object) -> FormatChoice:
         return FormatChoice(None, choice_of(*OUT_FORMATS)(value))
     if not isinstance(value, Mapping):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)} and no format.", _FORMAT_FORMS))
-    faults = [_unknown(str(key)) for key in value if key not in _CHOICE_KEYS]
+    faults = [unknown_key(key, _CHOICE_KEYS) for key in value if key not in _CHOICE_KEYS]
     selector = read_selector(value, faults)
     form = attempt(choice_of(*OUT_FORMATS), value.get("value"), ("value",), faults)
     if faults or form is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raymerge.architectures import Role, restack_config
 from raymerge.architectures.depth import Parent, count_mtp_layers
 from raymerge.architectures.roles import TIE_KEY
-from raymerge.architectures.sections import text_path, text_section
+from raymerge.architectures.sections import sections, text_section
 from raymerge.checkpoints.source import main_dtype
 from raymerge.dtypes import DType, config_name
 from raymerge.errors import Problem
@@ -60,12 +60,9 @@ def with_fields(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 def vocabulary_size(config: Mapping[str, Any], num_rows: int) -> dict[str, int]:
     """The fields that count the rows of the embedding, by dotted path, with another number."""
-    text = text_path(config)
     found: dict[str, int] = {}
-    section = config
-    for depth in range(len(text) + 1):
-        found |= {".".join((*text[:depth], key)): n for key, n in row_counts(section, num_rows).items()}
-        section = section[text[depth]] if depth < len(text) else section
+    for path, section in sections(config):
+        found |= {".".join((*path, key)): n for key, n in row_counts(section, num_rows).items()}
     return found
 
 
@@ -82,16 +79,9 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def _set(config: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    places = [(section, key) for section in _sections(config) for key in keys if key in section]
+    places = [(section, key) for _, section in sections(config) for key in keys if key in section]
     for section, key in places or [(config, keys[0])]:
         section[key] = value
-
-
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield config
-    for key in text_path(config):
-        config = config[key]
-        yield config
 
 
 def plan_config(
@@ -233,9 +223,7 @@ def _with_mtp_count(
 def _counted(config: Mapping[str, Any], number: int, *, keys: Sequence[str], lead: Source) -> dict[str, Any]:
     """The config with a number in every field that counts it; in the lead's field where it has none."""
     result = copy.deepcopy(dict(config))
-    text: dict[str, Any] = result
-    for key in text_path(result):
-        text = text[key]
+    text = text_section(result)
     places = [(section, key) for section in (result, text) for key in keys if key in section]
     theirs = [(text, key) for key in keys if key in text_section(lead.checkpoint.config)]
     for section, key in places or theirs:

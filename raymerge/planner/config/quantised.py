@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from raymerge.architectures.sections import text_path
+from raymerge.architectures.sections import sections
 from raymerge.checkpoints.quantisation.activation_scales import CACHE_SCALES, INPUT_SCALES
 from raymerge.checkpoints.quantisation.config import Declared, read_declared
 from raymerge.checkpoints.quantisation.encoding import Format, Packed, Packing, encoding_of
@@ -173,9 +173,7 @@ def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tables(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name of each table of quantisation, and the section that it is in."""
-    section, path = config, text_path(config)
-    for depth in range(len(path) + 1):
-        section = section[path[depth - 1]] if depth else config
+    for _, section in sections(config):
         yield from ((table, section) for table in _TABLES if section.get(table))
 
 
