@@ -20,14 +20,17 @@ from raymerge.storage.store import ReadStore
 class Weights:
     """Reads logical tensors of one source by their canonical names, with what an adapter adds to them.
 
-    Close it, or use it as a context.
+    Close it, or use it as a context. With ``keeps_run`` the bytes that were read last are kept, so that several
+    matrices in one run of bytes, asked for one after the other, are read once.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, keeps_run: bool = False) -> None:
         alone = replace(source, index=0, prepared=())
         self._logical = LogicalTensors(alone)
         self._resolver = InputResolver([alone], [self._logical])
         self._source = alone
+        self._keeps_run = keeps_run
+        self._run: tuple[Read, torch.Tensor] | None = None
         self._stores: list[ReadStore] = [open_store(each.root) for each in holdings([alone])]
 
     def __enter__(self) -> Weights:
@@ -103,8 +106,13 @@ class Weights:
             raise CheckpointError(
                 Problem(self._source.name, what, "Use a checkpoint in bfloat16 or float32.")
             )
-        buffer = torch.empty(read.nbytes, dtype=torch.uint8)
-        self._stores[read.source].read_into(read.key, read.offset, buffer.numpy().data)
+        run = read._replace(part=0, view=None)
+        if self._run is not None and self._run[0] == run:
+            buffer = self._run[1]
+        else:
+            buffer = torch.empty(read.nbytes, dtype=torch.uint8)
+            self._stores[read.source].read_into(read.key, read.offset, buffer.numpy().data)
+            self._run = (run, buffer) if self._keeps_run else None
         flat = buffer.view(torch_dtype(read.dtype))
         return flat.view(shape) if read.view is None else strided(flat, read.view)
 

@@ -178,7 +178,7 @@ def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Score
         remedy = "Carry out the merge that makes it first, and name its output as base_model."
         raise PlanError(Problem(source.name, what, remedy))
     _refuse_codes(source, blocks)
-    with Weights(source) as weights:
+    with Weights(source, keeps_run=True) as weights:
         return {
             block.path: tuple(_size(weights, block, expert) for expert in range(block.num_experts))
             for block in blocks
