@@ -20,8 +20,8 @@ from raymerge.storage.store import ReadStore
 class Weights:
     """Reads logical tensors of one source by their canonical names, with what an adapter adds to them.
 
-    Close it, or use it as a context. With ``keeps_run`` the bytes that were read last are kept, so that several
-    matrices in one run of bytes, asked for one after the other, are read once.
+    Close it, or use it as a context. With ``keeps_run`` the bytes that were read last are kept, so that
+    several matrices in one run of bytes, asked for one after the other, are read once.
     """
 
     def __init__(self, source: Source, *, keeps_run: bool = False) -> None:
