@@ -106,8 +106,13 @@ class Expert(Entry):
     """Share of the expert's neurons that are drawn anew (Drop-Upcycling, arXiv 2502.19261)."""
 
 
-def enough_experts(experts: Sequence[object], wanted: int, place: str) -> Iterable[Fault]:
+def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Iterable[Fault]:
     """That there are experts, and as many as each token is given."""
+    per_token = data.get("experts_per_token")
+    try:
+        wanted = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
+    except ValueError:
+        return  # The field's own reader says so.
     if not experts:
         what = "'experts' is empty."
         yield Fault(("experts",), what, "Add {source_model: PATH, positive_prompts: [TEXT]}.")
@@ -117,6 +122,7 @@ def enough_experts(experts: Sequence[object], wanted: int, place: str) -> Iterab
     if None in copies or number >= wanted:
         return  # Copies that are no number are told by the field's own reader.
     what = f"experts_per_token is {wanted}, but 'experts' has only {number}: {_names(experts)}."
+    place = "experts" if per_token is None else "experts_per_token"
     yield Fault((place,), what, f"Add experts, or write experts_per_token: {number}.")
 
 
@@ -319,7 +325,7 @@ class MoeRecipe(Document):
         experts, shared = data.get("experts"), data.get("shared_experts")
         gate = _gate(data)
         if isinstance(experts, (list, tuple)):
-            yield from _enough(data, experts)
+            yield from _enough_experts(data, experts)
             if gate is not None:
                 yield from routed_faults(experts, gate)
         if isinstance(shared, (list, tuple)):
@@ -335,15 +341,6 @@ def _gate(data: Mapping[str, Any]) -> GateMode | None:
     if gate is None:
         return _DEFAULT_GATE
     return cast(GateMode, gate) if isinstance(gate, str) and gate in get_args(GateMode) else None
-
-
-def _enough(data: Mapping[str, Any], experts: list[object] | tuple[object, ...]) -> Iterable[Fault]:
-    per_token = data.get("experts_per_token")
-    try:
-        wanted = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
-    except ValueError:
-        return  # The field's own reader says so.
-    yield from enough_experts(experts, wanted, "experts" if per_token is None else "experts_per_token")
 
 
 _BASE = ("base_model",)

@@ -109,11 +109,17 @@ def plan_config(
     problems += [*objections, mixed] if mixed is not None else []
     dtype = _main_output(outputs)
     wanted = recipe.out_dtype or recipe.dtype
-    # A donor whose config names another dtype than its tensors have is put right as well.
+    changed = wanted is not None or dtype is not main_dtype(donor.checkpoint)
+    return output_config(config, dtype=stated_dtype(config, dtype, changed=changed), tie=tied), problems
+
+
+def stated_dtype(config: Mapping[str, Any], dtype: DType, *, changed: bool) -> DType | None:
+    """The dtype that a config has to state; None where it states it, or is silent of the same as before.
+
+    A donor whose config names another dtype than its tensors have is put right as well.
+    """
     said = None if config.get("quantization_config") else declared_dtype(config)
-    differs = dtype is not main_dtype(donor.checkpoint) or said not in (None, config_name(dtype))
-    changed = wanted is not None or differs
-    return output_config(config, dtype=dtype if changed else None, tie=tied), problems
+    return dtype if changed or said not in (None, config_name(dtype)) else None
 
 
 def _of_sections(

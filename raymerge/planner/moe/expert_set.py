@@ -17,14 +17,12 @@ from raymerge.architectures.expert_fields import (
     with_expert_names,
 )
 from raymerge.checkpoints.source import main_dtype
-from raymerge.dtypes import config_name
 from raymerge.errors import PlanError, Problem
 from raymerge.merge_plan.dispositions import Rule
 from raymerge.merge_plan.expressions import Output
-from raymerge.planner.config.config import output_config
+from raymerge.planner.config.config import output_config, stated_dtype
 from raymerge.planner.config.quantised import config_of_copies
 from raymerge.planner.findings import Findings
-from raymerge.planner.inputs.consistency import declared_dtype
 from raymerge.planner.inputs.source import Source
 from raymerge.planner.matching.compatibility import adapter_notes
 from raymerge.planner.matching.input_resolver import InputResolver
@@ -79,6 +77,9 @@ class _Builder:
     def decided(self) -> Decided:
         change = self._recipe.experts
         outputs, config, notes = self._dense() if change.dense is not None else self._sparse()
+        config = config_of_copies(config, outputs)
+        wanted = self._recipe.dtype
+        dtype = stated_dtype(config, wanted or main_dtype(self._base.checkpoint), changed=wanted is not None)
         return Decided(
             recipe=self._recipe,
             sources=self._sources,
@@ -87,7 +88,7 @@ class _Builder:
             outputs=outputs,
             fates=self._work.fates,
             findings=self._findings,
-            config=self._with_dtype(config_of_copies(config, outputs)),
+            config=output_config(config, dtype=dtype),
             notes=(*self._notes(), *notes),
         )
 
@@ -209,13 +210,6 @@ class _Builder:
             return what, "The experts of such a checkpoint cannot be changed so."
         what = f"{{count}} tensors of its experts have no place in those of {self._base.name}"
         return what, "Add experts that have the same matrices and biases."
-
-    def _with_dtype(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        wanted = self._recipe.dtype
-        main = wanted or main_dtype(self._base.checkpoint)
-        said = None if config.get("quantization_config") else declared_dtype(config)
-        differs = wanted is not None or said not in (None, config_name(main))
-        return output_config(config, dtype=main if differs else None)
 
     def _notes(self) -> Iterator[str]:
         for source in self._sources:

@@ -81,21 +81,32 @@ def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
     models = tuple(map(_dense_model, sources))
     dense = tuple(model.matrices for model in models)
     target, others = _target(recipe, sources, models)
-    main = main_dtype(base.checkpoint)
-    num_experts = _num_experts(recipe)
+    said = base.checkpoint.config
+    dtype, num_experts = recipe.dtype or main_dtype(base.checkpoint), _num_experts(recipe)
+    is_said = recipe.dtype is None and declared_dtype(said) in (None, config_name(dtype))
+    config = moe_config(
+        target,
+        said,
+        num_experts=num_experts,
+        experts_per_token=recipe.experts_per_token * recipe.granularity,
+        expert_width=_gate(found[recipe.experts[0].source_model], dense)[0] // recipe.granularity,
+        shared_width=sum(_gate(found[each.source_model], dense)[0] for each in recipe.shared_experts),
+        dtype_name=None if is_said else config_name(dtype),
+    )
+    added = added_tensors(target, models[base.index], num_experts)
     return MoeShape(
         target=target,
         others=others,
         base=base,
         dense=dense,
         num_layers=1 + max(layer for layer, _ in dense[base.index]),
-        hidden_size=_hidden(base, dense),
+        hidden_size=_gate(base, dense)[1],
         experts=tuple(_routed(recipe, found, dense, target)),
         shared=tuple(_shared(recipe, found, dense)),
         shared_have_gates=bool(recipe.shared_experts) and shared_gate_name(target, 0) is not None,
-        dtype=_stored(recipe.dtype, main),
-        constants=tuple(_constants(recipe, target, models[base.index], num_experts, main)),
-        config=_config(recipe, target, base, found, dense),
+        dtype=dtype,
+        constants=tuple(Constant(each.name, each.dtype or dtype, each.shape, each.value) for each in added),
+        config=config,
     )
 
 
@@ -106,36 +117,6 @@ def _quantised(sources: Sequence[Source]) -> Iterator[Problem]:
         if formats:
             what = f"it is quantised ({', '.join(formats)}), and mixtures are built of plain numbers."
             yield Problem(source.name, what, USE_PLAIN if found.unknown else CONVERT_FIRST)
-
-
-def _config(
-    recipe: MoeRecipe,
-    target: MoeTarget,
-    base: Source,
-    found: Mapping[ModelReference, Source],
-    dense: Sequence[DenseNames],
-) -> Mapping[str, Any]:
-    config = base.checkpoint.config
-    stored = _stored(recipe.dtype, main_dtype(base.checkpoint))
-    return moe_config(
-        target,
-        config,
-        num_experts=_num_experts(recipe),
-        experts_per_token=recipe.experts_per_token * recipe.granularity,
-        expert_width=_width(found[recipe.experts[0].source_model], dense) // recipe.granularity,
-        shared_width=sum(_width(found[each.source_model], dense) for each in recipe.shared_experts),
-        dtype_name=_said(config, stored, asked=recipe.dtype is not None),
-    )
-
-
-def _said(config: Mapping[str, Any], dtype: DType, *, asked: bool) -> str | None:
-    """The dtype for the config to say; None where what it says already holds, or it is silent."""
-    said, name = declared_dtype(config), config_name(dtype)
-    return name if asked or said not in (None, name) else None
-
-
-def _stored(wanted: DType | None, main: DType) -> DType:
-    return wanted or main
 
 
 def _target(
@@ -216,12 +197,9 @@ def _dense_model(source: Source) -> DenseModel:
     return dense_model(source.name, source.checkpoint.config, shapes)
 
 
-def _width(source: Source, dense: Sequence[DenseNames]) -> int:
-    return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape[0]
-
-
-def _hidden(source: Source, dense: Sequence[DenseNames]) -> int:
-    return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape[1]
+def _gate(source: Source, dense: Sequence[DenseNames]) -> tuple[int, ...]:
+    """Shape of its first gate matrix: width and hidden size."""
+    return source.checkpoint.tensors[dense[source.index][0, "gate"]].shape
 
 
 def _routed(
@@ -279,14 +257,6 @@ def _routing_factor(recipe: MoeRecipe, target: MoeTarget) -> float:
         return float(recipe.granularity)
     whole = sum(expert.copies for expert in recipe.experts)
     return recipe.granularity * whole / recipe.experts_per_token
-
-
-def _constants(
-    recipe: MoeRecipe, target: MoeTarget, base: DenseModel, num_experts: int, main: DType
-) -> Iterator[Constant]:
-    own = _stored(recipe.dtype, main)
-    for each in added_tensors(target, base, num_experts):
-        yield Constant(each.name, each.dtype or own, each.shape, each.value)
 
 
 _MOST_TEXT_BYTES = 64 * 2**20
