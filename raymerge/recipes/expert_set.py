@@ -57,7 +57,6 @@ def read_id(value: object) -> int:
 
 
 def read_ids(value: object) -> ExpertIds:
-    """Numbers of experts, in the order given."""
     if not isinstance(value, (list, tuple)):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected a list of experts.", _LIST))
     if not value:
@@ -68,7 +67,6 @@ def read_ids(value: object) -> ExpertIds:
 
 
 def read_groups(value: object) -> ExpertGroups:
-    """Groups of experts, in the order given."""
     if not isinstance(value, (list, tuple)):
         raise FaultError(Fault((), f"{show(value)} is {kind(value)}; expected groups of experts.", _GROUPS))
     if not value:
@@ -205,7 +203,6 @@ class ExpertChange(Entry):
 
     keep: _Kept | None = None
     drop: Annotated[int, by(_read_drop)] | None = None
-    """How many experts of each layer go, those with the lowest ``scores``."""
     merge: _Merged | None = None
     """Groups of experts that become one each: their mean, weighted by ``scores`` where there are some."""
     add: tuple[AddedExpert, ...] = ()

@@ -79,7 +79,6 @@ class Draft:
     that."""
 
     def require(self) -> tuple[AnyRecipe, ...]:
-        """The recipes, if nothing is wrong."""
         if self.problems:
             raise RecipeError(self.problems)
         return self.recipes
@@ -105,7 +104,6 @@ def with_order_problems(draft: Draft, exists: Exists) -> Draft:
 
 
 def draft_document(document: Located, text: str | None, exists: Exists) -> Draft:
-    """One recipe, as far as it can be read."""
     if secret := list(secrets_in(document.data, RECIPE)):
         # Alone, for messages on the same values would repeat them.
         return Draft((), tuple(document.places.problems(secret)))
@@ -287,7 +285,6 @@ def _without(value: Any, step: str | int) -> Any:
 
 
 def _kind(data: Mapping[str, Any]) -> type[Recipe] | type[MoeRecipe] | type[ExpertSetRecipe]:
-    """Which kind of recipe is meant, by what ``experts`` is."""
     experts = data.get("experts")
     if isinstance(experts, Mapping):
         return ExpertSetRecipe
@@ -336,23 +333,13 @@ def parse_recipes(
 def recipe_from_mapping(
     data: Mapping[str, Any], name: str | Places = "recipe", *, exists: Exists = os.path.isdir
 ) -> AnyRecipe:
-    """The recipe that a mapping of plain values means; it has the keys of the YAML form.
-
-    Args:
-        data: what the recipe says.
-        name: what messages call it, or where they say that a value of it stands.
-        exists: whether a text is a local directory.
-
-    Raises:
-        RecipeError: all that is wrong with it, by path: ``recipe: models[0].parameters.weight``.
-    """
+    """The recipe that a mapping of plain values means; it has the keys of the YAML form."""
     return draft_mapping(data, name, exists=exists).require()[0]
 
 
 def draft_mapping(
     data: Mapping[str, Any], name: str | Places = "recipe", *, exists: Exists = os.path.isdir
 ) -> Draft:
-    """The recipe of ``recipe_from_mapping`` as far as it can be read, with what is wrong."""
     places = name if isinstance(name, Places) else Places(name)
     return draft_document(Located(data, places, ()), None, exists)
 

@@ -57,7 +57,6 @@ GateMode = Literal[
 """How the router's rows are made; all but the two random ones need prompts."""
 
 RANDOM_GATES = frozenset({"random", "uniform_random"})
-"""Gate modes that read no prompts."""
 
 TEXT_GATES = ("router_input", "centroid", "ridge")
 """Gate modes that learn from every token, so that a file of text is worth reading."""
@@ -93,7 +92,6 @@ class Expert(Entry):
     positive_prompts: tuple[Text, ...] = ()
     """Texts for which the router should choose this expert."""
     negative_prompts: tuple[Text, ...] = ()
-    """Texts for which it should not."""
     prompt_file: Text | None = None
     """Path of a text file whose words stand for this expert, relative to the current directory."""
     held_out_prompts: tuple[Text, ...] = ()
@@ -107,7 +105,6 @@ class Expert(Entry):
 
 
 def _enough_experts(data: Mapping[str, Any], experts: Sequence[object]) -> Iterable[Fault]:
-    """That there are experts, and as many as each token is given."""
     per_token = data.get("experts_per_token")
     try:
         wanted = _DEFAULT_EXPERTS_PER_TOKEN if per_token is None else read_integer(per_token)
@@ -283,7 +280,6 @@ class MoeRecipe(Document):
     base_model: Reference
     """Gives config, tokenizer and everything but the feed-forward layers; runs the prompts."""
     experts: tuple[Expert, ...]
-    """The routed experts, in the order of the router's rows."""
     gate_mode: Annotated[GateMode, by(choice_of(*get_args(GateMode)))] = _DEFAULT_GATE
     gate_scale: Annotated[float, by(_read_scale)] = 1.0
     """Factor on every routed row: above 1 the router is surer of its choices, below 1 less."""

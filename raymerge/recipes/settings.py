@@ -146,7 +146,6 @@ def plain_selector(selector: Selector) -> dict[str, object]:
 
 
 def read_roles(value: object) -> tuple[str, ...]:
-    """One role or a list of them, in the order of ``ROLE_NAMES``."""
     given = _read_listed(choice_of(*ROLE_NAMES), value, f"Write one of: {', '.join(ROLE_NAMES)}.")
     return tuple(role for role in ROLE_NAMES if role in given)
 
@@ -197,7 +196,6 @@ _FORMS = "Write a number, a list of numbers, or a list of {filter: TEXT, value: 
 @dataclass(frozen=True, slots=True)
 class Scalar:
     value: float
-    """The number; switches are 1.0 and 0.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +223,9 @@ Setting: TypeAlias = Scalar | Gradient | Conditional
 
 
 def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
-    """The number that ``setting`` means for the tensor ``subject`` at position ``t`` of its slice.
+    """The number that a setting means for a tensor at position ``t`` of its slice; None if no choice matches.
 
-    Args:
-        setting: what the recipe says.
-        subject: the tensor, which selectors look at.
-        t: 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers.
-
-    Returns:
-        The number, or None if no choice matches: the next level of precedence decides then.
+    ``t`` is 0 at the first layer of the slice and 1 at the last one; 0 for tensors outside the layers.
     """
     match setting:
         case Scalar(value):
@@ -246,7 +238,6 @@ def evaluate(setting: Setting, subject: Subject, t: float) -> float | None:
 
 
 def read_setting(value: object) -> Setting:
-    """The setting that a recipe's value means."""
     if isinstance(value, (Scalar, Gradient, Conditional)):
         return value
     if isinstance(value, Mapping):
@@ -313,8 +304,6 @@ _FORMAT_FORMS = f"Write one of {', '.join(OUT_FORMATS)}, or a list of {{role: ex
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """One line: a format for some tensors."""
-
     selector: Selector | None
     """Which tensors it speaks of; None for all that are usually quantised."""
     value: str

@@ -32,7 +32,6 @@ _FORMATS: Mapping[Format, str] = MappingProxyType(
         Format.NVFP4: "nvfp4-pack-quantized",
     }
 )
-"""What compressed-tensors calls what it packs."""
 _STRATEGIES: Mapping[Format, str] = MappingProxyType(
     {Format.FP8_CHANNEL: "channel", Format.FP8_TENSOR: "tensor", Format.NVFP4: "tensor_group"}
 )
@@ -122,10 +121,6 @@ def quantisation_config(
 
     Args:
         config: the donor's, with what else the merge changes.
-        donor: which source it comes from.
-        sources: all, in recipe order.
-        outputs: every tensor of the output.
-        where: the place in the recipe that a problem is told of.
         is_common: whether the donor's tables may stay: those of all sources say the same.
     """
     stored, packs = _stored(outputs, sources), donor.checkpoint.packs
@@ -164,7 +159,6 @@ def config_of_copies(config: Mapping[str, Any], outputs: Sequence[Output]) -> Ma
 
 
 def without_tables(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what it says of quantisation."""
     result = copy.deepcopy(dict(config))
     for table, section in _tables(result):
         del section[table]
@@ -340,7 +334,6 @@ def _has_input_scale(packed: Packed | PackedAs) -> bool:
 
 
 def _kind(packing: Packing) -> tuple[Format, tuple[int, int]]:
-    """What tensors that one scheme speaks of have in common."""
     encoding = encoding_of(packing)
     return encoding.format, encoding.block
 

@@ -235,7 +235,6 @@ def _columns(row: Row) -> int:
 
 
 def moe_trunk(recipe: MoeRecipe) -> Recipe:
-    """The merge that makes everything but the experts."""
     return trunk_recipe(recipe, _per_model(recipe))
 
 

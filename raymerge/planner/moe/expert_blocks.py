@@ -100,12 +100,10 @@ class ExpertBlock:
     """One layer's experts with their router."""
 
     path: str
-    """Path before ``experts`` in the checkpoint's names."""
     canonical: str
     layer: int
     """Its layer; multi-token-prediction layers are numbered after all others."""
     name_layer: int
-    """The layer's number in the names of its stack."""
     is_mtp: bool
     num_experts: int
     stacked: tuple[Stacked, ...]
@@ -117,7 +115,6 @@ class ExpertBlock:
 
     @property
     def has_selection_bias(self) -> bool:
-        """Whether experts are chosen by more than the router's scores."""
         return any(each.part is Role.ROUTER_BIAS for each in self.stacked)
 
     def names(self) -> Iterator[str]:

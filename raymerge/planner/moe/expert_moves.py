@@ -142,7 +142,6 @@ _LARGEST = 1e300
 
 
 def read_scores(recipe: ExpertSetRecipe, resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Scores:
-    """The scores that a recipe names."""
     said, place = recipe.experts.scores or "", recipe.where("experts", "scores")
     try:
         found = _of_weights(resolver, blocks) if said == FROM_WEIGHTS else file_scores(said, blocks)
@@ -186,11 +185,7 @@ def _of_weights(resolver: InputResolver, blocks: Sequence[ExpertBlock]) -> Score
 
 
 def _refuse_codes(source: Source, blocks: Sequence[ExpertBlock]) -> None:
-    """Refuse experts that are codes, by the format's name.
-
-    Raises:
-        PlanError: some are.
-    """
+    """Refuse experts that are codes, by the format's name."""
     found = quantised_tensors(source.checkpoint)
     heads = tuple(f"{block.path}.experts" for block in blocks)
     for name, form in {**stored_formats(found), **found.unknown}.items():
@@ -241,12 +236,10 @@ class NewExpert:
 
     @property
     def rows(self) -> tuple[Origin, ...]:
-        """What its router row is the mean of."""
         return self.origins if self.row_of is None else (Origin(0, self.row_of),)
 
 
 Moves = Mapping[str, tuple[NewExpert, ...]]
-"""The experts of the output, by the path of their block."""
 
 
 class Mover:
@@ -507,7 +500,6 @@ class AddedModels:
                 self._findings.add(Problem(place, what, remedy))
 
     def notes(self) -> Iterator[str]:
-        """What is worth telling of them."""
         base = self._sources[BASE].name
         for source in dict.fromkeys(self._source(added) for added in self._recipe.experts.add):
             name, mine, theirs = self._sources[source].name, self._fields[BASE], self._fields[source]

@@ -86,7 +86,6 @@ def mean_expression(weights: Sequence[float], dtype: DType) -> Expression:
 
 
 def fate_of(num_origins: int, output: str, *, is_copy: bool = False) -> Fate:
-    """What becomes of tensors of which so many experts make one."""
     if num_origins > 1:
         return Fate(Disposition.MERGED, Rule.METHOD, output)
     if is_copy:
@@ -112,7 +111,6 @@ class ExpertInputs:
         self._dense = [_dense_matrices(resolver, source.index) for source in resolver.sources]
 
     def dtype_of(self, tensor: StoredTensor, role: Role) -> DType:
-        """What an output with the role of one of the base's tensors is written in."""
         return output_dtype(self._wanted, tensor, role, self._main)
 
     def kept(self, name: str) -> Output | None:
@@ -237,7 +235,6 @@ def marked(expert: int) -> str:
 
 
 def renumbered(logical: str, expert: int, *, of: int = 0) -> str:
-    """The canonical name of a matrix of one expert as that of another."""
     return marked(expert).join(logical.rsplit(marked(of), 1))
 
 

@@ -79,7 +79,6 @@ class Network:
 
     @property
     def form(self) -> tuple[tuple[Projection, bool, tuple[int, ...]], ...]:
-        """What two networks have in common whose neurons can be matched."""
         return tuple(sorted((part.projection, part.is_bias, part.shape) for part in self.parts))
 
     @property

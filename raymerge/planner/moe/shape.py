@@ -30,7 +30,6 @@ from raymerge.planner.moe.expert_rows import Upcycled
 from raymerge.recipes import RANDOM_GATES, Expert, ModelReference, MoeRecipe
 
 DenseNames = Mapping[tuple[int, str], str]
-"""Names of a dense model's feed-forward matrices, by layer and projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class MoeShape:
     shared: tuple[Upcycled, ...]
     shared_have_gates: bool
     dtype: DType
-    """What experts and routers are written in."""
     constants: tuple[Constant, ...]
     """Tensors of one value that the family needs and the base lacks."""
     config: Mapping[str, Any]
@@ -73,7 +71,6 @@ class MoeShape:
 
 
 def shape_of(recipe: MoeRecipe, sources: Sequence[Source]) -> MoeShape:
-    """Decide what is built."""
     if problems := list(_quantised(sources)):
         raise PlanError(problems)
     found = {source.reference: source for source in sources}
@@ -263,7 +260,6 @@ _MOST_TEXT_BYTES = 64 * 2**20
 
 
 def gate_stage(recipe: MoeRecipe, shape: MoeShape, *, version: str) -> Stage:
-    """The stage of a recipe's router rows."""
     routed, shared = _all_prompts(recipe)
     spec = GateSpec(
         base=shape.base,
@@ -306,7 +302,6 @@ def _tensors(spec: GateSpec) -> Iterator[TensorSpec]:
 
 
 def _all_prompts(recipe: MoeRecipe) -> tuple[tuple[ExpertPrompts, ...], tuple[ExpertPrompts, ...]]:
-    """Of the routed experts, and of the shared ones."""
     problems: list[Problem] = []
     routed = tuple(_prompts(recipe, "experts", recipe.experts, problems))
     shared = tuple(_prompts(recipe, "shared_experts", recipe.shared_experts, problems))
