@@ -49,17 +49,6 @@ def _logits(model: Path) -> torch.Tensor:
     return logits
 
 
-def test_experts_are_the_models_own_bytes(tmp_path: Path, parents: dict[str, Path]) -> None:
-    recipe = {"base_model": parents["base"], "gate_mode": "random", "experts": _experts(parents, "a", "b")}
-    made, one = read_tensors(_submit(tmp_path, recipe)), read_tensors(parents["b"])
-    assert torch.equal(made[f"{BLOCK}.experts.1.w1.weight"], one[f"{MLP}.gate_proj.weight"])
-    assert torch.equal(made[f"{BLOCK}.experts.1.w2.weight"], one[f"{MLP}.down_proj.weight"])
-    assert torch.equal(made["lm_head.weight"], read_tensors(parents["base"])["lm_head.weight"])
-    gate = made[f"{BLOCK}.gate.weight"]
-    assert gate.shape == (2, 32)
-    assert not torch.equal(gate, made["model.layers.0.block_sparse_moe.gate.weight"])
-
-
 @pytest.mark.parametrize("architecture", ["mixtral", "granitemoe", "glm4_moe"])
 def test_copies_of_a_dense_model_are_that_model(
     tmp_path: Path, parents: dict[str, Path], architecture: str
@@ -213,22 +202,6 @@ def test_neurons_are_drawn_anew_as_wholes(tmp_path: Path, parents: dict[str, Pat
     assert int(gate.sum()) == 16
     assert torch.equal(gate, up)
     assert torch.equal(gate, down)
-
-
-def test_the_seven_and_one_qwen2_of_random_gates(tmp_path: Path, parents: dict[str, Path]) -> None:
-    recipe = {
-        "base_model": parents["base"],
-        "gate_mode": "random",
-        "architecture": "qwen",
-        "experts": _experts(parents, "a", "b", "c", "a", "b", "c", "a"),
-        "shared_experts": _experts(parents, "base", residual_scale=0.1),
-    }
-    made = _submit(tmp_path / "absent" / "deeper", recipe)
-    tensors = read_tensors(made)
-    assert tensors[f"{MLP}.shared_expert_gate.weight"].shape == (1, 32)
-    assert tensors[f"{MLP}.gate.weight"].shape == (7, 32)
-    assert not tensors["model.layers.0.self_attn.v_proj.bias"].any()
-    _logits(made)
 
 
 def test_a_trunk_is_the_mean_of_the_models(tmp_path: Path, parents: dict[str, Path]) -> None:

@@ -128,15 +128,6 @@ def test_files_that_are_refused(case: str, base: Path, tmp_path: Path) -> None:
     assert "experts.scores" in problem
 
 
-def test_vectors_of_other_layers_are_refused(base: Path, tmp_path: Path) -> None:
-    rows = {str(layer): torch.ones(EXPERTS) for layer in range(LAYERS + 1)}
-    save_file(rows, tmp_path / "s.safetensors")
-    change = {"drop": 1, "scores": str(tmp_path / "s.safetensors")}
-    (problem,) = refused_set({"base_model": base, "experts": change})
-    assert "scores for '2', where no experts are" in problem
-    assert "its layers with experts are 0, 1" in problem
-
-
 @pytest.mark.parametrize("said", ["~no-such-user-at-all/s.json", "nowhere.json", "a" * 5000])
 def test_paths_that_lead_nowhere(said: str, base: Path) -> None:
     (problem,) = refused_set({"base_model": base, "experts": {"drop": 1, "scores": said}})
