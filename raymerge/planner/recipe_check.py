@@ -26,10 +26,10 @@ from raymerge.recipes import (
     Recipe,
     Scalar,
     Setting,
-    SliceSource,
     Unnamed,
     did_you_mean,
 )
+from raymerge.recipes.schema import SliceSource
 
 _Entry = TypeVar("_Entry", ModelEntry, SliceSource)
 Change = Callable[[Path_, Parameters], Parameters]
