@@ -73,10 +73,6 @@ def test_equals_stay_where_they_are() -> None:
     assert order_of(twins).tolist() == [0, 1, 2]
 
 
-def test_no_experts_have_no_order() -> None:
-    assert order_of(np.zeros((0, 0))).tolist() == []
-
-
 def test_one_nearest_member_for_two_places_is_settled_by_the_total() -> None:
     costs = np.array([[1.0, 2.0], [1.0, 5.0]])
     assert order_of(costs).tolist() == [1, 0]

@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.deploy.profiles import (
+from raymerge.deploy.profiles import Profile, load_profile, parse_profile
+from raymerge.deploy.profiles.sections import (
     Autoscaling,
     ClusterSection,
     EmptyDir,
     Head,
     JobSection,
     Kubernetes,
-    Profile,
     RunSettings,
     SecurityContext,
     Toleration,
     Volume,
     WorkerGroup,
-    load_profile,
-    parse_profile,
 )
 from raymerge.storage.addresses import StoreOptions
 

@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raymerge.deploy.profiles import (
-    ClusterSection,
-    Profile,
-    load_profile,
-    parse_profile,
-    profile_from_mapping,
-)
+from raymerge.deploy.profiles import Profile, load_profile, parse_profile, profile_from_mapping
+from raymerge.deploy.profiles.sections import ClusterSection
 from raymerge.errors import ProfileError
 from raymerge.storage.addresses import StoreOptions
 

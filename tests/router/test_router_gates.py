@@ -48,10 +48,6 @@ def test_centring_takes_what_routed_experts_have_in_common(routed: int, shared: 
     assert torch.equal(mean_rows(vectors, routed, centred=False), unit(vectors))
 
 
-def test_a_single_expert_is_not_centred() -> None:
-    assert torch.equal(mean_rows(randn(1, 4), 1, centred=True), unit(randn(1, 4)))
-
-
 # Random rows
 
 

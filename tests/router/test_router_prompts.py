@@ -195,8 +195,3 @@ def test_a_broken_tokenizer_file(tmp_path: Path) -> None:
     (tmp_path / "base" / "tokenizer.json").write_text("{")
     (found,) = refused(spec_of(base, ExpertPrompts("e", ("a",))))
     assert found.startswith(base.name)
-
-
-def test_equal_specs_give_equal_runs(base: Source) -> None:
-    spec = spec_of(base, ExpertPrompts("e", ("a b",), text="c d " * 300))
-    assert tokenized(spec) == tokenized(spec)

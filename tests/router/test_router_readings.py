@@ -131,13 +131,6 @@ def test_experts_with_the_same_texts_have_the_same_halves() -> None:
     assert schedule.shares[:, 2].tolist() == [0.0, 1.0], "an expert without text divides by nothing"
 
 
-def test_nothing_to_read_is_no_unit() -> None:
-    schedule = planned([])
-    assert schedule.units == ()
-    assert schedule.longest == 0
-    assert schedule.num_experts == ROUTED + 1
-
-
 def test_held_out_texts_of_shared_experts_are_not_read() -> None:
     schedule = planned([TokenRun(3, 1, (1,)), TokenRun(3, 0, (2,))])
     assert [each.run.tokens for each in readings(schedule)] == [(1,)]

@@ -156,10 +156,6 @@ def test_bytes_read_are_those_of_layers_and_used_rows(llama: Source, tmp_path: P
     assert read == layers + norm + 3 * 32 * 4
 
 
-def test_nothing_is_read_for_no_runs(llama: Source, tmp_path: Path) -> None:
-    assert LayerStream(llama).read([], Collector(), device=CPU, budget=BIG, spill=tmp_path) == 0
-
-
 def test_settings_of_torch_are_put_back(llama: Source, tmp_path: Path) -> None:
     cudnn, within = torch.backends.cudnn, []
     before = cudnn.deterministic

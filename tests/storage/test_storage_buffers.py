@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -19,7 +17,6 @@ from raymerge.storage.local.buffers import (
     BufferPool,
     address_of,
     aligned_buffer,
-    copy_bytes,
     lies_like,
     room_for,
     round_up,
@@ -36,11 +33,6 @@ class TestAlignedBuffer:
         assert len(buffer) == max(ALIGNMENT, round_up(nbytes))
         assert buffer.format == "B"
         assert not any(buffer)
-
-    def test_all_of_it_can_be_written(self) -> None:
-        buffer = aligned_buffer(3 * MIB)
-        buffer[:] = b"x" * len(buffer)
-        assert bytes(buffer[-2:]) == b"xx"
 
     def test_large_ones_begin_on_a_huge_page(self) -> None:
         assert address_of(aligned_buffer(2 * MIB)) % (2 * MIB) == 0
@@ -65,14 +57,6 @@ class TestAlignedBuffer:
         )
         assert 33 * MIB - MIB <= grown <= 33 * MIB + MIB
 
-    def test_without_huge_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
-        assert len(aligned_buffer(4 * MIB)) == 4 * MIB
-
-    def test_a_negative_size_is_a_bug_of_the_caller(self) -> None:
-        with pytest.raises(ValueError, match="-1"):
-            aligned_buffer(-1)
-
 
 class TestPlaces:
     @given(nbytes=st.integers(0, 1 << 40), offset=st.integers(0, 1 << 40))
@@ -81,30 +65,11 @@ class TestPlaces:
         assert end - first <= room_for(nbytes) <= nbytes + 3 * ALIGNMENT
         assert room_for(nbytes) % ALIGNMENT == 0
 
-    def test_an_address_is_that_of_the_first_byte(self) -> None:
-        buffer = aligned_buffer(100)
-        assert address_of(buffer[7:]) == address_of(buffer) + 7
-        assert address_of(buffer[:80].cast("I")) == address_of(buffer)
-
-    def test_memory_that_may_not_be_written_has_none(self) -> None:
-        with pytest.raises(TypeError):
-            address_of(memoryview(b"x"))
-
     def test_lies_like(self) -> None:
         buffer = aligned_buffer(3 * ALIGNMENT)
         assert lies_like(8 * ALIGNMENT + 5, buffer[5:])
         assert not lies_like(8 * ALIGNMENT + 6, buffer[5:])
         assert not lies_like(8 * ALIGNMENT, buffer.toreadonly())
-
-
-@pytest.mark.parametrize("is_readonly", [True, False])
-@pytest.mark.parametrize("nbytes", [0, 1, 1000])
-def test_copies_to_the_begin(nbytes: int, is_readonly: bool) -> None:
-    data = bytearray(os.urandom(nbytes))
-    source = memoryview(data).toreadonly() if is_readonly else memoryview(data)
-    target = aligned_buffer(ALIGNMENT)
-    copy_bytes(source, target)
-    assert bytes(target) == bytes(data) + bytes(ALIGNMENT - nbytes)
 
 
 class TestBufferPool:

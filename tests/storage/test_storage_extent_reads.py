@@ -249,11 +249,6 @@ class TestErrors:
         with pytest.raises(CheckpointError, match=message):
             extent(store, offset, 700_000)
 
-    def test_a_missing_file(self, store: LocalStore) -> None:
-        for nbytes in (10, 1 << 20):
-            with pytest.raises(CheckpointError, match=r"gone: cannot be read at byte 3: No such file"):
-                extent(store, 3, nbytes, key="gone")
-
     @pytest.mark.usefixtures("direct_reads")
     def test_a_file_that_may_not_be_read(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "preadv", refuse(errno.EACCES))
@@ -263,7 +258,3 @@ class TestErrors:
     def test_a_buffer_without_room(self, store: LocalStore) -> None:
         with pytest.raises(ValueError, match="too few for 4096 to read"):
             store.read_extent("x", 0, 4096, aligned_buffer(room_for(4096))[:-ALIGNMENT])
-
-    def test_a_key_outside(self, store: LocalStore) -> None:
-        with pytest.raises(ValueError, match="is not a key"):
-            extent(store, 0, 1, key="../x")

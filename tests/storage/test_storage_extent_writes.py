@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -160,13 +159,6 @@ class TestBytes:
         writers = [subprocess.Popen([*arguments, number]) for number in "01"]
         assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
         assert (store.root / "x").read_bytes() == b"\0" * half + b"\1" * half
-
-    def test_memory_of_any_element_type(self, store: LocalStore) -> None:
-        numbers = np.arange(400_000, dtype=np.float64).reshape(1000, 400)
-        store.create("x", numbers.nbytes + 8)
-        store.write_extent("x", 8, numbers.data)
-        store.write_extent("x", 0, np.zeros((0, 3)).data)
-        assert store.read("x", 8, numbers.nbytes) == numbers.tobytes()
 
     def test_a_sparse_file(self, store: LocalStore, direct_writes: list[tuple[int, int]]) -> None:
         (store.root / "x").touch()
@@ -356,8 +348,3 @@ class TestErrors:
                 store.write_extent("x", 0, placed(b"x" * 100_000, 0))
         store.write_extent("x", 0, placed(b"x" * 100_000, 0))
         assert len(direct_writes) == 2
-
-    def test_a_file_never_created_is_a_bug_of_ours(self, store: LocalStore) -> None:
-        for length in (10, 2 << 20):
-            with pytest.raises(FileNotFoundError):
-                store.write_extent("x", 0, memoryview(bytes(length)))

@@ -127,10 +127,6 @@ class TestReading:
         with pytest.raises(ValueError, match="too few"):
             store.read_extent(WEIGHTS, 0, 5000, buffer[:5000])
 
-    def test_nothing_is_asked_for_nothing(self, hub: HubServer, store: HubStore) -> None:
-        store.read_into("config.json", 0, memoryview(bytearray()))
-        assert hub.asked == []
-
     def test_it_pickles_as_its_place_and_what_it_expects(
         self, hub: HubServer, store: HubStore, model: Path
     ) -> None:

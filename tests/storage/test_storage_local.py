@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from raymerge.errors import CheckpointError, RoomError
 from raymerge.storage.local.store import LocalStore
-from raymerge.storage.store import ReadStore, WriteStore
 
 OUTSIDE = ["", "/etc/passwd", "..", "../x", "a/../../x", "a/..", "x\0y"]
 
@@ -34,12 +33,6 @@ def put(store: LocalStore, key: str, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
-
-
-def test_it_is_a_store_to_read_and_to_write(store: LocalStore) -> None:
-    reader: ReadStore = store
-    writer: WriteStore = store
-    assert reader is writer
 
 
 class TestFiles:
@@ -197,14 +190,6 @@ class TestReading:
 
 
 class TestWriting:
-    def test_writes_at_offsets_in_any_order(self, store: LocalStore) -> None:
-        store.create("a/b/x", 10)
-        store.write_at("a/b/x", 5, b"56789")
-        store.write_at("a/b/x", 0, memoryview(bytearray(b"01234")))
-        store.sync("a/b/x")
-        store.sync_directory("a/b")
-        assert (store.root / "a/b/x").read_bytes() == b"0123456789"
-
     def test_reserves_the_space(self, store: LocalStore) -> None:
         store.create("x", 1 << 20)
         status = (store.root / "x").stat()
@@ -240,12 +225,6 @@ class TestWriting:
         store.root.mkdir()
         with pytest.raises(FileNotFoundError):
             store.write_at("x", 0, b"1")
-
-    def test_threads_write_one_file(self, store: LocalStore) -> None:
-        store.create("x", 64 * 1000)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda at: store.write_at("x", at * 1000, bytes([at]) * 1000), range(64)))
-        assert store.read("x", 0, 64_000) == b"".join(bytes([at]) * 1000 for at in range(64))
 
     @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.randoms())
@@ -381,11 +360,6 @@ class TestNames:
         assert store.read("new", 0, 3) == b"yes"
         with pytest.raises(CheckpointError):
             store.read("part", 0, 1)
-
-    def test_rename_makes_the_directory(self, store: LocalStore) -> None:
-        put(store, "x", b"1")
-        store.rename("x", "a/b/x")
-        assert store.read("a/b/x", 0, 1) == b"1"
 
     def test_remove_is_final_and_may_be_repeated(self, store: LocalStore) -> None:
         put(store, "x", b"1")

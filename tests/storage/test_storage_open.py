@@ -10,22 +10,6 @@ from raymerge.errors import CheckpointError, OptionError
 from raymerge.storage.open import open_store, resolve_source
 
 
-@pytest.mark.parametrize(
-    ("uri", "root"),
-    [
-        ("out", "out"),
-        ("/data/models/a b", "/data/models/a b"),
-        ("./x:y", "x:y"),
-        ("file:///data/model", "/data/model"),
-        ("file:///data/a%20b", "/data/a b"),
-        ("file://localhost/data", "/data"),
-        ("FILE:///data", "/data"),
-    ],
-)
-def test_local_places(uri: str, root: str) -> None:
-    assert open_store(uri).root == Path(root)
-
-
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert open_store("~/models").root == Path("/home/somebody/models")

@@ -19,24 +19,6 @@ def reads(extents: tuple[Extent, ...]) -> list[tuple[int, int, tuple[int, ...]]]
     return [(extent.offset, extent.nbytes, extent.members) for extent in extents]
 
 
-def test_nothing_gives_nothing() -> None:
-    assert coalesce([], gap=0, limit=1) == ()
-
-
-def test_touching_ranges_join() -> None:
-    assert reads(coalesce([Range(0, 4), Range(4, 4)], gap=0, limit=100)) == [(0, 8, (0, 1))]
-
-
-@pytest.mark.parametrize(("gap", "expected"), [(3, [(0, 11, (0, 1))]), (2, [(0, 4, (0,)), (7, 4, (1,))])])
-def test_a_hole_up_to_the_gap_is_read_along(gap: int, expected: list[object]) -> None:
-    assert reads(coalesce([Range(0, 4), Range(7, 4)], gap=gap, limit=100)) == expected
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(8, [(0, 8, (0, 1))]), (7, [(0, 4, (0,)), (4, 4, (1,))])])
-def test_the_limit_is_kept(limit: int, expected: list[object]) -> None:
-    assert reads(coalesce([Range(0, 4), Range(4, 4)], gap=0, limit=limit)) == expected
-
-
 def test_order_given_does_not_matter_and_members_name_positions() -> None:
     given_order = [Range(20, 5), Range(0, 5), Range(5, 5)]
     assert reads(coalesce(given_order, gap=0, limit=100)) == [(0, 10, (1, 2)), (20, 5, (0,))]
