@@ -605,7 +605,6 @@ def _repeated(values: Ints) -> Flags:
 
 
 def _unordered(flags: Flags, order: Ints) -> Flags:
-    """Flags of sorted rows, in the order of the table."""
     result = np.zeros(len(flags), dtype=np.bool_)
     result[order] = flags
     return result

@@ -63,7 +63,6 @@ class Contradictions:
 
 
 def check_bytes(plan: Plan, name: str, found: Contradictions) -> None:
-    """Bytes lie within a file of their source."""
     table = plan[name]
     source, offset, nbytes = (ints(table, column) for column in ("source", "offset", "nbytes"))
     outside = outside_files(plan, source, codes(table, "key"), offset, nbytes)
@@ -79,7 +78,6 @@ def outside_files(plan: Plan, source: Ints, key: tuple[Ints, list[str]], offset:
 
 
 def stored_bits(table: pa.Table) -> Ints:
-    """Bits of an element of each read ``[rows]``."""
     dtype, words = codes(table, "dtype")
     return np.array([DType(word).bits for word in words], dtype=np.int64)[dtype]
 
@@ -120,7 +118,6 @@ _LARGEST_SIDE = 1 << 40
 
 
 def check_assemblies(plan: Plan, found: Contradictions) -> None:
-    """Check assemblies, terms, factors and runs, whose references to sources hold."""
     _check_sequence(plan, found)
     if found:
         return
@@ -184,7 +181,6 @@ def check_taken(plan: Plan, found: Contradictions, table: str, owned: str, least
 
 
 def of_expressions(plan: Plan, value: Callable[[Expression], int]) -> Ints:
-    """What is true of the expression of each row ``[rows]``."""
     values = np.array([value(each) for each in plan.expressions], dtype=np.int64)
     return values[ints(plan["rows"], "expression")]
 
@@ -272,7 +268,6 @@ def _check_runs(plan: Plan, found: Contradictions) -> None:
 
 
 def _columns(plan: Plan) -> Ints:
-    """Columns of each term ``[terms]``."""
     return np.repeat(ints(plan["assemblies"], "num_columns"), ints(plan["assemblies"], "num_terms"))
 
 
@@ -354,8 +349,6 @@ def _check_named(plan: Plan, found: Contradictions) -> None:
 
 
 class _Read(NamedTuple):
-    """Inputs with scales ``[n]``."""
-
     which: Ints
     scales: Ints
     part: Ints
@@ -608,7 +601,6 @@ def _part_columns(plan: Plan) -> Ints:
 
 
 def _encoded(plan: Plan) -> tuple[Ints, _Bands]:
-    """The rows that are codes, and their bands."""
     rows, expressions = plan["rows"], plan.expressions
     encodings = [each.encode for each in expressions if each.encode is not None]
     place = np.cumsum([each.encode is not None for each in expressions]) - 1

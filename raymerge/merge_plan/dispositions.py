@@ -34,7 +34,7 @@ class Holding(Protocol):
         pass
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the tensor of a name consists of."""
+        pass
 
     def whole(self, stored: str) -> str:
         """Name of the tensor that a stored one is, or belongs to."""
@@ -98,8 +98,6 @@ _STRENGTH = {Disposition.DROPPED: 0, Disposition.COPIED: 1, Disposition.CONVERTE
 
 
 class Fate(NamedTuple):
-    """Disposition and rule of one source tensor, with the output it goes to first."""
-
     disposition: Disposition
     rule: Rule
     output: str = ""
@@ -120,7 +118,6 @@ class Fates:
                 self._fates[source][part] = fate
 
     def of(self, source: int, name: str) -> Fate | None:
-        """What has been said of a stored tensor so far."""
         return self._fates[source].get(name)
 
     def settle_part(self, source: int, part: str, fate: Fate) -> None:

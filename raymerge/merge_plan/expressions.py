@@ -18,7 +18,6 @@ CONSTANT = "constant"
 SCALES = "scales"
 TENSOR_SCALE = "tensor_scale"
 LARGEST = "largest"
-"""The method of scales of activations."""
 
 _BYTES = "bytes"
 
@@ -63,11 +62,6 @@ class Expression:
 
     @property
     def content(self) -> bytes:
-        """The bytes of a constant.
-
-        Raises:
-            ValueError: they are none.
-        """
         return bytes.fromhex(json.loads(self.settings)["values"][_BYTES])
 
     def bind(self, *, keys: tuple[int, ...], shape: tuple[int, ...]) -> Settings:
@@ -109,7 +103,6 @@ def make_expression(
 
 
 def copy_expression(dtype: DType) -> Expression:
-    """The expression of bytes that pass untouched."""
     return Expression(COPY, False, '{"sources":[],"values":{}}', dtype)
 
 
@@ -139,7 +132,6 @@ class Scales:
     """What makes numbers of codes: the scales of their blocks."""
 
     encoding: Encoding
-    """What codes and scales mean."""
     columns: int
     """Columns of the matrix that the codes are rows of."""
     key: str
@@ -149,17 +141,14 @@ class Scales:
     tensor_key: str = ""
     """File of the one scale of the whole tensor; "" where there is none."""
     tensor_offset: int = 0
-    """First byte of that scale."""
 
     @property
     def tensor_nbytes(self) -> int:
-        """Bytes of that scale; 0 where there is none."""
         dtype = self.encoding.tensor_scale_dtype
         return 0 if dtype is None else dtype.nbytes(1)
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes to read of all of them."""
         return self.nbytes + self.tensor_nbytes
 
     @property
@@ -226,7 +215,6 @@ class Product:
     rank: int
     """Columns of ``up`` and rows of ``down``."""
     scale: float
-    """Factor of the product."""
     transposed: bool = False
     """Whether the transpose of ``up @ down`` is added: to embeddings, to matrices stored ``[in, out]``."""
     magnitude: Read | None = None
@@ -234,7 +222,6 @@ class Product:
 
     @property
     def factors(self) -> tuple[Read, ...]:
-        """What is read for it: up, down, magnitude."""
         return (self.up, self.down) if self.magnitude is None else (self.up, self.down, self.magnitude)
 
 
@@ -274,7 +261,6 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that it is made of."""
         reads = [read for term in self.terms for read in (term.read, *_factors(term))]
         return sum(read.nbytes for read in reads)
 
@@ -285,7 +271,6 @@ class Assembly:
 
 
 def assembled(part: int, assembly: Assembly) -> Read:
-    """The input of a part that is made of rows of stored matrices."""
     return assembly.terms[0].read._replace(part=part, assembly=assembly)
 
 
@@ -300,8 +285,6 @@ def group_multiple(columns: int) -> int:
 
 
 class Part(NamedTuple):
-    """One logical tensor within a row."""
-
     logical: str
     """Its canonical name, by which chance is drawn."""
     shape: tuple[int, ...]
@@ -376,7 +359,6 @@ class PackedAs:
     scales: str
     """Name of the tensor of scales that are made with the codes; "" for none, and where they are copied."""
     others: tuple[Output, ...] = ()
-    """What belongs to them beside that."""
     tensor_scale: TensorSpec | None = None
     """The tensor of the one scale of each matrix, where that is made with the codes."""
     joined: str = ""
@@ -384,8 +366,6 @@ class PackedAs:
 
 
 class Output(NamedTuple):
-    """One tensor of the output checkpoint."""
-
     name: str
     dtype: DType
     shape: tuple[int, ...]

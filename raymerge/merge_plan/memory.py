@@ -293,7 +293,6 @@ class RowSize:
 
 
 def row_need(expression: Expression, inputs: Sequence[InputNeed], size: RowSize) -> Need:
-    """Memory of one row."""
     num_elements, is_flat = size.num_elements, size.is_flat
     read = [each for each in inputs if not each.is_repeated]
     stored = sum(each.kept_bytes(num_elements, is_flat=is_flat) for each in read) / max(1, num_elements)
@@ -436,7 +435,6 @@ class Tiling:
     elements: int
     """Elements of a tile: a multiple of the row's unit, or the whole of a smaller row."""
     peak: int
-    """Bytes that a lane uses while the row is made."""
 
     def is_whole(self, num_elements: int) -> bool:
         """Whether a row of so many elements is one tile, read once for all passes."""
@@ -514,7 +512,6 @@ class Projection:
     budget: int
     lanes: int
     peak: int
-    """Bytes that it will use at most."""
     tensor: str
     least_budget: int
     """Smallest budget, in bytes, that this plan can be run with."""

@@ -77,9 +77,7 @@ class Plan:
     their ``factors`` and ``runs``; ``segments``, ``shards``, ``dispositions``; and the ``files`` that are
     written beside the weights in place of the donor's."""
     problems: tuple[Problem, ...]
-    """What stands in the way; an executable plan has none."""
     digest: str
-    """Hex digest over the manifest's canonical JSON and the tables' values."""
 
     def __getitem__(self, table: str) -> pa.Table:
         return self.tables[table]

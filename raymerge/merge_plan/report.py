@@ -17,8 +17,6 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class DuplicateGroup:
-    """Tensors alike in name that equal others."""
-
     pattern: str
     """Their names, with ``*`` for each number."""
     tensors: int
@@ -39,10 +37,7 @@ class Duplicates:
 
 @dataclass(frozen=True, slots=True)
 class FoundDuplicates:
-    """What a finished run knows of output that equals other output."""
-
     planned: Duplicates
-    """What was made once and written to several places."""
     shared_bytes: int | None
     """Bytes of it that share storage; None where that was not asked for, or an earlier run saw to it."""
     unforeseen: tuple[DuplicateGroup, ...]

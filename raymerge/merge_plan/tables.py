@@ -203,7 +203,6 @@ def _arrow_file(table: pa.Table) -> pa.Buffer:
 
 
 def index_bytes(plan: Plan) -> bytes:
-    """The index of the several shards of a plan, as it is written."""
     tensors, shards = plan["tensors"], plan["shards"].column("name").to_pylist()
     names, places = (tensors.column(column).to_pylist() for column in ("name", "shard"))
     weight_map = {name: shards[place] for name, place in zip(names, places, strict=True)}
@@ -293,7 +292,6 @@ def _unusable(directory: Path, what: str) -> PlanError:
 
 
 def _assembly_rows(assemblies: Iterable[Assembly]) -> dict[str, list[tuple[Any, ...]]]:
-    """Rows of the tables ``assemblies``, ``terms``, ``factors`` and ``runs``."""
     tables: dict[str, list[tuple[Any, ...]]] = {"assemblies": [], "terms": [], "factors": [], "runs": []}
     for assembly in assemblies:
         places = (len(tables["terms"]), len(assembly.terms), len(tables["runs"]), len(assembly.runs))
@@ -319,7 +317,6 @@ def _place(read: Read) -> tuple[Any, ...]:
 
 
 def read_term(row: Mapping[str, Any], factors: Sequence[Mapping[str, Any]]) -> Term:
-    """A term from its row of ``terms`` and its rows of ``factors``."""
     found = _read(row, read_view(row["view_offset"], row["view_shape"], row["view_strides"]))
     if not factors:
         return Term(found, row["num_rows"])
@@ -335,5 +332,4 @@ def _read(row: Mapping[str, Any], view: View | None) -> Read:
 
 
 def read_view(offset: int, shape: Sequence[int], strides: Sequence[int]) -> View | None:
-    """A view from its columns in a table, where there is one."""
     return View(offset, tuple(shape), tuple(strides)) if strides else None

@@ -77,7 +77,6 @@ class AuditSpec:
     plan: Plan
     name: str
     digests: Mapping[int, str]
-    """Digests of rows, from the ledger."""
     sampling: Sampling
     absent: Mapping[int, str]
     """Sources, by their index in the plan, that cannot be read, and why."""
@@ -287,7 +286,6 @@ class Written:
 
     @property
     def form(self) -> Format | None:
-        """The format of codes; None where elements are plain numbers."""
         encode = self._row.expression.encode
         return None if encode is None else encode.format
 
@@ -316,7 +314,6 @@ class Written:
         return np.where(coding.is_filled | (near < 0), near, 0.0)
 
     def where(self, index: int) -> str:
-        """What messages call an element."""
         place = ", ".join(map(str, np.unravel_index(index, self._part.shape))) if self._part.shape else ""
         logical = self._part.logical
         inside = "" if logical == self._row.tensor else f" ({logical})"
@@ -411,7 +408,6 @@ _FAR_CHUNK = 16 << 20
 """Bytes of a request where each takes long to begin."""
 
 Bytes_ = Callable[[int, int], bytes]
-"""Some bytes that a row should have: from an offset in it on, so many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,15 +39,12 @@ _LARGEST_RUN = 1 << 24
 
 @dataclass(slots=True)
 class Sums:
-    """What is added up over the elements of two tensors."""
-
     squares_a: float = 0.0
     squares_b: float = 0.0
     products: float = 0.0
     squared_errors: float = 0.0
     largest: float = 0.0
     num_differing: int = 0
-    """Elements that are not the same number."""
     num_not_finite: int = 0
     """Elements that are NaN or infinite in one of them; they are in nothing but the two counts."""
 
@@ -76,11 +73,6 @@ class Sums:
 
 
 def sums_of(numbers: Numbers, a: ReadStore, b: ReadStore) -> Sums:
-    """Compare one logical tensor of two checkpoints, which lie in these stores.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
     found = Sums()
     first, second = (
         elements_of(read, Reader([store]), exact=True) for read, store in ((numbers.a, a), (numbers.b, b))
@@ -128,8 +120,6 @@ _ABSENT = "absent"
 
 
 class Status(StrEnum):
-    """How a tensor or file of two checkpoints compares."""
-
     EQUAL = "equal"
     """Every byte is equal."""
     SAME_NUMBERS = "same_numbers"
@@ -184,14 +174,11 @@ class ComparedField:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that two checkpoints differ in."""
-
     a: str
     b: str
     roles: tuple[ComparedRole, ...]
     """Every role that one of them has, in the order of the first."""
     tensors: tuple[ComparedTensor, ...]
-    """Tensors that are not equal byte by byte."""
     config: tuple[ComparedField, ...]
     companions: Mapping[str, str]
     """``Status`` of every companion file: tokenizer, code, licence."""
@@ -228,7 +215,6 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint, *, threads: int) 
 
 
 def _compared(pair: Pair, *, a: ReadStore, b: ReadStore) -> tuple[ComparedTensor, Sums | None]:
-    """One tensor, and its sums where it was compared by numbers."""
     tensor = ComparedTensor(pair.name, pair.role, Status.EQUAL, pair.stored_a, pair.stored_b)
     if not pair.stored_a or not pair.stored_b:
         return replace(tensor, status=Status.ONLY_A if pair.stored_a else Status.ONLY_B), None
@@ -314,8 +300,6 @@ def _companions(
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One logical tensor in both checkpoints."""
-
     a: Read
     b: Read
     num_elements: int
@@ -323,8 +307,6 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One tensor that both have, or only one of them."""
-
     name: str
     """Its name; of experts in two layouts, that of one matrix of one expert."""
     role: str
@@ -338,8 +320,6 @@ class Pair:
 
 
 class Side:
-    """One of two checkpoints that are compared."""
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = as_numbers(checkpoint, quantised_tensors(checkpoint))
         kind = str(checkpoint.config.get("model_type") or "")
@@ -460,5 +440,4 @@ def _alone(
 
 
 def _places(side: Side, names: list[str]) -> dict[str, tuple[str, Place]]:
-    """The logical tensors in stored ones, with the name of that."""
     return {logical: (name, place) for name in names for logical, place in side.members(name).items()}

@@ -19,9 +19,7 @@ class Findings:
     """What was found in a part of the output. Names are those of output tensors."""
 
     most: int
-    """Problems that are kept in words."""
     recomputed: set[str] = field(default_factory=set)
-    """Tensors of which elements were recomputed and compared."""
     undecided: set[str] = field(default_factory=set)
     """Tensors of which elements were recomputed, of some row none that could be compared closely."""
     alike: dict[str, str] = field(default_factory=dict)
@@ -35,7 +33,7 @@ class Findings:
     judged: int = 0
     """Elements that were recomputed and compared."""
     near: int = 0
-    """Those of them so near to a threshold that either side of it was taken."""
+    """Elements of those so near to a threshold that either side of it was taken."""
     open: int = 0
     """Elements that float32 arithmetic leaves open, so that they were compared within wide bounds, or where
     there are none, not at all."""
@@ -45,7 +43,6 @@ class Findings:
     """Bytes of them that were compared with those of a source."""
     num_problems: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """The first of it in words."""
 
     def add(self, problem: Problem) -> None:
         self.num_problems += 1
@@ -97,8 +94,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Tensors that were not audited for one reason."""
-
     reason: str
     tensors: int
     example: str
@@ -106,14 +101,16 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """What an audit found; ``num_problems`` 0 means that nothing is wrong with what was looked at."""
+    """What an audit found; ``num_problems`` 0 means that nothing is wrong with what was looked at.
+
+    Counts are those of ``Findings``.
+    """
 
     structure: Verdict
     """The verdict on the structure, which comes first; where tensors are not sound, nothing else was done."""
     sample: float
     """Share of the elements of each tensor that was asked for."""
     seed: int
-    """Chose which; the same seed chooses the same."""
     tensors: int
     recomputed: int
     """Those recomputed from the sources, whole or in part."""
@@ -124,20 +121,16 @@ class AuditVerdict:
     skipped: tuple[Skipped, ...]
     """Those that were not audited, whole or in part, with the reasons."""
     judged: int
-    """Elements that were recomputed and compared."""
     near: int
-    """Those of them so near to a threshold that either side of it was taken."""
     open: int
     """Elements that float32 arithmetic leaves open, so that they were compared within wide bounds, or where
     there are none, not at all."""
     digested: int
     """Bytes of the output that were read and compared with the digests of the ledger."""
     compared: int
-    """Bytes of them that were compared with those of a source."""
     num_problems: int
     """How much is wrong, those of the structure included."""
     problems: tuple[Problem, ...]
-    """As much of it as was asked for."""
     seconds: float
 
     @property

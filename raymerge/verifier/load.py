@@ -265,8 +265,6 @@ _ELSEWHERE = "Use --level audit, which needs no transformers."
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """Tensors or keys that are left out of the comparison, for one reason."""
-
     why: str
     names: tuple[str, ...]
 
@@ -283,7 +281,6 @@ class LoadVerdict:
     keys: int = 0
     """Keys of the model that are loaded."""
     passed: tuple[Passed, ...] = ()
-    """What is not compared, though it is there or wanted."""
     needed_nbytes: int = 0
     """Bytes of memory that loading and running the weights takes."""
     ran: bool = False

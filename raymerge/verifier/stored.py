@@ -291,7 +291,6 @@ class _Viewed:
 
 
 def strided(flat: Floats, view: View) -> Floats:
-    """The elements of a view in a flat array, in logical shape."""
     strides = [8 * stride for stride in view.strides]
     return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, strides, writeable=False)
 
