@@ -119,7 +119,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "change"), zip(cycle(KINDS), CHANGES, strict=False))
+@pytest.mark.parametrize(("kind", "change"), list(zip(cycle(KINDS), CHANGES, strict=False)))
 def test_experts_that_would_be_computed_are_refused(
     kind: str,
     change: str,
