@@ -81,7 +81,6 @@ def verify_load(
     """Verify that transformers loads a checkpoint with strict keys, and runs it where it fits the memory.
 
     Args:
-        path: its directory, or its address: then it is copied to a directory for as long as it takes.
         memory: bytes that it may take; None for what is free. Of a larger model only names and shapes are
             compared.
         trust_remote_code: whether Python files of the checkpoint may be run, where transformers does not
@@ -112,7 +111,6 @@ def replay(path: str | Path, sources: Mapping[str, str] = _NOWHERE) -> ReplayVer
     is named there, or it is absent.
 
     Args:
-        path: its directory, or its address.
         sources: where sources are now, by the names that the recipe has for them; others are looked for
             where they were.
 
@@ -126,8 +124,6 @@ def diff(a: str | Path, b: str | Path, *, threads: int | None = None) -> Compari
     """Compare two checkpoints, byte by byte and by numbers, whatever files and layouts they lie in.
 
     Args:
-        a: a directory, or a Hub name with or without a revision.
-        b: another.
         threads: how many tensors are compared at once; None for as many as there are cores, at most 8.
 
     Raises:
@@ -219,7 +215,6 @@ def read_recipe(recipe: RecipeLike) -> AnyRecipe:
 
 
 def _only(found: Sequence[AnyRecipe]) -> AnyRecipe:
-    """The one recipe; raises RecipeError where there are several."""
     if len(found) > 1:
         what = f"there are {len(found)} recipes where one is expected."
         remedy = "Use 'plan_all' and 'submit', which take several; a merge of adapters is a recipe alone."
@@ -269,10 +264,8 @@ def plan_for(
     """The merges of ``plan_all`` with their sources; raises what that raises.
 
     Args:
-        recipes: what to merge.
         output: where it would be submitted to; results that others use would lie beside it unless the options
             say where, and an unfinished run there has the commits of the Hub that it began with.
-        options: how it would be run; None for the usual.
     """
     draft = _draft(recipes)
     chosen = options or RunOptions()
@@ -300,8 +293,6 @@ def submit(
     Args:
         recipe: what to merge; of several, all are carried out in the order in which they need each other.
         output: directory of the new checkpoint, or a place in an object store.
-        options: how to run; changes no byte.
-        on_event: receives progress.
 
     Raises:
         PlanError: recipe and sources do not fit, or the recipe merges adapters: ``merge_adapters`` does that.
@@ -332,7 +323,6 @@ def conversion(model: str | Path, to: str | Sequence[str]) -> AnyRecipe:
     """The recipe that stores one model's numbers in other formats, for ``plan`` and ``submit``.
 
     Args:
-        model: a directory or a Hub name.
         to: a format of ``out_format``, or several ``SELECTOR:FORMAT`` of which the first that speaks of a
             tensor holds; a selector is a role or a pattern of names.
 
@@ -356,7 +346,6 @@ def merge_adapters(
             block, if there is one, says how the result becomes factors.
         output: directory of the new adapter; must be absent or empty.
         options: of which ``threads`` and ``memory`` count; they change no byte.
-        on_module: told of progress.
 
     Raises:
         RecipeError: the recipe is not valid, or the file holds several.
@@ -409,10 +398,7 @@ def audit(
     samples of every tensor, recomputed from the sources by a slow path of its own.
 
     Args:
-        path: the checkpoint.
-        wanted: what of it is audited.
         options: how to run; it computes on processors whatever they say.
-        on_event: receives progress.
 
     Raises:
         RaymergeError: it could not be carried out. What is wrong with the checkpoint is in the verdict.

@@ -119,7 +119,6 @@ class DeviceFailure:
     """How a GPU failed."""
 
     note: str
-    """For a receipt or a report."""
     is_lasting: bool
     """Whether it fails whatever comes after; memory may be free again later."""
 
@@ -146,7 +145,6 @@ class Fallback:
     def __init__(self, device: torch.device, failure: str = "") -> None:
         """
         Args:
-            device: where the arithmetic shall run.
             failure: why a GPU is of no use; "" for one that may be.
         """
         self._device = device

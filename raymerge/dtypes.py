@@ -15,7 +15,6 @@ class DType(StrEnum):
     """A dtype by its safetensors name."""
 
     bits: int
-    """Bits of one element."""
     torch_name: str | None
     """Attribute of the ``torch`` module, or None where torch has no such dtype."""
     is_mergeable: bool

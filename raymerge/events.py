@@ -28,9 +28,7 @@ class StepStarted(Event):
     name: str
     """What the recipe calls it; "" for a result without a name."""
     number: int
-    """Its place among the merges, from 1; the last one makes the output."""
     total: int
-    """How many merges there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +36,8 @@ class StepKept(Event):
     """One of several merges was made before and is used as it is."""
 
     name: str
-    """What the recipe calls it."""
     number: int
-    """Its place among the merges, from 1."""
     total: int
-    """How many merges there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +45,14 @@ class StageStarted(Event):
     """Work on weights that comes before a merge begins, or goes on."""
 
     title: str
-    """What it does."""
     number: int
-    """Its place among the stages of the submission, from 1."""
     total: int
-    """How many stages there are."""
     units: int
-    """Units that it is cut into."""
     total_bytes: int
-    """Bytes that they read."""
     workers: tuple[str, ...]
-    """Names of the workers."""
     device: str
-    """Kind of device that they compute on."""
     done_units: int
-    """Units already done by an earlier run of the same command."""
     done_bytes: int
-    """Bytes of those units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +60,12 @@ class UnitDone(Event):
     """A unit of a stage is done and durable."""
 
     unit: int
-    """Its number."""
     worker: str
-    """Who did it."""
     read_bytes: int
-    """Bytes read."""
     written_bytes: int
-    """Bytes written."""
     planned_bytes: int
     """Its share of the stage's bytes."""
     seconds: float
-    """Wall time of the unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +75,6 @@ class UnitProgress(Event):
     done_bytes: int
     """Bytes of the stage that are read: those of finished units, and the units in hand so far."""
     total_bytes: int
-    """Bytes that the stage reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +82,8 @@ class StageKept(Event):
     """A stage was carried out before, and its result is used as it is."""
 
     title: str
-    """What it does."""
     number: int
-    """Its place among the stages, from 1."""
     total: int
-    """How many stages there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +91,6 @@ class StageReport(Event):
     """The result of a stage is in its place."""
 
     title: str
-    """What the stage does."""
     report: Mapping[str, Any]
     """What is worth knowing of the result, as JSON values; may be empty."""
 
@@ -124,15 +100,12 @@ class Planned(Event):
     """The plan is made and can be carried out."""
 
     digest: str
-    """Digest of the plan."""
     tensors: int
-    """Output tensors."""
     output_bytes: int
     """Bytes of the output's shards."""
     total_bytes: int
     """Bytes to read and to write."""
     segments: int
-    """Segments to make."""
     projected_peak: int
     """Bytes of memory that a worker will use at most, beyond an idle one."""
     notes: tuple[str, ...] = ()
@@ -144,13 +117,10 @@ class Started(Event):
     """Work begins, or goes on."""
 
     workers: tuple[str, ...]
-    """Names of the workers."""
     device: str
-    """Kind of device that they compute on."""
     done_segments: int
     """Segments already made by an earlier run of the same command."""
     done_bytes: int
-    """Bytes of those segments."""
     threads: int = 1
     """Threads of each worker that compute at once."""
     device_reason: str = ""
@@ -162,17 +132,12 @@ class SegmentDone(Event):
     """A segment is made and durable."""
 
     segment: int
-    """Its number."""
     worker: str
-    """Who made it."""
     read_bytes: int
-    """Bytes read."""
     written_bytes: int
-    """Bytes written."""
     planned_bytes: int
     """Its share of the plan's bytes; more is read when statistics take several passes."""
     seconds: float
-    """Wall time of the segment."""
     peak_bytes: int = 0
     """Bytes of memory that its worker was seen to use at most, beyond an idle one; 0 where nobody looked."""
 
@@ -182,9 +147,7 @@ class ShardDone(Event):
     """A shard has its final name."""
 
     shard: str
-    """Its name."""
     nbytes: int
-    """Its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +165,6 @@ class WorkerLeft(Event):
     """A worker found nothing more to do and is ended, so that a cluster that shrinks can have its node."""
 
     worker: str
-    """Its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +172,6 @@ class NodeOfNoUse(Event):
     """A node joined while parts were made, and workers on it get none of them."""
 
     node: str
-    """Its address."""
     lack: str
     """Why."""
 
@@ -220,9 +181,7 @@ class WorkerLost(Event):
     """A worker died; its segments go to another."""
 
     worker: str
-    """Its name."""
     reason: str
-    """What is known of the cause."""
     segments: tuple[int, ...]
     """Segments, or units of a stage, that it had in hand."""
 
@@ -233,7 +192,6 @@ class RayEnded(Event):
     which Ray itself is about to end. Emitted from a thread of its own."""
 
     process: str
-    """What it is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +199,10 @@ class MemoryShort(Event):
     """A part ran out of memory; it is done again, alone on a worker, with less. Its bytes stay the same."""
 
     worker: str
-    """Who had it in hand, maybe with others."""
     segment: int
-    """Number of the segment, or of the unit of a stage."""
     budget: int
     """Bytes of memory that it may use now."""
     reason: str
-    """What is known of the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +210,8 @@ class DeviceFailed(Event):
     """A worker's GPU failed in a part, which was then made on the worker's processor."""
 
     worker: str
-    """Its name."""
     segment: int
-    """Number of the segment, or of the unit of a stage."""
     reason: str
-    """What failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +219,7 @@ class StorageFailed(Event):
     """Storage failed for a moment while a segment was made, and was asked again."""
 
     worker: str
-    """Who met it."""
     segment: int
-    """Number of the segment."""
     faults: Mapping[str, int]
     """What failed, and how often it was asked again."""
 
@@ -281,7 +231,6 @@ class Stopping(Event):
     seconds: float | None = None
     """How long they are waited for; None for as long as it takes."""
     is_asked: bool = False
-    """Whether somebody asked for it at the output place, and no signal did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +240,6 @@ class DuplicatesFound(Event):
     tensors: int
     """Tensors that equal an earlier one, in whole or in part, and were written without being made again."""
     nbytes: int
-    """Bytes of them."""
     groups: tuple[DuplicateGroup, ...]
     """The same by names, those with most bytes first."""
     shared_bytes: int | None
@@ -315,9 +263,7 @@ class Verified(Event):
     """The checkpoint was proved to be what the plan says."""
 
     tensors: int
-    """Tensors checked."""
     nbytes: int
-    """Bytes of all shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +271,7 @@ class Published(Event):
     """The checkpoint is in place."""
 
     path: str
-    """Where."""
     seconds: float
-    """Wall time of this run."""
 
 
 OnEvent = Callable[[Event], None]
-"""Receives every event, in the thread that runs the merge."""

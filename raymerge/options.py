@@ -43,7 +43,6 @@ class RunOptions:
     address: str | None = None
     """Address of a running Ray cluster; None starts an embedded one."""
     inline: bool = False
-    """Run in this process without Ray."""
     replace: bool = False
     """Replace what is at the output place, and discard unfinished runs of other plans there."""
     keep_intermediates: bool = False
@@ -53,7 +52,6 @@ class RunOptions:
     patience: float = USUAL_PATIENCE
     """Seconds without any sign that what a worker of Ray has in hand gets on, after which it is replaced."""
     storage: StoreOptions = NO_OPTIONS
-    """How object stores are reached."""
     scratch: str | None = None
     """Directory, of each worker, where a shard is until it is uploaded to an object store; None: nowhere."""
     steps: str | None = None

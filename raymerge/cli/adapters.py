@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 3
 
 Fact = tuple[str, str]
-"""A title and what is said below it."""
 
 
 def adapter_json(made: Extraction | Combination) -> dict[str, Any]:
@@ -33,7 +32,6 @@ def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
     """A line that says which module is done, ``3 of 42 modules``; it stands on a terminal only, and goes.
 
     Args:
-        console: where to.
         beginning: what it says until the first module is done.
     """
     done = 0
@@ -51,14 +49,7 @@ def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
 def show_adapter(
     console: Console, made: Extraction | Combination, facts: Iterable[Fact], *, modules: bool = False
 ) -> None:
-    """Print the report.
-
-    Args:
-        console: where to.
-        made: the adapter.
-        facts: what is said of it as a whole.
-        modules: whether every module is listed.
-    """
+    """Print the report."""
     console.print(heading(f"Adapter in {made.output}"))
     console.print()
     console.print(make_table(("", ""), list(facts)))

@@ -32,12 +32,6 @@ class Relay:
     """Takes the lines of a driver's log: events are shown as events, all else as text."""
 
     def __init__(self, stdout: IO[str], *, as_json: bool, output: str) -> None:
-        """
-        Args:
-            stdout: where the events are shown.
-            as_json: each as the line that it is.
-            output: the output place, for the last line.
-        """
         self._stdout = stdout
         self._as_json = as_json
         self._now: float | None = None
@@ -60,12 +54,10 @@ class Relay:
             self._progress.__exit__(kind, error, trace)
 
     def take_all(self, lines: Iterable[str]) -> None:
-        """Show lines as they come."""
         for line in lines:
             self.take(line)
 
     def take(self, line: str) -> None:
-        """Show one line."""
         self.is_silent = False
         found = _event(line)
         if found is None:
@@ -100,11 +92,6 @@ def follow(
     """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code.
 
     Args:
-        runs: who knows it.
-        run: its name.
-        stdout: where it is shown.
-        as_json: its events as JSON.
-        output: the output place.
         named: what the user called it; None where this process began it.
 
     Raises:

@@ -32,7 +32,6 @@ from raymerge.storage.retry import OUT_OF_ROOM
 STOPPED = 3
 """Exit code of what was stopped before its end."""
 STOPPED_EARLY = "stopped before the end; the same command goes on."
-"""What is said then."""
 _FINAL = frozenset({RecipeError, ProfileError, PlanError, TargetError})
 """What depends on recipe, profile and places as they were given; no kinds of these. All else that a user must
 change may be otherwise on other machines, or a minute later: room, GPUs, credentials, sources."""
@@ -43,11 +42,9 @@ class Failure:
     """Why a command did not do what it was asked."""
 
     exit_code: int
-    """What the process ends with."""
     message: str
     """One or more sentences; empty where the problems say it all."""
     problems: tuple[Problem, ...] = ()
-    """What the user must change."""
     is_final: bool = False
     """Whether the command is not to be given again before somebody has changed something, or wants it to."""
 
@@ -68,7 +65,6 @@ def guarded(
     """Run a verb and return its exit code; whatever it raises is shown, never as a traceback.
 
     Args:
-        verb: does the work and returns an exit code.
         as_json: errors go to standard output as one event, else to standard error as text.
         when_final: called behind a failure that another attempt would only meet again.
     """
@@ -129,7 +125,6 @@ def _is_final(error: BaseException) -> bool:
 
 
 def show_failure(console: Console, failure: Failure) -> None:
-    """Print a failure as paragraphs."""
     if failure.message:
         console.print(Text.assemble(("raymerge: ", "bold red"), printable(failure.message)))
     show_problems(console, failure.problems)

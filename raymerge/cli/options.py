@@ -41,27 +41,16 @@ class Flags:
     """What the command line says; None for what it does not."""
 
     workers: int | None = None
-    """``--workers``."""
     threads: int | None = None
-    """``--threads``."""
     memory: int | None = None
-    """``--memory``, in bytes."""
     device: Device | None = None
-    """``--device``."""
     patience: float | None = None
-    """``--patience``, in seconds."""
     inline: bool = False
-    """``--inline``."""
     replace: bool = False
-    """``--replace``."""
     keep_intermediates: bool = False
-    """``--keep-intermediates``."""
     scratch: str | None = None
-    """``--scratch``."""
     steps: str | None = None
-    """``--steps``."""
     run: str | None = None
-    """``--run``."""
 
     def settings(self) -> dict[str, Any]:
         """Those that a profile may have too, as far as they are given."""
@@ -84,11 +73,6 @@ class Flags:
 
 def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunOptions:
     """How to run.
-
-    Args:
-        profile: gives what no flag gives.
-        flags: of the command line.
-        address: of a running cluster; None for none.
 
     Raises:
         OptionError: an option cannot be honoured.
@@ -117,11 +101,6 @@ def planned_options(
 ) -> tuple[RunOptions, str | None]:
     """How a merge would run, and the output place that the profile names, for a plan that is looked at only.
 
-    Args:
-        path: of a profile; None for none.
-        memory: ``--memory``, in bytes.
-        steps: ``--steps``.
-
     Raises:
         OptionError: an option cannot be honoured.
         ProfileError: the profile is not valid.
@@ -136,10 +115,6 @@ def planned_options(
 
 def reached(place: str, path: str | None) -> str:
     """A place as the storage options of a profile reach it.
-
-    Args:
-        place: as the user named it.
-        path: of the profile; None for none.
 
     Raises:
         OptionError: the address says no place, or more than one.

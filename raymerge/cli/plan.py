@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 _VALUE_SHOWN = 40
 _GROUPS = 5
-"""Groups of equal tensors that are shown."""
 _SIMULATE_HELP = (
     "Predict the run on a cluster, like --simulate workers=64 storage=2GB/s; also read=, write=, "
     "per_worker=, compute=, threads=, cores=, per_core=, lanes=, memory=, overhead=, driver=, startup=."
@@ -65,11 +64,9 @@ class Account:
     """One merge of a recipe's file, accounted for."""
 
     merge: PlannedMerge
-    """The merge."""
     explanation: Explanation
     """Its plan in numbers, with all problems."""
     title: str
-    """What it is the plan of."""
     is_made: bool | None
     """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
     simulation: Simulation | None = None
@@ -145,7 +142,6 @@ def plan(
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
-    """The cluster to simulate on; raises OptionError."""
     from raymerge.errors import OptionError, Problem
 
     found = None if Path(recipe).exists() else taken_for_recipe(recipe, simulate, pairs)

@@ -93,15 +93,10 @@ class Request:
     """One submission."""
 
     recipe: RecipeLike
-    """What to merge."""
     title: str
-    """What messages call that."""
     output: str
-    """Directory of the new checkpoint, as the user named it."""
     options: RunOptions
-    """How to run."""
     as_json: bool
-    """Whether events are given as JSON."""
 
     def __post_init__(self) -> None:
         """
@@ -123,7 +118,6 @@ class Ending:
     run: str | None = None
     """``--run``, which is then not to be begun again."""
     json_to: IO[str] | None = None
-    """Where events are given as JSON; None where they are not."""
     remedy: str = KEPT
     """What is said of a command that was cut short."""
     _timers: list[threading.Timer] = field(default_factory=list)
@@ -139,14 +133,12 @@ class Ending:
             self.without_ray(event.process)
 
     def soon(self) -> None:
-        """The time runs from now on."""
         timer = threading.Timer(_LAST_SECONDS, self._end)
         timer.daemon = True
         self._timers.append(timer)
         timer.start()
 
     def cancel(self) -> None:
-        """It has come to an end by itself."""
         for timer in self._timers:
             timer.cancel()
 
@@ -204,13 +196,7 @@ def terminable() -> Iterator[Ending]:
 
 
 def run(request: Request, stdout: IO[str], ending: Ending) -> int:
-    """Merge, verify and publish, and show it as it goes; returns the exit code.
-
-    Args:
-        request: what is wanted.
-        stdout: where it is shown.
-        ending: of ``terminable``, which this is to run within.
-    """
+    """Merge, verify and publish, and show it as it goes; returns the exit code."""
     ending.run = request.options.run
     ending.json_to = stdout if request.as_json else None
     try:
@@ -251,11 +237,7 @@ def _run(request: Request, stdout: IO[str], ending: Ending) -> None:
 
 
 def give_up(run: str | None) -> None:
-    """Keep a run from being begun again by the target that began it; nothing where no target did.
-
-    Args:
-        run: ``--run``.
-    """
+    """Keep a run from being begun again by the target that began it; nothing where no target did."""
     if run:
         from raymerge.deploy.targets.choose import end_for_good
 

@@ -40,13 +40,10 @@ class RunQuery:
     """A run that somebody asks about."""
 
     runs: Runs
-    """Who knows it."""
     run: str
-    """What it is called there."""
     place: str
     """Its output place; "" where that is not known yet."""
     storage: StoreOptions
-    """How that is reached."""
 
 
 def status(
@@ -118,12 +115,6 @@ def stop(
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
     """The run that is meant by a name or an output place.
-
-    Args:
-        text: what the user names.
-        profile: a profile's file.
-        target: ``--target``.
-        address: ``--address``.
 
     Raises:
         OptionError: nothing tells where it is, or nobody there answers.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from raymerge.planner.simulation import Cluster, Simulation
 
 EXAMPLE = "--simulate workers=64 storage=2GB/s"
-"""How it is written."""
 _SHOWN = 0.005
 """What is busy for less of the run than this is not worth a word."""
 _MOST_WORKERS = 100_000
@@ -39,7 +38,6 @@ class _Kind:
     read: Callable[[str], float]
     """The value that a text means; raises ValueError with what is wrong with it."""
     remedy: str
-    """How it is written."""
 
 
 def _count(most: int) -> _Kind:
@@ -135,13 +133,7 @@ def _is_recipe(word: str) -> bool:
 
 
 def taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Problem | None:
-    """What is wrong where a pair stands in the place of the recipe; None if it is none.
-
-    Args:
-        recipe: what stands there, and is no file.
-        simulate: what the option was given.
-        pairs: the arguments that follow.
-    """
+    """What is wrong where a pair stands in the place of the recipe; None if it is none."""
     key, equals, _ = recipe.partition("=")
     if not equals or not (simulate or key in _KINDS):
         return None
@@ -237,8 +229,6 @@ def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0
     """Print what a run would take, and what it would spend its time on.
 
     Args:
-        console: where to.
-        simulation: the run.
         stages: how many stages come before it, which are not simulated.
     """
     cluster = simulation.cluster
@@ -254,8 +244,6 @@ def show_total(console: Console, simulations: Sequence[Simulation], *, kept: int
     """Print what several merges would take, one after the other on the same workers.
 
     Args:
-        console: where to.
-        simulations: those that are to be made.
         kept: how many are made already.
         stages: how many stages come before them.
     """

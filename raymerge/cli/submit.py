@@ -72,14 +72,9 @@ def send(
     """Send a recipe to where it runs, and show it as it goes; returns the exit code.
 
     Args:
-        recipe: its file.
         output: the output place as the cluster sees it; None where nobody named one.
-        where: the target.
-        flags: of the command line.
-        stdout: where it is shown.
         detach: whether to leave it alone once it is sent.
         dry_run: whether to check it only.
-        as_json: events as JSON.
 
     Raises:
         RaymergeError: it is refused; nothing was sent then.
@@ -222,7 +217,6 @@ def _check_attached(where: Where, *, detach: bool) -> None:
 
 
 def _place(out: str | None, output: str | None) -> str | None:
-    """The one output place that is named; None for none."""
     if out is not None and output is not None and Path(out) != Path(output):
         raise OptionError(
             Problem("-o", f"two output places are named, {out} and {output}.", "Name one of them.")

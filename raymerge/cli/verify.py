@@ -48,11 +48,8 @@ class Level(StrEnum):
     """How far a verification goes."""
 
     STRUCTURE = "structure"
-    """Names, shapes, dtypes, sizes, index and config."""
     AUDIT = "audit"
-    """That, every byte, and samples recomputed from the sources."""
     LOAD = "load"
-    """transformers takes it with strict keys, and runs it where it fits the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +57,11 @@ class Asked:
     """What was asked of an audit."""
 
     sample: float
-    """Share of the elements."""
     seed: int | None
-    """Chooses them; None for any."""
     sources: Mapping[str, str]
     """Where sources are, by their names, as the storage options of a profile reach them."""
     steps: str | None
-    """``--steps``."""
     show: int
-    """Problems that are told in words."""
 
 
 def verify(

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 
 OfWorkers = MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
-"""Events that this module has lines for."""
 
 
 def worker_lines(event: OfWorkers, part: str) -> Iterator[tuple[str, str]]:
@@ -92,16 +91,13 @@ _REFRESH_PER_SECOND = 4
 class Progress(Protocol):
     """Takes events while it is entered."""
 
-    def __enter__(self) -> Progress:
-        """Begin to show."""
+    def __enter__(self) -> Progress: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop showing."""
+    ) -> None: ...
 
-    def __call__(self, event: Event) -> None:
-        """Show one event."""
+    def __call__(self, event: Event) -> None: ...
 
 
 def make_progress(
@@ -110,9 +106,6 @@ def make_progress(
     """The kind of progress that suits the stream.
 
     Args:
-        stream: where to write.
-        as_json: one event a line, and nothing else.
-        output: the output place, as the user named it.
         clock: tells the seconds; another than this machine's for what is told again.
     """
     if as_json:
@@ -134,8 +127,7 @@ class JsonProgress:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to end."""
+    ) -> None: ...
 
     def __call__(self, event: Event) -> None:
         """Write the event, with the time, which tells of a log when it was that way."""
@@ -159,8 +151,7 @@ class PlainProgress:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to end."""
+    ) -> None: ...
 
     def __call__(self, event: Event) -> None:
         """Print the event if it is one of those that matter, or the time for a line has come."""
@@ -199,14 +190,12 @@ class LiveProgress:
         self._live.stop()
 
     def __call__(self, event: Event) -> None:
-        """Take the event in; the view follows by itself."""
         self._tally.take(event)
         if isinstance(event, Published) and self._tally.is_last:
             self._live.stop()
         self._report.tell(event, self._tally)
 
     def refresh(self) -> None:
-        """Draw the view now."""
         self._live.refresh()
 
     def _view(self) -> RenderableType:
@@ -277,7 +266,6 @@ class _Report:
         self._faults: set[str] = set()
 
     def tell(self, event: Event, tally: Tally) -> None:
-        """Print what is worth keeping of an event."""
         if isinstance(event, StepStarted | StepKept):
             self._print(_step(event))
         elif isinstance(event, StageStarted | StageKept):

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 MODEL_HELP = "Directory of a checkpoint, or a Hub name: org/name or org/name@revision."
-"""What help says of a model that is named; brackets would be taken for markup."""
 
 
 class _Console(Console):
@@ -54,8 +53,6 @@ def make_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
     """A table without lines.
 
     Args:
-        titles: of the columns; all empty for a table without a head.
-        rows: cells as plain text.
         numbers: indices of the columns that are aligned on the right and never broken.
     """
     table = Table(box=None, show_header=any(titles), header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

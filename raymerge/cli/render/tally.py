@@ -29,9 +29,7 @@ class WorkerTally:
     segments: int = 0
     """Segments, or units of a stage, that it made in this run."""
     nbytes: int = 0
-    """Bytes that it read and wrote."""
     is_lost: bool = False
-    """Whether it died."""
 
 
 class Tally:
@@ -60,7 +58,6 @@ class Tally:
         self._begun_bytes = 0
 
     def take(self, event: Event) -> None:
-        """Add one event."""
         if isinstance(event, StepStarted | StepKept):
             self._begin()
             self.step, self.stage = event, None
@@ -108,7 +105,6 @@ class Tally:
 
     @property
     def part(self) -> str:
-        """What a part of the work is called."""
         return "segment" if self.stage is None else "unit"
 
     @property

@@ -19,7 +19,6 @@ class _Group:
     version: int
 
     def text(self, name: str) -> str:
-        """What a file of it says; nothing where there is none."""
         return _text(self.directory / name).strip()
 
     def number(self, name: str) -> int | None:
@@ -29,11 +28,7 @@ class _Group:
 
 
 def memory_rooms(root: Path) -> Iterator[int]:
-    """Bytes that each group with a limit has left; file pages that nobody uses make way.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    """Bytes that each group with a limit has left; file pages that nobody uses make way."""
     for group in _groups("memory", root):
         if group.version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -46,11 +41,7 @@ def memory_rooms(root: Path) -> Iterator[int]:
 
 
 def core_quotas(root: Path) -> Iterator[float]:
-    """Cores that each group with a limit may keep busy, as a share of time; it need not be whole.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    """Cores that each group with a limit may keep busy, as a share of time; it need not be whole."""
     for group in _groups("cpu", root):
         if group.version == 1:
             limits = [group.text("cpu.cfs_quota_us"), group.text("cpu.cfs_period_us")]
@@ -61,11 +52,7 @@ def core_quotas(root: Path) -> Iterator[float]:
 
 
 def process_rooms(root: Path) -> Iterator[int]:
-    """Processes and threads that each group with a limit may still start.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    """Processes and threads that each group with a limit may still start."""
     for group in _groups("pids", root):
         most = group.number("pids.max")
         if most is not None:
@@ -74,11 +61,7 @@ def process_rooms(root: Path) -> Iterator[int]:
 
 def groups_oom_kills(root: Path) -> int | None:
     """Processes of this process's own group that the kernel has ended because memory ran out; None where
-    that is not counted.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    that is not counted."""
     for group in _groups("memory", root):
         text = group.text("memory.oom_control" if group.version == 1 else "memory.events")
         counts = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)

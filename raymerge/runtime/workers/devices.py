@@ -19,9 +19,7 @@ class DeviceChoice:
     """The kind of device for a run that leaves it open."""
 
     device: Literal["cpu", "cuda"]
-    """Its kind."""
     reason: str
-    """Why, as a phrase."""
 
 
 NO_GPU_WORKS = DeviceChoice("cpu", "no GPU works where workers look for one")
@@ -46,7 +44,6 @@ def choose_device(device: Device) -> torch.device:
 
 
 def _works(gpu: torch.device) -> bool:
-    """Whether a GPU multiplies: it may be broken, or others have it or its memory."""
     try:
         check_full_float32(gpu)
     except (RuntimeError, AssertionError):

@@ -32,11 +32,6 @@ class PartQueue:
     """
 
     def __init__(self, numbers: Iterable[int], *, placement: Placement) -> None:
-        """
-        Args:
-            numbers: the parts, in order.
-            placement: which nodes can do which of them.
-        """
         self._placement = placement
         self._queues: dict[frozenset[str] | None, deque[_Entry]] = {}
         self._first, self._stop, self._len = 0, 0, 0
@@ -47,27 +42,20 @@ class PartQueue:
         return self._len
 
     def __iter__(self) -> Iterator[int]:
-        """All parts in order."""
         return (number for _, number in merge(*self._queues.values()))
 
     def append(self, number: int) -> None:
-        """Put a part behind all others."""
         self._queue_of(number).append((self._stop, number))
         self._stop += 1
         self._len += 1
 
     def appendleft(self, number: int) -> None:
-        """Put a part before all others."""
         self._first -= 1
         self._queue_of(number).appendleft((self._first, number))
         self._len += 1
 
     def first(self, node: str | None) -> int | None:
-        """The first part for a node; None where there is none.
-
-        Args:
-            node: where it would be done; None for wherever it can be.
-        """
+        """The first part for a node; None where there is none."""
         heads = (entries[0] for entries in self._queues.values() if entries)
         able = (head for head in heads if node is None or self._placement.allows(node, head[1]))
         return min(able, default=(0, None))[1]
@@ -116,7 +104,6 @@ class DispatchPolicy:
 
 
 DEFAULT_POLICY = DispatchPolicy()
-"""Those of equal workers on one machine."""
 
 
 class Dispatcher:
@@ -136,14 +123,8 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            group: the workers.
-            nodes: where they are.
-            work: what they are to do.
             numbers: its parts, in about the order in which they are begun.
-            placement: which nodes can do which of them.
             patience: seconds without any sign that a worker's parts get on, after which it is given up.
-            on_event: told of what goes wrong.
-            policy: what is otherwise on several machines, and where a cluster grows.
         """
         self._group = group
         self._nodes = nodes

@@ -38,11 +38,8 @@ class WorkerFailure:
     """The end of one worker."""
 
     cause: Cause
-    """Why."""
     reason: str
-    """What is known of it, for people."""
     numbers: tuple[int, ...]
-    """Parts that it had in hand."""
     node: str
     """Where it was; "" where that is not known."""
 
@@ -56,11 +53,6 @@ class WorkerFailures:
     """Counts failures of workers in one call of ``Pool.run``."""
 
     def __init__(self, part: str, workers: int) -> None:
-        """
-        Args:
-            part: what messages call a part.
-            workers: that there are to be.
-        """
         self._part = part
         self._most = max(_LEAST_SPARE, _SPARE * workers)
         self._took_down: Counter[int] = Counter()
@@ -83,7 +75,6 @@ class WorkerFailures:
         return frozenset(node for node, count in self._on_nodes.items() if count >= _NODE_ATTEMPTS)
 
     def progress(self, node: str) -> None:
-        """A worker of a node made a part."""
         self._since_receipt = 0
         del self._on_nodes[node]
 
@@ -112,11 +103,6 @@ class WorkerFailures:
 
     def lessen(self, number: int, budget: int | None, reason: str) -> None:
         """Have a part that ran out of memory done alone, with a smaller budget if there is one.
-
-        Args:
-            number: of the part.
-            budget: bytes, as ``Work.lessened`` gives them.
-            reason: what ran out.
 
         Raises:
             IncompleteError: there is none, and it was alone already.

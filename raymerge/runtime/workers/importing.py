@@ -38,7 +38,6 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -16,7 +16,6 @@ PROCESS_LIMIT = (
     "no further thread or process may be started here: a limit of the user (ulimit -u) or of the container "
     "(pids.max) is reached. Raise it, or end others."
 )
-"""What is said where a limit on processes is reached."""
 
 
 def is_memory_error(error: BaseException) -> bool:
@@ -42,9 +41,6 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     """Processes that the kernel has ended so far, here, because memory ran out; None where it does not tell.
 
     Those of this process's control group if it counts them, otherwise those of the machine.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
     """
     kills = groups_oom_kills(root)
     if kills is not None:

@@ -29,9 +29,7 @@ class Sight:
     """What one node sees."""
 
     name: str
-    """What messages call the node: its address."""
     files: tuple[Seen, ...]
-    """Every file of the work."""
     lack: str = ""
     """What is wrong with the place that is written to, as seen from there; "" for nothing."""
 
@@ -49,7 +47,6 @@ class Placement:
     """Of every part the nodes that can do it; empty where all can do all."""
 
     def allows(self, node: str, number: int) -> bool:
-        """Whether a node can do a part."""
         return not self.able or node in self.able[number]
 
     @property
@@ -61,7 +58,6 @@ class Placement:
         """The same with one more node.
 
         Args:
-            node: its id.
             can: of every part, whether that node can do it.
             others: the nodes that there are beside it.
         """
@@ -76,7 +72,6 @@ class Placement:
         """Whether workers on these nodes can do every part that any could, and each of them some.
 
         Args:
-            present: the nodes.
             homes: all that could have a worker of this kind.
         """
         able = [nodes for nodes in self.able if nodes.intersection(homes)]
@@ -105,7 +100,6 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
     """Where parts may be done.
 
     Args:
-        sights: what each node sees.
         reads: of every part, which files it reads.
     """
     seen = {node: sight.same for node, sight in sights.items()}
@@ -118,11 +112,6 @@ def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -
 def stations(placement: Placement, rooms: Mapping[str, int], workers: int) -> list[str]:
     """A node for each of some workers, so that every part can be done: first those without which some part
     could not be done, then those that have most room.
-
-    Args:
-        placement: where parts may be done.
-        rooms: workers that each node has room for.
-        workers: how many there are to be, at most.
 
     Returns:
         Fewer than ``workers`` where those nodes have less room; more where fewer could not do every part.
@@ -170,14 +159,7 @@ def survey_problems(
 
 
 def unreached(count: int, part: str, *, threads: int, with_gpu: bool) -> Problem:
-    """What is wrong where nodes that see the files of some parts cannot have a worker for them.
-
-    Args:
-        count: of the parts.
-        part: what messages call one.
-        threads: of such a worker.
-        with_gpu: whether it is on a GPU.
-    """
+    """What is wrong where nodes that see the files of some parts cannot have a worker for them."""
     slots = f"{threads} CPU slot{'' if threads == 1 else 's'}"
     needs = f"a GPU with {slots} beside it" if with_gpu else f"{slots} for a worker"
     what = f"no node that sees what {count} {part}{'s read' if count > 1 else ' reads'} has {needs}."

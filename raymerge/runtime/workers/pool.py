@@ -31,7 +31,6 @@ class Runner(Protocol):
         """Do one part and return when what it made is durable.
 
         Args:
-            number: of the part.
             budget: bytes of memory that it may use, which ``Work.lessened`` gave; None for what the work
                 says. One with a budget is in hand alone.
         """
@@ -70,7 +69,6 @@ class Work(Protocol):
         """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
 
         Args:
-            number: of the part.
             budget: bytes that it ran out of; None for what the work says.
 
         Returns:
@@ -85,10 +83,6 @@ class Stop:
     """A request to stop after the parts in hand, made from a signal handler or from elsewhere."""
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            look: makes the request, where somebody elsewhere asks for it.
-        """
         self.look = look
         self._event = threading.Event()
         self._until: float | None = None
@@ -113,8 +107,7 @@ class Pool(Protocol):
     """Workers that do the parts of one piece of work after the other."""
 
     @property
-    def workers(self) -> tuple[str, ...]:
-        """Names of the workers."""
+    def workers(self) -> tuple[str, ...]: ...
 
     @property
     def device(self) -> str:
@@ -176,5 +169,4 @@ class Pool(Protocol):
         generator gives up the parts in hand.
         """
 
-    def close(self) -> None:
-        """Give the workers back."""
+    def close(self) -> None: ...

@@ -40,11 +40,6 @@ class RayWatch:
     """
 
     def __init__(self, processes: Mapping[int, str], on_end: Callable[[str], None]) -> None:
-        """
-        Args:
-            processes: what each is called, by its number.
-            on_end: called with the name of the first that ends, from a thread.
-        """
         self._names: dict[int, str] = {}
         self._on_end = on_end
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -84,7 +79,6 @@ def needed_processes(ray: Any) -> dict[int, str]:
 
 
 def _agents(number: int) -> Iterator[tuple[int, str]]:
-    """Agents that a process has started."""
     with suppress(psutil.Error):
         for child in psutil.Process(number).children():
             if is_agent(child.cmdline()):
@@ -141,7 +135,6 @@ class RayConnection:
     ) -> None:
         """
         Args:
-            address: of a running cluster; None starts an embedded one, which ends with ``close``.
             num_cpus: CPU slots of an embedded cluster, for more workers than cores.
             on_end: called from a thread with what of an embedded cluster has ended too early; None for
                 nothing.
@@ -215,9 +208,6 @@ class RayConnection:
 
 def _check_limits(root: Path) -> None:
     """See that an embedded Ray may start: where it may not, it takes minutes to fail, and does not say why.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
 
     Raises:
         OptionError: a limit of the user or the container is too low.

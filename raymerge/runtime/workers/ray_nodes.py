@@ -32,7 +32,6 @@ class Nodes:
     def __init__(self, ray: Any, *, is_here: bool) -> None:
         """
         Args:
-            ray: the ray module, connected or about to be.
             is_here: whether all nodes are this machine.
         """
         self._ray = ray
@@ -48,7 +47,6 @@ class Nodes:
         }
 
     def is_alive(self, node: str) -> bool:
-        """Whether a node is there, as far as Ray knows."""
         return any(each["NodeID"] == node for each in self._alive())
 
     def oom_kills(self, node: str) -> int | None:
@@ -71,11 +69,7 @@ class Nodes:
         return {node: Sight(names[node], *answers.get(node, silent)) for node in nodes}
 
     def begin_sight(self, node: str, files: Sequence[SourceFile], place: Path | None) -> Any:
-        """Ask one node the same while parts are done, when the place itself is there.
-
-        Returns:
-            A reference to the answer, for ``sight``.
-        """
+        """Ask one node the same while parts are done, when the place itself is there."""
         inside = None if place is None else f"{place}{os.sep}."
         return self._asked(_look, node, tuple(files), inside)
 
@@ -91,7 +85,6 @@ class Nodes:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _asked(self, question: Callable[..., Any], node: str, *arguments: Any) -> Any:
-        """A reference to what a node answers."""
         where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         asked = self._ray.remote(question).options(num_cpus=0, scheduling_strategy=where)
         return asked.remote(*arguments)
@@ -184,12 +177,7 @@ class NodeSurvey:
     ) -> None:
         """
         Args:
-            ray: the ray module.
-            nodes: asked what they see.
-            work: what is done.
-            placement: where its parts may be done, of the nodes that were surveyed.
             surveyed: their ids; None where all nodes are one machine, and there is nothing to ask.
-            on_event: told of nodes that are of no use.
         """
         self._ray = ray
         self._nodes = nodes
@@ -201,7 +189,6 @@ class NodeSurvey:
 
     @property
     def placement(self) -> Placement:
-        """Where parts may be done, as far as that is known by now."""
         return self._placement
 
     def meet(self, node: str) -> None:
@@ -234,7 +221,6 @@ class NodeSurvey:
 _TELLINGS = 2
 """Looks in a row at which it must be so: between two of them the autoscaler has looked again."""
 _NAMES = ("CPU", "GPU")
-"""What Ray calls what a worker needs."""
 _HEAD = "node:__internal_head__"
 """What Ray says that the node has which never goes."""
 _REPLY_SECONDS = 5
@@ -247,9 +233,6 @@ class Demand:
     def __init__(self, ray: Any, *, cpus: int, gpus: int, lack: str) -> None:
         """
         Args:
-            ray: the ray module, connected.
-            cpus: CPU slots of a worker.
-            gpus: GPUs of it.
             lack: what it needs and what the cluster has, for the message.
         """
         self._ray = ray

@@ -20,7 +20,6 @@ from raymerge.runtime.workers.worker import MergeWorker
 from raymerge.runtime.workers.worker_group import WorkerGroup
 
 _READY_SECONDS = 120.0
-"""How long a worker may take to start, or to take up work."""
 _GROWTH_SECONDS = 1800.0
 """How long the first worker may take on a cluster that has no room yet, and adds machines."""
 
@@ -39,11 +38,7 @@ class RayPool:
     ) -> None:
         """
         Args:
-            options: how many workers, on what, and where.
-            on_event: told of lost workers.
-            worker: class of the actors.
             parts: of the work; no more workers are started. None while nobody knows how many there will be.
-            ready_seconds: how long a worker may take to start, or to take up work.
         """
         if parts is not None:
             workers = None if options.workers is None else max(1, min(options.workers, parts))
@@ -65,36 +60,29 @@ class RayPool:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of the workers."""
         return tuple(actor.name for actor in self.group.actors)
 
     @property
     def device(self) -> str:
-        """Kind of device."""
         return self.group.numerics.get("device", "cpu")
 
     @property
     def threads(self) -> int:
-        """Threads of each worker that compute at once."""
         return self._layout.threads
 
     @property
     def device_reason(self) -> str:
-        """Why they compute on it, where there was a choice."""
         return self._device_reason
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What bytes may depend on."""
         return self.group.numerics
 
     @property
     def stage_numerics(self) -> dict[str, str]:
-        """What the bytes of a stage's result may depend on."""
         return {**self.group.numerics, **self.group.kernels}
 
     def start(self) -> None:
-        """Connect, and start the workers unless ``settle`` does; see ``Pool.start``."""
         self._connection.open()
         gpus = self._usable_gpus()
         if gpus and self._options.device == "auto":
@@ -104,7 +92,6 @@ class RayPool:
             self._fill()
 
     def settle(self, choose: Callable[[], DeviceChoice]) -> None:
-        """Start the workers on GPUs or on processors; see ``Pool.settle``."""
         gpus, self._open_gpus = self._open_gpus, 0
         if not gpus:
             return
@@ -137,11 +124,9 @@ class RayPool:
             self._station()
 
     def conclude(self) -> None:
-        """The next work is the last one; see ``Pool.conclude``."""
         self._is_last = True
 
     def run(self, work: Work, numbers: Sequence[int], stop: Stop) -> Generator[Receipts, None, None]:
-        """Keep every worker busy with a bounded number of parts; see ``Pool.run``."""
         growing = self._options.growing
         if growing:
             # They join once there is room for them; that they wait is what has the cluster grow.
@@ -173,7 +158,6 @@ class RayPool:
                     self.group.give_up(actor)
 
     def close(self) -> None:
-        """End the workers, and the cluster if it is ours."""
         self.group.dismiss()
         self._connection.close()
 
@@ -206,7 +190,6 @@ class RayPool:
         return f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
 
     def _machines(self) -> list[Machine]:
-        """The machines of the cluster."""
         return list(self._nodes.machines().values())
 
     def _check_reach(self, work: Work) -> None:

@@ -28,9 +28,7 @@ class Machine:
     """What a machine of a cluster has."""
 
     cores: int
-    """CPU slots."""
     gpus: int = 0
-    """GPUs."""
 
     def room(self, threads: int, *, with_gpu: bool) -> int:
         """Workers of so many threads that it has room for; each with a GPU of its own, or without."""
@@ -43,9 +41,7 @@ class Layout:
     """How the cores of machines are shared out."""
 
     workers: int
-    """Workers."""
     threads: int
-    """Threads of each worker that compute at once."""
 
     @property
     def cores(self) -> int:
@@ -63,7 +59,6 @@ def layout_of(options: RunOptions, machines: Sequence[int], gpus: int) -> Layout
     begun there.
 
     Args:
-        options: what the user asks for.
         machines: CPU cores of each machine.
         gpus: GPUs that there are workers for, on all machines together; 0 to compute on processors.
     """
@@ -133,11 +128,7 @@ def no_gpu(machines: Sequence[Machine]) -> Problem:
 
 
 def cores_here(root: Path = Path("/")) -> int:
-    """CPU cores that this process may keep busy, by its affinity and the quotas of its control groups.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    """CPU cores that this process may keep busy, by its affinity and the quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, round(min((cores, *core_quotas(root)))))
 
@@ -183,10 +174,7 @@ def fit_budget(plan: Plan, options: RunOptions, *, beside: int = 0, is_far: bool
     Where the user does not say, a plan that needs more than is usual gets it, if this machine has it.
 
     Args:
-        plan: what is to be made.
-        options: how to run.
         beside: bytes that each lane takes to upload what it makes.
-        is_far: whether sources are read from servers.
 
     Raises:
         OptionError: the plan needs more than the budget; the message names the tensor and the least budget.
@@ -232,9 +220,7 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) ->
     machine has it to spare.
 
     Args:
-        options: how to run.
         least: bytes without which no unit can be done.
-        num_units: units of the stage; no more workers than that are busy.
         title: what messages call the stage.
 
     Raises:
@@ -279,27 +265,17 @@ def check_free(options: RunOptions) -> None:
 
 
 def usual_budget(options: RunOptions, free: int) -> int:
-    """Half of the free memory, shared out, and no more than helps; in bytes.
-
-    Args:
-        options: how many workers there are, and where.
-        free: bytes of memory that are free on this machine.
-    """
+    """Half of the free memory, shared out, and no more than helps; in bytes."""
     if options.address is not None:
         return _CLUSTER_BUDGET
     return max(SMALLEST_BUDGET, min(_USUAL_BUDGET, free // 2 // num_workers(options)))
 
 
 def num_workers(options: RunOptions) -> int:
-    """Workers that a run on this machine has at most."""
     return max(layout.workers for layout in local_layouts(options))
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and its children may still use: of the machine's, and of its control groups'.
-
-    Args:
-        root: where the system's ``proc`` and ``sys`` are.
-    """
+    """Bytes that this process and its children may still use, of the machine and its control groups."""
     machine = int(psutil.virtual_memory().available)
     return max(0, min((machine, *memory_rooms(root))))

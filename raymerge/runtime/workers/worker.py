@@ -36,7 +36,6 @@ class Heartbeat:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Count what this thread takes meanwhile."""
         own = threading.get_ident()
         with self._lock:
             self._threads[own] = _taken(own)

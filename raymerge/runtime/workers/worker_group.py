@@ -23,9 +23,6 @@ def ready_answers(
     """What workers answer when they are ready.
 
     Args:
-        ray: the ray module.
-        references: to the answers.
-        seconds: that they may take.
         look: called every few seconds until they are there; it may raise. None for nothing.
 
     Returns:
@@ -81,9 +78,7 @@ class Actor:
     """One worker, as the driver knows it."""
 
     name: str
-    """In receipts and messages."""
     handle: Any
-    """Ray's."""
     node: str = ""
     """Id of its node; "" until it has answered."""
     oom_kills: int | None = None
@@ -95,9 +90,7 @@ class Actor:
     heartbeat_ref: Any = None
     """Reference to the answer; None where it was not asked for its heartbeat, or has answered."""
     asked_at: float = 0.0
-    """When it was asked last."""
     heartbeat: float | None = None
-    """What it answered last."""
     still_seconds: float = 0.0
     """For how long nothing was seen of its parts getting on."""
     idle_seconds: float = 0.0
@@ -116,9 +109,6 @@ class WorkerGroup:
     ) -> None:
         """
         Args:
-            connection: to Ray; opened before a worker is started.
-            worker: class of the actors.
-            options: how to run.
             ready_seconds: how long a worker may take to start, or to take up work.
         """
         self.actors: list[Actor] = []
@@ -134,15 +124,10 @@ class WorkerGroup:
 
     @property
     def ray(self) -> Any:
-        """The ray module."""
         return self._connection.ray
 
     def homes(self, machines: Mapping[str, Machine]) -> frozenset[str]:
-        """Nodes that have room for a worker, if they are empty.
-
-        Args:
-            machines: what each node has.
-        """
+        """Nodes that have room for a worker, if they are empty."""
         threads, has_gpu = self._layout.threads, self._has_gpu
         return frozenset(
             node for node, machine in machines.items() if machine.room(threads, with_gpu=has_gpu)
@@ -163,7 +148,6 @@ class WorkerGroup:
         """Start workers, and see that they are equal to those that are there.
 
         Args:
-            count: how many.
             on: ids of the nodes that they may be on, one for each of them; empty for any.
             seconds: how long they may take; None for as long as any worker.
             look: called every few seconds while they are waited for; it may raise. None for nothing.
@@ -192,12 +176,7 @@ class WorkerGroup:
         raise not_started(self.ready_seconds, "their answers got lost")
 
     def spawn(self, *, on: Collection[str] = (), off: Collection[str] = ()) -> Actor:
-        """A new worker that may not have begun yet, and is not one of ``actors`` so far.
-
-        Args:
-            on: ids of the nodes that it may be on; empty for any.
-            off: ids of nodes that it may not be on.
-        """
+        """A new worker that may not have begun yet, and is not one of ``actors`` so far."""
         name = f"worker-{self._spawned}"
         self._spawned += 1
         options: dict[str, Any] = {
@@ -223,8 +202,6 @@ class WorkerGroup:
         """Note what a worker says of itself.
 
         Args:
-            actor: the worker.
-            answer: of ``ready`` or ``open``.
             kernels: whether what stages depend on must be equal too.
 
         Raises:
@@ -250,7 +227,6 @@ class WorkerGroup:
         self.actors.remove(actor)
 
     def dismiss(self) -> None:
-        """End all workers."""
         for actor in tuple(self.actors):
             self.give_up(actor)
 
