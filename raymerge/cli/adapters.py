@@ -1,39 +1,150 @@
-"""What commands say of an adapter that they made."""
+"""Commands that make an adapter: ``raymerge extract-lora``, and ``submit`` where a recipe merges adapters."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.render.screen import counted, heading, make_table, printable
+from raymerge.cli.messages import command
+from raymerge.cli.render.screen import (
+    counted,
+    heading,
+    make_console,
+    own_stdout,
+    printable,
+    put_json,
+    show_table,
+)
+from raymerge.errors import OptionError, Problem
+from raymerge.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.runtime.workers.importing import heavy_imports
+from raymerge.units import format_size
 
 if TYPE_CHECKING:
+    from typing import IO
+
     from raymerge.api import Combination, Extraction, ModuleReport
+    from raymerge.cli.running import Request
     from raymerge.lora import OnModule
 
 _NAMES_SHOWN = 3
 
-Fact = tuple[str, str]
+
+@command
+def extract_lora(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The trained model.")],
+    *,
+    base: Annotated[str, typer.Option("--base", metavar="BASE", help="The model that it was trained from.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="OUT", help="Directory of the new adapter.")
+    ],
+    rank: Annotated[int, typer.Option(metavar="N", help="Largest rank of a matrix.")] = 32,
+    energy: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Share of a change that is enough, like 0.99.")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Take only tensors of such names.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Leave out tensors of such names.")
+    ] = None,
+    embeddings: Annotated[
+        Literal["adapter", "full", "skip"],
+        typer.Option(help="Embedding and head: factors, saved whole, or left out."),
+    ] = "full",
+    rest: Annotated[
+        Literal["full", "skip"],
+        typer.Option(help="Norms, biases, routers, fused experts: saved whole, or left out."),
+    ] = "full",
+    device: Annotated[Device, typer.Option(help="Where the arithmetic runs.")] = "auto",
+    modules: Annotated[bool, typer.Option("--modules", help="List every module, one line each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Give the report as JSON.")] = False,
+) -> int:
+    """Write what a model changed of its base as a LoRA adapter that peft loads."""
+    with heavy_imports():
+        from raymerge.api import ExtractOptions, Limits, Selection, extract_lora
+
+    selection = Selection(tuple(include or ()), tuple(exclude or ()), embeddings, rest)
+    options = ExtractOptions(Limits(rank, energy), selection, device)
+    with own_stdout() as stdout, told_modules(make_console(sys.stderr), "reading headers") as tell:
+        made = extract_lora(model, base, output, options, on_module=tell)
+    if as_json:
+        put_json(stdout, _adapter_json(made))
+    else:
+        _show_adapter(make_console(stdout), made, _extraction_facts(made), modules=modules)
+    return 0
 
 
-def adapter_json(made: Extraction | Combination) -> dict[str, Any]:
-    """JSON form of the report; modules with the share of their change that is in the adapter."""
-    listed = [{**asdict(module), "energy": module.energy} for module in made.modules]
-    return {**asdict(made), "modules": listed}
+def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
+    yield _factors(made.modules)
+    yield "saved whole", _listed(made.saved)
+    if made.biases:
+        yield "biases", _listed(made.biases)
+    yield "unchanged", counted(made.num_unchanged, "module")
+    yield "left out", _listed([f"{each.name} ({each.reason})" for each in made.left_out])
+    yield _least_energy(made.modules)
+    yield "error", f"{made.relative_error:.4f} of the length of the whole change"
+    yield "size", format_size(made.nbytes)
+
+
+def submit_adapters(request: Request, stdout: IO[str]) -> int:
+    """Merge the adapters of a recipe, and show the result; returns the exit code.
+
+    Raises:
+        OptionError: with all options that such a merge cannot honour.
+    """
+    from raymerge.api import merge_adapters
+
+    if problems := list(_unusable(request.options)):
+        raise OptionError(problems)
+    with told_modules(make_console(sys.stderr), "merging the adapters") as tell:
+        made = merge_adapters(request.recipe, request.output, request.options, on_module=tell)
+    if request.as_json:
+        put_json(stdout, {"event": "adapter_merged", **_adapter_json(made)})
+    else:
+        _show_adapter(make_console(stdout), made, _combination_facts(made))
+    return 0
+
+
+def _unusable(options: RunOptions) -> Iterator[Problem]:
+    reasons = {
+        "workers": "is done by one process",
+        "device": "is computed on the CPU",
+        "address": "is done in this process, on no cluster",
+        "patience": "has no workers that could hang",
+        "scratch": "uploads nothing",
+        "steps": "makes nothing on its way",
+        "keep_intermediates": "makes nothing on its way",
+    }
+    harmless = {"workers": (None, 1), "device": ("auto", "cpu"), "patience": (USUAL_PATIENCE,)}
+    for name, reason in reasons.items():
+        if getattr(options, name) not in harmless.get(name, (None, False)):
+            option = f"--{name.replace('_', '-')}"
+            yield Problem(option, f"a merge of adapters {reason}.", f"Drop {option}.")
+    if options.replace:
+        what = "a merge of adapters replaces nothing: its output place must be absent or empty."
+        yield Problem("--replace", what, "Drop it; choose another -o, or remove what is there first.")
+
+
+def _combination_facts(made: Combination) -> Iterator[tuple[str, str]]:
+    yield _factors(made.modules)
+    if made.saved:
+        yield "saved whole", _listed(made.saved)
+    yield _least_energy(made.modules)
+    yield "error", f"{made.relative_error:.4f} of the length of the merged change"
+    yield "size", format_size(made.nbytes)
 
 
 @contextmanager
 def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
-    """A line that says which module is done, ``3 of 42 modules``; it stands on a terminal only, and goes.
-
-    Args:
-        beginning: what it says until the first module is done.
-    """
+    """A line that says which module is done, ``3 of 42 modules``; it stands on a terminal only, and goes."""
     done = 0
     with console.status(printable(beginning)) as status:
 
@@ -46,40 +157,44 @@ def told_modules(console: Console, beginning: str) -> Iterator[OnModule]:
         yield tell
 
 
-def show_adapter(
-    console: Console, made: Extraction | Combination, facts: Iterable[Fact], *, modules: bool = False
+def _adapter_json(made: Extraction | Combination) -> dict[str, Any]:
+    """JSON form of the report; modules with the share of their change that is in the adapter."""
+    listed = [{**asdict(module), "energy": module.energy} for module in made.modules]
+    return {**asdict(made), "modules": listed}
+
+
+def _show_adapter(
+    console: Console,
+    made: Extraction | Combination,
+    facts: Iterable[tuple[str, str]],
+    *,
+    modules: bool = False,
 ) -> None:
-    """Print the report."""
     console.print(heading(f"Adapter in {made.output}"))
-    console.print()
-    console.print(make_table(("", ""), list(facts)))
+    show_table(console, ("", ""), facts)
     if modules:
         rows = [(each.name, str(each.rank), f"{each.energy:.4f}") for each in made.modules]
-        console.print()
-        console.print(make_table(("module", "rank", "energy"), rows, numbers=(1, 2)))
+        show_table(console, ("module", "rank", "energy"), rows, numbers=(1, 2))
     for note in made.notes:
         console.print()
         console.print(Text(printable(note)))
 
 
-def factors_fact(modules: Sequence[ModuleReport]) -> Fact:
+def _factors(modules: Sequence[ModuleReport]) -> tuple[str, str]:
     """How many modules have factors, and their ranks."""
     ranks = [module.rank for module in modules]
     least, most = min(ranks), max(ranks)
-    return (
-        "factors",
-        f"{counted(len(ranks), 'module')}, rank {most if least == most else f'{least} to {most}'}",
-    )
+    shown = f"{most}" if least == most else f"{least} to {most}"
+    return "factors", f"{counted(len(ranks), 'module')}, rank {shown}"
 
 
-def energy_fact(modules: Sequence[ModuleReport]) -> Fact:
+def _least_energy(modules: Sequence[ModuleReport]) -> tuple[str, str]:
     """The module of whose change the least share is in the adapter."""
     least = min(modules, key=lambda module: module.energy)
     return "energy", f"at least {least.energy:.4f} of a module's change, in {least.name}"
 
 
-def listed(names: Iterable[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """How many there are, and the first few."""
-    every = list(names)
-    more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
-    return f"{len(every)}: {', '.join(every[:_NAMES_SHOWN])}{more}" if every else "none"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:_NAMES_SHOWN])}{more}" if names else "none"

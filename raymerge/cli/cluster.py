@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from raymerge.cli.messages import guarded
+from raymerge.cli.messages import command
 from raymerge.cli.render.screen import own_stdout
 from raymerge.cli.runs import sent_place
 from raymerge.errors import OptionError, Problem
@@ -30,6 +30,7 @@ def make_cluster_app() -> typer.Typer:
     return app
 
 
+@command
 def render(
     profile: Annotated[str, typer.Argument(metavar="PROFILE", help="Where and how to run, as YAML.")],
     *,
@@ -40,24 +41,19 @@ def render(
     directory: Annotated[
         str | None, typer.Option("--output", "-o", metavar="DIR", help="Write a file for each object there.")
     ] = None,
-) -> None:
+) -> int:
     """Print the objects that a submission would make, for kubectl apply; ask no server."""
+    from raymerge.deploy.manifests import as_yaml
+    from raymerge.deploy.profiles import load_profile
 
-    def verb() -> int:
-        from raymerge.deploy.profiles import load_profile
-
-        wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
-        manifests = _manifests(load_profile(profile), wanted, recipe)
-        if directory is None:
-            from raymerge.deploy.manifests import as_yaml
-
-            with own_stdout() as stdout:
-                stdout.write(as_yaml(manifests))
-        else:
-            _write(manifests, Path(directory))
-        return 0
-
-    raise typer.Exit(guarded(verb, as_json=False))
+    wanted: Kind = kind or ("raycluster" if recipe is None else "rayjob")
+    manifests = _manifests(load_profile(profile), wanted, recipe)
+    if directory is None:
+        with own_stdout() as stdout:
+            stdout.write(as_yaml(manifests))
+    else:
+        _write(manifests, Path(directory))
+    return 0
 
 
 def _cluster() -> None:

@@ -7,25 +7,23 @@ from typing import Annotated
 
 import typer
 
-from raymerge.cli.messages import guarded
-from raymerge.cli.options import read_memory
-from raymerge.cli.render.screen import MODEL_HELP, make_console, own_stdout
-from raymerge.cli.running import (
+from raymerge.cli.messages import command
+from raymerge.cli.options import (
+    MODEL_HELP,
     Address,
-    AsJson,
-    DeviceChoice,
+    DeviceFlag,
     DryRun,
+    EventsAsJson,
     Inline,
     Memory,
+    Patience,
     Replace,
-    Request,
-    RetryPolicy,
     Threads,
     Workers,
-    rehearse,
-    run,
-    terminable,
+    read_memory,
 )
+from raymerge.cli.render.screen import make_console, own_stdout
+from raymerge.cli.running import Request, rehearse, run, terminable
 from raymerge.options import USUAL_PATIENCE, RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
 
@@ -36,6 +34,7 @@ _TO_HELP = (
 )
 
 
+@command
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
@@ -46,29 +45,25 @@ def convert(
     workers: Workers = None,
     threads: Threads = None,
     memory: Memory = None,
-    device: DeviceChoice = "auto",
+    device: DeviceFlag = None,
     address: Address = None,
     inline: Inline = False,
-    patience: RetryPolicy = USUAL_PATIENCE,
+    patience: Patience = None,
     replace: Replace = False,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+    as_json: EventsAsJson = False,
+) -> int:
     """Store a model's numbers in other formats, verify and publish: a merge of one model.
 
     A stopped run goes on by the same command.
     """
+    budget, still = read_memory(memory), USUAL_PATIENCE if patience is None else patience
+    options = RunOptions(
+        workers, budget, device or "auto", address, inline, replace, threads=threads, patience=still
+    )
+    with own_stdout() as stdout, terminable() as ending:
+        with make_console(sys.stderr).status("reading headers"), heavy_imports():
+            from raymerge.api import conversion
 
-    def verb() -> int:
-        budget = read_memory(memory)
-        options = RunOptions(
-            workers, budget, device, address, inline, replace, threads=threads, patience=patience
-        )
-        with own_stdout() as stdout, terminable() as ending:
-            with make_console(sys.stderr).status("reading headers"), heavy_imports():
-                from raymerge.api import conversion
-
-            request = Request(conversion(model, to), f"converting {model}", output, options, as_json)
-            return rehearse(request, stdout) if dry_run else run(request, stdout, ending)
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
+        request = Request(conversion(model, to), f"converting {model}", output, options, as_json)
+        return rehearse(request, stdout) if dry_run else run(request, stdout, ending)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from raymerge.cli.messages import guarded
-from raymerge.cli.options import ProfileFile, reached
+from raymerge.cli.messages import command
+from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
 from raymerge.cli.render.screen import (
-    MODEL_HELP,
     counted,
     heading,
     make_console,
@@ -20,6 +20,7 @@ from raymerge.cli.render.screen import (
     own_stdout,
     printable,
     put_json,
+    show_table,
 )
 from raymerge.runtime.workers.importing import heavy_imports
 
@@ -29,18 +30,12 @@ if TYPE_CHECKING:
 _SHOWN = 10
 _STATUSES = ("equal", "same_numbers", "different", "only_a", "only_b")
 _TITLES = (
-    "role",
-    "equal",
-    "same numbers",
-    "different",
-    "only A",
-    "only B",
-    "rel. error",
-    "max abs",
-    "cosine",
+    *("role", "equal", "same numbers", "different", "only A", "only B"),
+    *("rel. error", "max abs", "cosine"),
 )
 
 
+@command
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=MODEL_HELP)],
     b: Annotated[str, typer.Argument(metavar="B", help=MODEL_HELP)],
@@ -50,23 +45,15 @@ def diff(
         typer.Option(metavar="N", help="Tensors compared at once; by default the cores, at most 8."),
     ] = None,
     profile: ProfileFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
-) -> None:
+    as_json: AllAsJson = False,
+) -> int:
     """Compare two checkpoints, whatever files and layouts they lie in; the exit code is 0 if they are equal,
     else 2."""
-
-    def verb() -> int:
-        return _diff(reached(a, profile), reached(b, profile), threads, as_json=as_json)
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
-
-
-def _diff(a: str, b: str, threads: int | None, *, as_json: bool) -> int:
     with heavy_imports():
         from raymerge.api import diff
 
     with own_stdout() as stdout:
-        found = diff(a, b, threads=threads)
+        found = diff(reached(a, profile), reached(b, profile), threads=threads)
     if as_json:
         put_json(stdout, found.to_json())
     else:
@@ -86,16 +73,16 @@ def _show(console: Console, found: Comparison) -> None:
         )
         for role in found.roles
     ]
-    console.print()
     # What no role has would leave a terminal of 80 columns no room for their names.
     wanted = [index for index in range(len(_TITLES)) if any(row[index] for row in rows)]
     told = [[row[index] for index in wanted] for row in rows]
     titles = [_TITLES[index] for index in wanted]
-    console.print(make_table(titles, told, numbers=range(1, len(titles))))
+    show_table(console, titles, told, numbers=range(1, len(titles)))
+    files = found.companions
     for title, lines in (
         ("tensors", list(_tensors(found))),
         ("config.json", [(field.path, field.a, field.b) for field in found.config]),
-        ("companions", [(key, status.replace("_", " "), "") for key, status in _files(found)]),
+        ("companions", [(key, each.replace("_", " "), "") for key, each in files.items() if each != "equal"]),
     ):
         if lines:
             console.print()
@@ -105,15 +92,13 @@ def _show(console: Console, found: Comparison) -> None:
 
 def _tensors(found: Comparison) -> Iterator[tuple[str, str, str]]:
     """The tensors that differ most, and how many more do."""
-    ranked = sorted(found.tensors, key=_rank)
+    # What cannot be compared by numbers first, then the largest errors.
+    ranked = sorted(
+        found.tensors, key=lambda each: -(each.relative_error if each.relative_error is not None else inf)
+    )
     yield from ((tensor.name, tensor.status.replace("_", " "), _told(tensor)) for tensor in ranked[:_SHOWN])
     if len(ranked) > _SHOWN:
         yield f"and {counted(len(ranked) - _SHOWN, 'tensor')} more; --json lists all", "", ""
-
-
-def _rank(tensor: ComparedTensor) -> float:
-    """What cannot be compared by numbers first, then the largest errors."""
-    return float("-inf") if tensor.relative_error is None else -tensor.relative_error
 
 
 def _told(tensor: ComparedTensor) -> str:
@@ -125,10 +110,6 @@ def _told(tensor: ComparedTensor) -> str:
     error = "" if tensor.relative_error is None else f", relative error {_figure(tensor.relative_error)}"
     lost = f", {tensor.num_not_finite} not finite" if tensor.num_not_finite else ""
     return f"{stored}{error}{lost}"
-
-
-def _files(found: Comparison) -> Iterator[tuple[str, str]]:
-    return ((key, status) for key, status in found.companions.items() if status != "equal")
 
 
 def _figure(value: float | None) -> str:

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from raymerge.cli.messages import guarded
-from raymerge.cli.options import ProfileFile, reached
-from raymerge.cli.render.screen import (
-    MODEL_HELP,
-    counted,
-    heading,
-    make_console,
-    make_table,
-    named,
-    own_stdout,
-    put_json,
-)
+from raymerge.cli.messages import command
+from raymerge.cli.options import MODEL_HELP, AllAsJson, ProfileFile, reached
+from raymerge.cli.render.screen import counted, heading, make_console, named, own_stdout, put_json, show_table
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.units import format_size
 
 if TYPE_CHECKING:
-    from raymerge.planner.inspection import ExpertLayout, Group, Inspection, QuantisedGroup, Tie
+    from raymerge.architectures import Stack
+    from raymerge.planner.inspection import ExpertLayout, Inspection, QuantisedGroup, Tie
 
 _FILES_SHOWN = 8
 
 
+@command
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     *,
     profile: ProfileFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
-) -> None:
+    as_json: AllAsJson = False,
+) -> int:
     """Show what a checkpoint holds: roles, dtypes, layers, experts."""
-    raise typer.Exit(guarded(lambda: _inspect(reached(model, profile), as_json=as_json), as_json=as_json))
-
-
-def _inspect(model: str, *, as_json: bool) -> int:
     with heavy_imports():
         from raymerge.api import inspect
 
     with own_stdout() as stdout:
-        found = inspect(model)
+        found = inspect(reached(model, profile))
     if as_json:
         put_json(stdout, found.to_json())
     else:
@@ -54,38 +42,24 @@ def _inspect(model: str, *, as_json: bool) -> int:
 
 
 def _show(console: Console, found: Inspection) -> None:
-
     kind = ", ".join(found.architectures) or found.model_type or "of no named architecture"
     console.print(heading(found.name, note=kind))
     files = counted(len(found.files), "file")
     console.print(f"{counted(found.tensors, 'tensor')}, {format_size(found.nbytes)} in {files}")
     for title, groups in (("role", found.roles), ("dtype", found.dtypes)):
         if groups:
-            console.print()
-            console.print(_group_table(title, groups))
+            rows = [(group.name, str(group.tensors), format_size(group.nbytes)) for group in groups]
+            show_table(console, (title, "tensors", "bytes"), rows, numbers=(1, 2))
     if found.quantised:
-        console.print()
-        console.print(_quantised_table(found.quantised))
-    console.print()
-    console.print(make_table(("", ""), list(_facts(found))))
+        titles = ("quantised as", "block", "scales", "tensors", "bytes", "bits a weight")
+        show_table(console, titles, map(_quantised, found.quantised), numbers=(3, 4, 5))
+    show_table(console, ("", ""), _facts(found))
 
 
-def _group_table(title: str, groups: Sequence[Group]) -> Table:
-
-    rows = [(group.name, str(group.tensors), format_size(group.nbytes)) for group in groups]
-    return make_table((title, "tensors", "bytes"), rows, numbers=(1, 2))
-
-
-def _quantised_table(groups: Sequence[QuantisedGroup]) -> Table:
-    rows = [
-        (
-            group.name, _block(group.block), _scales(group), str(group.tensors), format_size(group.nbytes),
-            "" if group.bits_per_weight is None else f"{group.bits_per_weight:.4g}",
-        )
-        for group in groups
-    ]  # fmt: skip
-    titles = ("quantised as", "block", "scales", "tensors", "bytes", "bits a weight")
-    return make_table(titles, rows, numbers=(3, 4, 5))
+def _quantised(group: QuantisedGroup) -> tuple[str, ...]:
+    scales = f"{group.scales}, 2^n" if group.power_of_two else group.scales
+    bits = "" if group.bits_per_weight is None else f"{group.bits_per_weight:.4g}"
+    return group.name, _block(group.block), scales, str(group.tensors), format_size(group.nbytes), bits
 
 
 def _block(block: tuple[int, int] | None) -> str:
@@ -98,48 +72,47 @@ def _block(block: tuple[int, int] | None) -> str:
     return f"{rows}x{columns}"
 
 
-def _scales(group: QuantisedGroup) -> str:
-    return f"{group.scales}, 2^n" if group.power_of_two else group.scales
-
-
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
-    """Everything that is no table, with its label once."""
-    for position, stack in enumerate(found.stacks):
-        main = " (the decoder's)" if stack.is_main else ""
-        yield "" if position else "layers", f"{stack.num_layers} in {stack.prefix or 'the top'}{main}"
+    """Everything that is no table."""
+    yield from _labelled("layers", map(_stack, found.stacks))
     if found.experts:
-        for position, layout in enumerate(found.experts):
-            yield "" if position else "experts", _experts(layout)
+        yield from _labelled("experts", map(_experts, found.experts))
         yield "shared experts", _in_layers(found.shared_expert_layers)
     yield "head", _tie(found.tie)
     yield "quantisation", _quantisation(found)
     yield "MTP", _in_layers(found.mtp_layers)
-    yield from _file_facts(found)
+    yield from _labelled("files", _files(found))
     yield "companions", ", ".join(found.companions) or "none"
-    yield from _left_out_facts(found)
-    for position, note in enumerate(found.notes):
-        yield "" if position else "notes", note
+    yield from _labelled("left out", _left_out(found))
+    yield from _labelled("notes", found.notes)
 
 
-def _file_facts(found: Inspection) -> Iterator[tuple[str, str]]:
+def _labelled(label: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The label stands once, beside the first line."""
+    return (("" if number else label, line) for number, line in enumerate(lines))
 
+
+def _stack(stack: Stack) -> str:
+    main = " (the decoder's)" if stack.is_main else ""
+    return f"{stack.num_layers} in {stack.prefix or 'the top'}{main}"
+
+
+def _files(found: Inspection) -> Iterator[str]:
     shown = found.files if len(found.files) <= _FILES_SHOWN else found.files[: _FILES_SHOWN - 1]
-    for position, file in enumerate(shown):
-        yield "" if position else "files", f"{file.key}  {format_size(file.nbytes)}"
+    for file in shown:
+        yield f"{file.key}  {format_size(file.nbytes)}"
     if len(shown) < len(found.files):
-        yield "", f"and {len(found.files) - len(shown)} more"
+        yield f"and {len(found.files) - len(shown)} more"
 
 
-def _left_out_facts(found: Inspection) -> Iterator[tuple[str, str]]:
+def _left_out(found: Inspection) -> Iterator[str]:
     """Files that a merge does without, by rule."""
     from raymerge.planner.explain import left_out_lines
 
-    for position, line in enumerate(left_out_lines(found.left_out, 0)):
-        what = (
-            f"{line.rule} ({line.reason})" if line.rule else "weights that no rule is about, a merge refuses"
-        )
-        size = f"{named(line.examples, line.files)}, {format_size(line.nbytes)}"
-        yield "" if position else "left out", f"{what}: {size}"
+    for line in left_out_lines(found.left_out, 0):
+        refused = "weights that no rule is about, a merge refuses"
+        what = f"{line.rule} ({line.reason})" if line.rule else refused
+        yield f"{what}: {named(line.examples, line.files)}, {format_size(line.nbytes)}"
 
 
 def _experts(layout: ExpertLayout) -> str:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
+from raymerge.cli.adapters import extract_lora
 from raymerge.cli.cluster import make_cluster_app
 from raymerge.cli.convert import convert
 from raymerge.cli.diff import diff
-from raymerge.cli.extract_lora import extract_lora
 from raymerge.cli.inspect import inspect
 from raymerge.cli.messages import guarded
 from raymerge.cli.methods import methods

@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -28,6 +30,8 @@ from raymerge.errors import (
 )
 from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
 from raymerge.storage.retry import OUT_OF_ROOM
+
+P = ParamSpec("P")
 
 STOPPED = 3
 """Exit code of what was stopped before its end."""
@@ -89,6 +93,16 @@ def guarded(
     if failure.is_final:
         when_final()
     return failure.exit_code
+
+
+def command(verb: Callable[P, int]) -> Callable[P, None]:
+    """A verb as typer calls it: the process ends with its exit code, whatever it raises is shown."""
+
+    @wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise typer.Exit(guarded(lambda: verb(*args, **kwargs), as_json=bool(kwargs.get("as_json"))))
+
+    return run
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -8,67 +8,47 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from raymerge.cli.messages import guarded
+from raymerge.cli.messages import command
 from raymerge.cli.render.screen import heading, make_console, make_table
+from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
 
 if TYPE_CHECKING:
     from raymerge.methods import Method, Parameter
 
 
+@command
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this one.")] = None,
-) -> None:
+) -> int:
     """List the merge methods, or explain one."""
-    raise typer.Exit(guarded(lambda: _methods(name)))
+    with heavy_imports():
+        from raymerge.methods import methods
+        from raymerge.recipes import did_you_mean
 
-
-def _methods(name: str | None) -> int:
-
-    console = make_console(sys.stdout)
+    table, console = methods(), make_console(sys.stdout)
     if name is None:
-        _show_all(console)
-    else:
-        _show_one(console, _find(name))
+        rows = [(m.name, f"{m.base}", f"{m.access}", m.paper, m.summary) for m in table.values()]
+        console.print(make_table(("method", "base_model", "access", "arXiv", "what it does"), rows))
+        console.print("\n'raymerge methods NAME' shows a method's parameters.")
+        return 0
+    if name not in table:
+        hint = f"{did_you_mean(name, list(table))} raymerge has: {', '.join(table)}.".strip()
+        raise OptionError(Problem("methods", f"there is no method '{name}'.", hint))
+    _show_one(console, table[name])
     return 0
 
 
-def _find(name: str) -> Method:
-    with heavy_imports():
-        from raymerge.methods import methods
-    from raymerge.errors import OptionError, Problem
-    from raymerge.recipes import did_you_mean
-
-    found = methods().get(name)
-    if found is not None:
-        return found
-    known = list(methods())
-    hint = f"{did_you_mean(name, known)} raymerge has: {', '.join(known)}.".strip()
-    raise OptionError(Problem("methods", f"there is no method '{name}'.", hint))
-
-
-def _show_all(console: Console) -> None:
-    with heavy_imports():
-        from raymerge.methods import methods
-
-    rows = [(m.name, f"{m.base}", f"{m.access}", m.paper, m.summary) for m in methods().values()]
-    console.print(make_table(("method", "base_model", "access", "arXiv", "what it does"), rows))
-    console.print("\n'raymerge methods NAME' shows a method's parameters.")
-
-
 def _show_one(console: Console, method: Method) -> None:
-
     most = "any number" if method.max_sources is None else str(method.max_sources)
+    deltas = "the sources themselves" if method.takes.value == "weights" else "deltas: source minus base"
     console.print(heading(method.name))
     console.print(method.summary)
     console.print()
     facts = [
         ("base_model", method.base.value),
         ("sources", f"{method.min_sources} to {most}" if most != str(method.min_sources) else most),
-        (
-            "takes",
-            "the sources themselves" if method.takes.value == "weights" else "deltas: source minus base",
-        ),
+        ("takes", deltas),
         ("access", method.access.value),
         ("chance", "draws at random, decided by the recipe's seed" if method.random else "none"),
         ("paper", method.paper if method.paper == "-" else f"arXiv {method.paper}"),
@@ -86,14 +66,12 @@ def _show_one(console: Console, method: Method) -> None:
 
 
 def _default(parameter: Parameter) -> str:
+    value = parameter.default
     if parameter.required:
         return "required"
-    value = parameter.default
-    return (
-        {None: "-", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else (f"{value:g}")
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None else f"{value:g}"
 
 
 def _described(parameter: Parameter) -> str:

@@ -1,8 +1,8 @@
-"""Options of commands, and what a profile says in their place."""
+"""Options that several commands have, and what a profile says in their place."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -13,6 +13,53 @@ from raymerge.units import parse_size
 
 if TYPE_CHECKING:
     from raymerge.deploy.profiles import Profile
+
+# Brackets would be taken for markup.
+MODEL_HELP = "Directory of a checkpoint, or a Hub name: org/name or org/name@revision."
+RecipeFile: TypeAlias = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")]
+ProfileFile: TypeAlias = Annotated[
+    str | None, typer.Option("--profile", metavar="FILE", help="Where and how to run, as YAML.")
+]
+Workers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
+]
+Threads: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),
+]
+Memory: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
+]
+DeviceFlag: TypeAlias = Annotated[
+    Device | None, typer.Option(help="Where the arithmetic runs; auto where nothing says.")
+]
+Address: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
+]
+Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
+Patience: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help=f"A worker of Ray that does not get on for so long is replaced; {USUAL_PATIENCE:g} by default.",
+    ),
+]
+Replace: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--replace",
+        help="Replace what is at OUT, once the result is verified; in an object store before it begins.",
+    ),
+]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
+]
+EventsAsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
+AllAsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give everything as JSON.")]
+TargetChoice: TypeAlias = Annotated[
+    str | None, typer.Option("--target", metavar="T", help="local, cluster, job or kubernetes.")
+]
 
 
 def read_memory(memory: str | None) -> int | None:
@@ -26,19 +73,16 @@ def read_memory(memory: str | None) -> int | None:
     try:
         return parse_size(memory)
     except ValueError as error:
-        raise OptionError(
-            Problem("--memory", f"{error}.", "The memory of one worker is a number with a unit.")
-        ) from error
+        remedy = "The memory of one worker is a number with a unit."
+        raise OptionError(Problem("--memory", f"{error}.", remedy)) from error
 
 
-ProfileFile: TypeAlias = Annotated[
-    str | None, typer.Option("--profile", metavar="FILE", help="Where and how to run, as YAML.")
-]
+_IN_PROFILES = ("workers", "threads", "memory", "device", "patience", "scratch", "steps")
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What the command line says; None for what it does not."""
+    """What the command line says; None for what it does not. ``memory`` in bytes, ``patience`` in seconds."""
 
     workers: int | None = None
     threads: int | None = None
@@ -54,16 +98,8 @@ class Flags:
 
     def settings(self) -> dict[str, Any]:
         """Those that a profile may have too, as far as they are given."""
-        said = {
-            "workers": self.workers,
-            "threads": self.threads,
-            "memory": self.memory,
-            "device": self.device,
-            "patience": self.patience,
-            "scratch": self.scratch,
-            "steps": self.steps,
-        }
-        return {name: value for name, value in said.items() if value is not None}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: given[name] for name in _IN_PROFILES if given[name] is not None}
 
     def forwarded(self) -> tuple[str, ...]:
         """Those that no profile has, as a command line has them."""
@@ -72,25 +108,18 @@ class Flags:
 
 
 def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunOptions:
-    """How to run.
+    """How to run: by the flags, and by the profile where they say nothing.
 
     Raises:
         OptionError: an option cannot be honoured.
     """
-    said = {**profile.run.model_dump(exclude_none=True), **flags.settings()}
     return RunOptions(
-        workers=said.get("workers"),
-        memory=said.get("memory"),
-        device=said.get("device", "auto"),
+        **{**profile.run.model_dump(exclude_none=True), **flags.settings()},
         address=address,
         inline=flags.inline,
         replace=flags.replace,
         keep_intermediates=flags.keep_intermediates,
-        threads=said.get("threads"),
-        patience=said.get("patience", USUAL_PATIENCE),
         storage=profile.storage,
-        scratch=said.get("scratch"),
-        steps=said.get("steps"),
         growing=address is not None and profile.cluster.autoscaling,
         run=flags.run or "",
     )
@@ -146,6 +175,6 @@ def with_flags(profile: Profile, flags: Flags) -> Profile:
     try:
         return profile_from_mapping({**plain, "run": {**plain.get("run", {}), **given}})
     except ProfileError as error:
-        said = {f"profile: run.{name}": f"--{name.replace('_', '-')}" for name in given}
-        problems = (replace(each, where=said.get(each.where, each.where)) for each in error.problems)
+        names = {f"profile: run.{name}": f"--{name.replace('_', '-')}" for name in given}
+        problems = (replace(each, where=names.get(each.where, each.where)) for each in error.problems)
         raise ProfileError(problems) from error

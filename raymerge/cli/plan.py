@@ -1,56 +1,38 @@
-"""``raymerge plan``: what a merge would do, and everything that stands in its way."""
+"""``raymerge plan``: what a merge would do, how long it would take, and everything that stands in its way."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.options import ProfileFile, planned_options, read_memory
-from raymerge.cli.render.duplicates import group_lines, sized
-from raymerge.cli.render.screen import (
-    counted,
-    heading,
-    make_console,
-    make_table,
-    named,
-    own_stdout,
-    printable,
-)
-from raymerge.cli.simulate import (
-    check_memory,
-    in_hand,
-    misplaced,
-    read_cluster,
-    show_simulation,
-    show_total,
-    taken_for_recipe,
-)
+from raymerge.cli.messages import command, show_problems
+from raymerge.cli.options import AllAsJson, Memory, ProfileFile, RecipeFile, planned_options, read_memory
+from raymerge.cli.render.reports import Account, show_accounts
+from raymerge.cli.render.screen import make_console, own_stdout
+from raymerge.errors import OptionError, Problem
 from raymerge.runtime.workers.importing import heavy_imports
 from raymerge.storage.addresses import check_alone
-from raymerge.units import format_size
+from raymerge.units import parse_size
 
 if TYPE_CHECKING:
     from raymerge.api import RecipesLike
-    from raymerge.errors import Problem
-    from raymerge.merge_plan.memory import Projection
     from raymerge.merge_plan.plan import Plan
+    from raymerge.merge_plan.memory import Projection
     from raymerge.options import RunOptions
     from raymerge.planner.chained_merges import PlannedMerge
-    from raymerge.planner.explain import ConfigChange, Explanation, TensorLine
-    from raymerge.planner.simulation import Cluster, Simulation
+    from raymerge.planner.explain import Explanation
+    from raymerge.planner.simulation import Cluster
 
-_VALUE_SHOWN = 40
-_GROUPS = 5
 _SIMULATE_HELP = (
     "Predict the run on a cluster, like --simulate workers=64 storage=2GB/s; also read=, write=, "
     "per_worker=, compute=, threads=, cores=, per_core=, lanes=, memory=, overhead=, driver=, startup=."
@@ -59,63 +41,22 @@ _OUT_HELP = "Where it would be submitted to, to see which merges are made there;
 _STEPS_HELP = "Where what stages and merges for others make on the way would be; by default beside OUT."
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """One merge of a recipe's file, accounted for."""
-
-    merge: PlannedMerge
-    explanation: Explanation
-    """Its plan in numbers, with all problems."""
-    title: str
-    is_made: bool | None
-    """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
-    simulation: Simulation | None = None
-    """Its run on the cluster that was asked for, without start-up where another one is run before; None where
-    none was asked for, nothing is to be made, or problems are in the way."""
-    steps: str = ""
-    """Where the results between lie, if the user says where; on the last account alone."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the plan says what will be made; one that lacks tensors or chose none says nothing true."""
-        return not self.merge.plan.problems
-
-    def to_json(self, *, tensors: bool) -> dict[str, Any]:
-        """JSON form; of one of several merges also with its name. Of a plan that is not whole the sources."""
-        name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
-        if not self.is_whole:
-            said = self.explanation.to_json()
-            return {**name, "sources": said["sources"], "problems": said["problems"]}
-        lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
-        simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
-        listed = {"tensors": lines} if tensors else {}
-        steps = {"steps": self.steps} if self.steps else {}
-        return {**name, **self.explanation.to_json(), **steps, **simulated, **listed}
-
-
 def _checked(simulate: list[str] | None) -> list[str] | None:
     """The option's values, looked at before anything is missed that one of them has taken the place of."""
-    from raymerge.errors import OptionError
-
-    def verb() -> int:
-        if problem := next(filter(None, map(misplaced, simulate or ())), None):
-            raise OptionError(problem)
-        return 0
-
-    if code := guarded(verb):
-        raise typer.Exit(code)
+    if problem := next(filter(None, map(_misplaced, simulate or ())), None):
+        show_problems(make_console(sys.stderr), [problem])
+        raise typer.Exit(2)
     return simulate
 
 
+@command
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe in mergekit's YAML.")],
+    recipe: RecipeFile,
     # An option takes one value, so what follows it comes as further arguments.
     pairs: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)] = None,
     *,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="OUT", help=_OUT_HELP)] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
-    ] = None,
+    memory: Memory = None,
     profile: ProfileFile = None,
     steps: Annotated[str | None, typer.Option("--steps", metavar="DIR", help=_STEPS_HELP)] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, one line each.")] = False,
@@ -123,28 +64,30 @@ def plan(
         list[str] | None,
         typer.Option("--simulate", metavar="KEY=VALUE ...", help=_SIMULATE_HELP, callback=_checked),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Give everything as JSON.")] = False,
-) -> None:
+    as_json: AllAsJson = False,
+) -> int:
     """Show what a merge would do, and every problem; writes nothing. Several merges are shown in order."""
-
-    def verb() -> int:
-        options, named = planned_options(profile, read_memory(memory), steps)
-        cluster = _cluster(recipe, simulate or (), pairs or ())
-        with own_stdout() as stdout:
-            place = output or named or default_output(recipe)
-            check_alone(place)
-            accounts = explain_all(recipe, place, options, title=recipe)
-            if cluster is not None:
-                accounts = _simulated(accounts, cluster)
-        return _show(accounts, recipe, stdout, tensors=tensors, as_json=as_json)
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
+    options, named = planned_options(profile, read_memory(memory), steps)
+    cluster = _cluster(recipe, simulate or (), pairs or ())
+    with own_stdout() as stdout:
+        place = output or named or default_output(recipe)
+        check_alone(place)
+        accounts = explain_all(recipe, place, options, title=recipe)
+        if cluster is not None:
+            accounts = _simulated(accounts, cluster)
+    problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
+    if as_json:
+        found = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
+        stdout.write(json.dumps(found if len(found) > 1 else found[0]) + "\n")
+        stdout.flush()
+    else:
+        show_accounts(stdout, accounts, tensors=tensors)
+        show_problems(make_console(sys.stderr), problems)
+    return 2 if problems else 0
 
 
 def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Cluster | None:
-    from raymerge.errors import OptionError, Problem
-
-    found = None if Path(recipe).exists() else taken_for_recipe(recipe, simulate, pairs)
+    found = None if Path(recipe).exists() else _taken_for_recipe(recipe, simulate, pairs)
     if found is not None:
         raise OptionError(found)
     if simulate:
@@ -179,19 +122,6 @@ def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, 
 def default_output(recipe: str) -> str:
     """Where a recipe is submitted to if no place is named."""
     return f"{Path(recipe).stem}-merged"
-
-
-def _show(accounts: Sequence[Account], recipe: str, stdout: IO[str], *, tensors: bool, as_json: bool) -> int:
-    if as_json:
-        found = [{"recipe": recipe, **account.to_json(tensors=tensors)} for account in accounts]
-        stdout.write(json.dumps(found if len(found) > 1 else found[0]) + "\n")
-        stdout.flush()
-    else:
-        show_accounts(stdout, accounts, tensors=tensors)
-    problems = list(dict.fromkeys(problem for each in accounts for problem in each.explanation.problems))
-    if not as_json:
-        show_problems(make_console(sys.stderr), problems)
-    return 2 if problems else 0
 
 
 def explain_all(recipe: RecipesLike, output: str, options: RunOptions, *, title: str) -> tuple[Account, ...]:
@@ -237,7 +167,6 @@ def _explained(merge: PlannedMerge, options: RunOptions, beside: Sequence[Proble
 
 def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Projection, tuple[Problem, ...]]:
     """Peak memory under the budget, or under the least one that works together with the problem."""
-    from raymerge.errors import OptionError
     from raymerge.merge_plan.memory import SMALLEST_BUDGET, project
     from raymerge.runtime.workers.sizing import fit_budget
 
@@ -248,189 +177,208 @@ def _projection(plan: Plan, options: RunOptions, *, is_far: bool) -> tuple[Proje
         return project(plan, least, lanes=1), error.problems
 
 
-def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
-    """Print the account of each merge."""
-    for number, account in enumerate(accounts):
-        if number:
-            make_console(stream).print()
-        _show_account(stream, account)
-        if tensors and account.is_whole:
-            _show_tensors(make_console(stream), _tensor_lines(account.merge.plan))
-    if accounts[-1].steps:
-        made = f"\nwhat is made on the way lies in {accounts[-1].steps}"
-        make_console(stream).print(printable(made), soft_wrap=True)
-    if len(accounts) > 1:
-        _show_total(make_console(stream), accounts)
+# What is to be simulated
 
 
-def _show_total(console: Console, accounts: Sequence[Account]) -> None:
-    """What all merges take together, if all that are to be made were simulated."""
-    made = [account for account in accounts if not account.is_made]
-    runs = [account.simulation for account in made if account.simulation is not None]
-    if runs and len(runs) == len(made):
-        stages = sum(len(account.explanation.stages) for account in made)
-        show_total(console, runs, kept=len(accounts) - len(made), stages=stages)
+_EXAMPLE = "--simulate workers=64 storage=2GB/s"
+_MOST_WORKERS = 100_000
+_MOST_EACH = 1_024
+"""Threads, cores and segments of one worker: more is a slip, and what is simulated takes memory here."""
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(us|ms|s|min|h|)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
+_BITS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([kmgt]?)(i?)b(?:its?|ps)?(?:/s)?", re.IGNORECASE)
+_PREFIXES = ("", "K", "M", "G", "T")
 
 
-def _show_account(stream: IO[str], account: Account) -> None:
-    console, explanation = make_console(stream), account.explanation
-    note = explanation.digest if account.is_whole else ""
-    console.print(heading(f"Plan of {account.title}", note=note))
-    if account.is_made:
-        console.print("made already: 'submit' takes the result that is there")
-    if account.is_whole:
-        console.print()
-        console.print(make_table(("", ""), list(_facts(explanation))))
-    _show_sources(console, explanation)
-    if account.is_whole:
-        _show_what_is_made(console, account)
-    if explanation.problems:
-        found = f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
-        console.print()
-        console.print(Text(found, style="bold red"))
-        console.print()
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of value."""
+
+    read: Callable[[str], float]
+    """The value that a text means; raises ValueError with what is wrong with it."""
+    remedy: str
 
 
-def _show_what_is_made(console: Console, account: Account) -> None:
-    explanation = account.explanation
-    _show_stages(console, explanation)
-    _show_dispositions(console, explanation)
-    _show_left_out(console, explanation)
-    _show_changes(console, explanation.config_changes)
-    if account.simulation is not None:
-        show_simulation(console, account.simulation, stages=len(explanation.stages))
-    if explanation.notes:
-        console.print()
-        console.print(heading("Notes"))
-    for note in explanation.notes:
-        console.print(make_table(("", ""), [("-", note)]))
+def _count(most: int) -> _Kind:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]+", text):
+            raise ValueError(f"{_brief(text)} is no whole number")
+        if len(text) > len(str(most)) or int(text) > most:
+            raise ValueError(f"{text[:20]} are more than can be simulated")
+        return int(text)
+
+    return _Kind(read, f"Give a whole number from 1 to {most:,}.")
 
 
-def _facts(explanation: Explanation) -> Iterable[tuple[str, str]]:
-    output, memory = explanation.output, explanation.memory
-    shards = counted(len(output.shards), "shard")
-    dtypes = f", {', '.join(output.dtypes)}" if output.dtypes else ""
-    yield "method", explanation.method
-    yield "output", f"{counted(output.tensors, 'tensor')}, {format_size(output.nbytes)} in {shards}{dtypes}"
-    yield "reads", format_size(explanation.read_bytes) + _again(explanation.passes)
-    yield "writes", format_size(explanation.written_bytes)
-    yield "segments", str(explanation.segments)
-    yield "duplicates", _duplicates(explanation)
-    yield "head", explanation.tie
-    peak = f"{format_size(memory.peak)} of {format_size(memory.budget)} for {in_hand(memory.lanes)}"
-    yield (
-        "memory",
-        f"{peak}, set by {memory.tensor}; the least that works is {format_size(memory.least_budget)}",
-    )
+def _speed(text: str) -> int:
+    bits = _BITS.fullmatch(text)
+    if bits is not None and "B" not in text:
+        raise ValueError(f"{_brief(text)} has a small b: bits? {text} is {_in_bytes(bits)}/s")
+    if re.fullmatch(r"[0-9.]+(/s)?", text):
+        raise ValueError(f"{_brief(text)} has no unit")
+    size = text.removesuffix("/s")
+    try:
+        if size.endswith("B"):
+            return parse_size(size)
+    except ValueError:
+        pass
+    raise ValueError(f"{_brief(text)} is no speed")
 
 
-def _again(passes: int) -> str:
-    if not passes:
-        return ""
-    times = "once" if passes == 1 else f"{passes} times"
-    return f", and what does not fit the memory {times} more for statistics"
+def _in_bytes(bits: re.Match[str]) -> str:
+    """``25Gb`` as ``3.1GB``."""
+    number, prefix, binary = bits.groups()
+    step, power = (1024, "i") if binary else (1000, "")
+    size, at = float(number) / 8, _PREFIXES.index(prefix.upper())
+    while size < 1 and at:
+        size, at = size * step, at - 1
+    return f"{f'{size:.1f}'.removesuffix('.0')}{_PREFIXES[at]}{power if at else ''}B"
 
 
-def _duplicates(explanation: Explanation) -> str:
-    found = explanation.duplicates
-    if not found.tensors:
-        return "none"
-    size = sized(found.tensors, found.nbytes)
-    shared = "; they may share storage" if found.policy == "share" else ""
-    lines = group_lines(found.groups, shown=_GROUPS)
-    return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines])
+def _memory(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(str(error).partition(";")[0]) from None
 
 
-def _show_sources(console: Console, explanation: Explanation) -> None:
-    rows = [
-        (
-            str(index), source.name, str(source.tensors), format_size(source.nbytes),
-            ", ".join(source.dtypes), "config" if source.gives_config else "",
-        )
-        for index, source in enumerate(explanation.sources)
-    ]  # fmt: skip
-    console.print()
-    console.print(make_table(("", "source", "tensors", "bytes", "dtypes", "gives"), rows, numbers=(0, 2, 3)))
+def _time(text: str) -> float:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{_brief(text)} is no time")
+    return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
-def _show_stages(console: Console, explanation: Explanation) -> None:
-    if not explanation.stages:
-        return
-    rows = [
-        (
-            line.title, _known(line.units, str), _known(line.read_bytes), _known(line.least_memory),
-            _known(line.disk_bytes),
-        )
-        for line in explanation.stages
-    ]  # fmt: skip
-    titles = ("stage before", "units", "reads", "least memory", "disk")
-    console.print()
-    console.print(make_table(titles, rows, numbers=(1, 2, 3, 4)))
+def _brief(text: str) -> str:
+    return repr(text[:40])
 
 
-def _known(number: int | None, shown: Callable[[int], str] = format_size) -> str:
-    return "?" if number is None else shown(number)
+_EACH = _count(_MOST_EACH)
+_A_SPEED = _Kind(_speed, "Write it in bytes a second, like 2GB/s or 800MB/s.")
+_A_TIME = _Kind(_time, "Write it like 8s, 5ms or 2min.")
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "workers": _count(_MOST_WORKERS),
+        "storage": _A_SPEED,
+        "read": _A_SPEED,
+        "write": _A_SPEED,
+        "per_worker": _A_SPEED,
+        "compute": _A_SPEED,
+        "threads": _EACH,
+        "cores": _EACH,
+        "per_core": _A_SPEED,
+        "lanes": _EACH,
+        "memory": _Kind(_memory, "Write it like 4GiB."),
+        "overhead": _A_TIME,
+        "driver": _A_TIME,
+        "startup": _A_TIME,
+    }
+)
+"""The keys, and the kinds of their values."""
 
 
-def _show_dispositions(console: Console, explanation: Explanation) -> None:
-    rows = [
-        (str(line.source), line.disposition, line.rule, str(line.tensors), format_size(line.nbytes))
-        for line in explanation.dispositions
-    ]
-    titles = ("source", "disposition", "rule", "tensors", "bytes")
-    console.print()
-    console.print(make_table(titles, rows, numbers=(0, 3, 4)))
-    for line in explanation.dispositions:
-        if line.examples:
-            more = line.tensors - len(line.examples)
-            listed = ", ".join(line.examples) + (f" and {more} more" if more else "")
-            console.print()
-            console.print(Text(printable(f"dropped from {line.source} by {line.rule}: {listed}")))
+def _misplaced(word: str) -> Problem | None:
+    """What is wrong where another argument stands in the place of the first pair; None if it may be one."""
+    if "=" in word or word.strip() in ("", *_KINDS) or " " in word.strip():
+        return None
+    what = f"{_brief(word)} stands where KEY=VALUE is expected."
+    if _is_recipe(word):
+        return Problem("--simulate", what, f"Put it first: raymerge plan {shlex.quote(word)} {_EXAMPLE}")
+    return Problem("--simulate", what, f"Write it like {_EXAMPLE}.")
 
 
-def _show_left_out(console: Console, explanation: Explanation) -> None:
-    """Files that are neither read nor copied, and the rules that say so."""
-    if not explanation.left_out:
-        return
-    rows = [
-        (
-            str(line.source), line.rule or "none: refused", line.reason, str(line.files),
-            format_size(line.nbytes), named(line.examples, line.files),
-        )
-        for line in explanation.left_out
-    ]  # fmt: skip
-    titles = ("source", "left out by rule", "which is about", "files", "bytes", "such as")
-    console.print()
-    console.print(make_table(titles, rows, numbers=(0, 3, 4)))
+def _is_recipe(word: str) -> bool:
+    return "=" not in word and word.lower().endswith((".yml", ".yaml"))
 
 
-def _show_changes(console: Console, changes: Sequence[ConfigChange]) -> None:
-    if not changes:
-        return
-    rows = [(each.key, _value(each.before), _value(each.after)) for each in changes]
-    console.print()
-    console.print(make_table(("config.json", "was", "becomes"), rows))
+def _taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Problem | None:
+    """What is wrong where a pair stands in the place of the recipe; None if it is none."""
+    key, equals, _ = recipe.partition("=")
+    if not equals or not (simulate or key in _KINDS):
+        return None
+    others = [word for word in pairs if _is_recipe(word)]
+    words = [*simulate, recipe, *(word for word in pairs if word not in others)]
+    name = shlex.quote(others[0]) if len(others) == 1 else "RECIPE"
+    what = f"{_brief(recipe)} stands where the recipe is expected."
+    return Problem("plan", what, f"Put the recipe first: raymerge plan {name} --simulate {' '.join(words)}")
 
 
-def _value(text: str | None) -> str:
-    if text is None:
-        return "absent"
-    return text if len(text) <= _VALUE_SHOWN else f"{text[: _VALUE_SHOWN - 3]}..."
+def read_cluster(words: Sequence[str]) -> Cluster:
+    """The cluster meant by ``workers=64 storage=2GB/s``; several pairs may stand in one word.
+
+    Raises:
+        OptionError: with everything that is wrong with it.
+    """
+    from raymerge.planner.simulation import Cluster
+
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    # Where a value cannot be read another one stands in: that it lacks, or what it is, is not wrong too.
+    instead: dict[str, Any] = {}
+    for pair in _split(words):
+        try:
+            key = _key(pair, values.keys() | instead.keys())
+        except OptionError as error:
+            problems += error.problems
+            # It may have been meant for what would be missed.
+            instead.setdefault("storage", 1)
+            continue
+        try:
+            values[key] = _KINDS[key].read(pair.partition("=")[2].strip())
+        except ValueError as error:
+            problems.append(Problem(f"--simulate {key}", f"{error}.", _KINDS[key].remedy))
+            instead[key] = 1
+    try:
+        found = Cluster(**{**instead, **values})
+    except OptionError as error:
+        problems += error.problems
+    if problems:
+        raise OptionError(problems)
+    return found
 
 
-def _tensor_lines(plan: Plan) -> tuple[TensorLine, ...]:
-    from raymerge.planner.explain import tensor_lines
+def check_memory(cluster: Cluster, projections: Iterable[Projection]) -> None:
+    """See that the workers have the memory that merges need.
 
-    return tuple(tensor_lines(plan))
+    Raises:
+        OptionError: they have not.
+    """
+    found = (replace(each, budget=cluster.memory or each.budget) for each in projections)
+    problems = dict.fromkeys(filter(None, (each.shortage("--simulate memory") for each in found)))
+    if problems:
+        raise OptionError(tuple(problems))
 
 
-def _show_tensors(console: Console, lines: Sequence[TensorLine]) -> None:
-    if lines:
-        console.print()
-    for line in lines:
-        shape = "x".join(map(str, line.shape)) or "scalar"
-        origins = ",".join(map(str, line.sources))
-        made = "; ".join(line.expressions)
-        how = f"{line.disposition} from {origins}" if origins else line.disposition
-        text = f"{line.name}  {line.dtype}  {shape}  {line.shard}  {how}  {made}"
-        console.print(printable(text), soft_wrap=True)
+def _split(words: Sequence[str]) -> Iterator[str]:
+    """The pairs, and what is none; spaces around ``=`` and before a unit are part of a pair."""
+    # A comma between digits is no comma between pairs.
+    text = re.sub(r",(?![0-9])", " ", " ".join(words))
+    text = re.sub(r"\s*/\s*s(?!\w)", "/s", re.sub(r"\s+=", "=", text))
+    tokens = re.sub(r"=\s++(?!\w+=)", "=", text).split()
+    while tokens:
+        pair = tokens.pop(0)
+        follows = tokens[0] if tokens and "=" not in tokens[0] and tokens[0] not in _KINDS else ""
+        is_unit = re.search(r"=[0-9.]+$", pair) and re.fullmatch(r"[A-Za-z]+(/s)?", follows)
+        if follows and (is_unit or pair in _KINDS):
+            pair = f"{pair} {tokens.pop(0)}"
+        yield pair
+
+
+def _key(pair: str, before: Collection[str]) -> str:
+    """The key of a pair; raises OptionError."""
+    from raymerge.recipes import did_you_mean
+
+    key, equals, _ = pair.partition("=")
+    if not equals:
+        example = "=".join(pair.split()) if " " in pair else "workers=64"
+        raise _wrong(f"{_brief(pair)} is no pair of a key and a value.", f"Write it like {example}.")
+    if key not in _KINDS:
+        known = f"The keys are {', '.join(_KINDS)}."
+        raise _wrong(f"there is no key '{key}'.", f"{did_you_mean(key, _KINDS)} {known}".strip())
+    if key in before:
+        raise _wrong(f"'{key}' is given twice.", "Give it once.")
+    return key
+
+
+def _wrong(what: str, remedy: str) -> OptionError:
+    return OptionError(Problem("--simulate", what, remedy))

@@ -10,16 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, TypeAlias
-
-import typer
+from typing import TYPE_CHECKING
 
 from raymerge.cli.messages import STOPPED, STOPPED_EARLY, Failure
-from raymerge.cli.plan import explain_all, show_accounts
-from raymerge.cli.render.progress import make_progress, show_routing
+from raymerge.cli.plan import explain_all
+from raymerge.cli.render.progress import make_progress
+from raymerge.cli.render.reports import show_accounts, show_routing
 from raymerge.cli.render.screen import make_console, put_json
 from raymerge.errors import AskedError, IncompleteError
-from raymerge.options import USUAL_PATIENCE, Device, RunOptions
+from raymerge.options import RunOptions
 from raymerge.storage.addresses import check_alone, is_remote, shown
 from raymerge.storage.retry import KEPT
 
@@ -31,61 +30,6 @@ if TYPE_CHECKING:
 
 _LAST_SECONDS = 2.75
 """From SIGTERM to the end of the process, whatever is in hand: some who send it kill after three."""
-
-Workers: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Workers; by default one per GPU, else one per 3 or 4 CPU cores."),
-]
-Threads: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Threads of a worker that compute; by default its cores, at most 4."),
-]
-Memory: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory that one worker may use, like 4GiB.")
-]
-DeviceChoice: TypeAlias = Annotated[Device, typer.Option(help="Where the arithmetic runs.")]
-DeviceFlag: TypeAlias = Annotated[
-    Device | None, typer.Option(help="Where the arithmetic runs; auto where nothing says.")
-]
-Address: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="ADDR", help="A running Ray cluster, instead of an embedded Ray.")
-]
-Inline: TypeAlias = Annotated[bool, typer.Option("--inline", help="Run in this process, without Ray.")]
-RetryPolicy: TypeAlias = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", help="A worker of Ray that does not get on for so long is replaced."),
-]
-PatienceFlag: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help=f"A worker of Ray that does not get on for so long is replaced; {USUAL_PATIENCE:g} by default.",
-    ),
-]
-Scratch: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Directory for a shard until it is uploaded.")
-]
-Steps: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Directory for what stages, and merges for others, make on the way; by default beside OUT.",
-    ),
-]
-Replace: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--replace",
-        help="Replace what is at OUT, once the result is verified; in an object store before it begins.",
-    ),
-]
-DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Show the plan and check OUT; write nothing.")
-]
-RunName: TypeAlias = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", hidden=True, help="The run that this is an attempt at.")
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give events as JSON, one a line.")]
 
 
 @dataclass(frozen=True, slots=True)

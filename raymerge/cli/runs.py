@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from raymerge.cli.following import Relay, follow, known
-from raymerge.cli.messages import STOPPED, guarded
-from raymerge.cli.options import ProfileFile
+from raymerge import events
+from raymerge.cli.messages import STOPPED, Failure, command, show_failure
+from raymerge.cli.options import ProfileFile, TargetChoice
+from raymerge.cli.render.progress import make_progress
 from raymerge.cli.render.screen import make_console, make_table, own_stdout, printable, put_json
 from raymerge.deploy.targets import TARGETS
 from raymerge.errors import OptionError, Problem, RaymergeError
+from raymerge.events import Event, OnEvent
 
 if TYPE_CHECKING:
     from typing import IO
@@ -24,15 +32,72 @@ if TYPE_CHECKING:
     from raymerge.deploy.targets.target import RunReport, Runs, Target, Where
     from raymerge.storage.addresses import StoreOptions
 
-Run: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
-TargetChoice: TypeAlias = Annotated[
-    str | None, typer.Option("--target", metavar="T", help="local, cluster, job or kubernetes.")
-]
+RunName: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its output place.")]
 ServerAddress: TypeAlias = Annotated[
     str | None,
     typer.Option("--address", metavar="ADDR", help="The dashboard of a cluster: http://HEAD:8265."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Give the answer as JSON.")]
+_ENDS = ("error", "ended")
+"""Events that say why a run made no output: of the command line, and of a journal."""
+
+
+@command
+def status(
+    run: RunName,
+    *,
+    profile: ProfileFile = None,
+    target: TargetChoice = None,
+    address: ServerAddress = None,
+    as_json: AsJson = False,
+) -> int:
+    """Tell how far a run is."""
+    with own_stdout() as stdout:
+        sought = seek(run, profile, target, address)
+        _show(known(reported(sought), run), stdout, as_json=as_json)
+    return 0
+
+
+@command
+def logs(
+    run: RunName,
+    *,
+    following: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run is over; Ctrl-C ends this alone.")
+    ] = False,
+    profile: ProfileFile = None,
+    target: TargetChoice = None,
+    address: ServerAddress = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what a run has told so far."""
+    with own_stdout() as stdout:
+        sought = seek(run, profile, target, address)
+        if following:
+            place = sought.place
+            return follow(sought.runs, sought.run, stdout, as_json=as_json, output=place, named=run)
+        known(sought.runs.report(sought.run), run)
+        with relaying(stdout, as_json=as_json, output=sought.place) as relay:
+            for line in sought.runs.logs(sought.run, follow=False):
+                relay.take(line)
+    return 0
+
+
+@command
+def stop(
+    run: RunName,
+    *,
+    profile: ProfileFile = None,
+    target: TargetChoice = None,
+    address: ServerAddress = None,
+    as_json: AsJson = False,
+) -> int:
+    """Stop a run. What is done is kept: submitted again, it goes on from there."""
+    with own_stdout() as stdout:
+        sought = seek(run, profile, target, address)
+        report = known(sought.runs.stop(sought.run), run)
+        _show(report, stdout, as_json=as_json)
+    return 0 if report.state.is_over else STOPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,73 +109,6 @@ class RunQuery:
     place: str
     """Its output place; "" where that is not known yet."""
     storage: StoreOptions
-
-
-def status(
-    run: Run,
-    *,
-    profile: ProfileFile = None,
-    target: TargetChoice = None,
-    address: ServerAddress = None,
-    as_json: AsJson = False,
-) -> None:
-    """Tell how far a run is."""
-
-    def verb() -> int:
-        with own_stdout() as stdout:
-            sought = seek(run, profile, target, address)
-            report = known(reported(sought), run)
-            _show(report, stdout, as_json=as_json)
-        return 0
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
-
-
-def logs(
-    run: Run,
-    *,
-    following: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run is over; Ctrl-C ends this alone.")
-    ] = False,
-    profile: ProfileFile = None,
-    target: TargetChoice = None,
-    address: ServerAddress = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a run has told so far."""
-
-    def verb() -> int:
-        with own_stdout() as stdout:
-            sought = seek(run, profile, target, address)
-            if following:
-                place = sought.place
-                return follow(sought.runs, sought.run, stdout, as_json=as_json, output=place, named=run)
-            known(sought.runs.report(sought.run), run)
-            with Relay(stdout, as_json=as_json, output=sought.place) as relay:
-                relay.take_all(sought.runs.logs(sought.run, follow=False))
-        return 0
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
-
-
-def stop(
-    run: Run,
-    *,
-    profile: ProfileFile = None,
-    target: TargetChoice = None,
-    address: ServerAddress = None,
-    as_json: AsJson = False,
-) -> None:
-    """Stop a run. What is done is kept: submitted again, it goes on from there."""
-
-    def verb() -> int:
-        with own_stdout() as stdout:
-            sought = seek(run, profile, target, address)
-            report = known(sought.runs.stop(sought.run), run)
-            _show(report, stdout, as_json=as_json)
-        return 0 if report.state.is_over else STOPPED
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
 
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
@@ -266,3 +264,184 @@ def _show(report: RunReport, stdout: IO[str], *, as_json: bool) -> None:
     console.print(make_table(("", ""), [(f"  {name}", value) for name, value in facts.items() if value]))
     if report.message:
         console.print(printable(report.message), soft_wrap=not console.is_terminal)
+
+
+# What a run tells
+
+
+class Relay:
+    """Takes the lines of a driver's log: events are shown as events, all else as text."""
+
+    def __init__(self, stdout: IO[str], *, as_json: bool) -> None:
+        self._stdout = stdout
+        self._as_json = as_json
+        self._now: float | None = None
+        self._others = make_console(sys.stderr)
+        self.show: OnEvent
+        self.end: Mapping[str, Any] | None = None
+        """The event that says why there is no output; None while there is none."""
+        self.is_silent = True
+        """Whether no line came yet."""
+
+    def take(self, line: str) -> None:
+        """Show one line."""
+        self.is_silent = False
+        found = _event(line)
+        if found is None:
+            if line.strip():
+                self._others.print(printable(line.expandtabs()), style="dim", soft_wrap=True)
+            return
+        if found["event"] in _ENDS:
+            self.end = found
+        elif found["event"] == "planned":
+            self.end = None  # of an earlier attempt, which this one follows
+        if self._as_json:
+            put_json(self._stdout, found)
+            return
+        with suppress(ValueError):
+            self._now = datetime.fromisoformat(str(found.get("time"))).timestamp()
+        event = event_from_json(found)
+        if event is not None:
+            self.show(event)
+
+    def clock(self) -> float:
+        """The time of the event that is shown: what is told again took as long as it took."""
+        return time.time() if self._now is None else self._now
+
+
+@contextmanager
+def relaying(stdout: IO[str], *, as_json: bool, output: str) -> Iterator[Relay]:
+    """Shows the lines of a log; ``output`` is the output place, for the last line."""
+    relay = Relay(stdout, as_json=as_json)
+    with make_progress(stdout, as_json=as_json, output=output, clock=relay.clock) as relay.show:
+        yield relay
+
+
+def follow(
+    runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str, named: str | None = None
+) -> int:
+    """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code.
+
+    Args:
+        named: what the user called it; None where this process began it.
+
+    Raises:
+        OptionError: nobody knows a run that was called so.
+    """
+    try:
+        with relaying(stdout, as_json=as_json, output=output) as relay:
+            for line in runs.logs(run, follow=True):
+                relay.take(line)
+        report = runs.report(run)
+    except KeyboardInterrupt:
+        make_console(sys.stderr).print(f"\n{detached(run)}", soft_wrap=True)
+        return STOPPED
+    if named is not None and relay.is_silent:
+        known(report, named)
+    return _ended(report, relay.end, as_json=as_json)
+
+
+def known(report: RunReport, named: str) -> RunReport:
+    """The report of a run that somebody knows.
+
+    Raises:
+        OptionError: nobody does.
+    """
+    from raymerge.deploy.targets.target import RunState
+
+    if report.state is RunState.UNKNOWN:
+        remedy = "Check the name; --profile or --address say where it was sent to."
+        raise OptionError(Problem(named, report.message, remedy))
+    return report
+
+
+def detached(run: str) -> str:
+    """What is said of a run that goes on without this process."""
+    return (
+        f"{run} goes on without this command. 'raymerge status {run}' tells how far it is, "
+        f"'raymerge logs -f {run}' shows it again, 'raymerge stop {run}' ends it."
+    )
+
+
+def exit_code_of(report: RunReport) -> int:
+    """The exit code of a run that is over: that of its driver, where it is known."""
+    from raymerge.deploy.targets.target import RunState
+
+    if report.state is RunState.SUCCEEDED:
+        return 0
+    code = report.details.get("exit_code", "")
+    # A driver that was killed has none of ours; what it did is kept.
+    return int(code) if report.state is RunState.FAILED and code in ("1", "2", "3") else STOPPED
+
+
+def _ended(report: RunReport, end: Mapping[str, Any] | None, *, as_json: bool) -> int:
+    from raymerge.deploy.targets.target import RunState
+
+    code = exit_code_of(report)
+    if report.state is RunState.SUCCEEDED:
+        return 0
+    if as_json:
+        if end is None:
+            put_json(sys.stdout, Failure(code, report.message).to_json())
+        return code
+    failure = Failure(code, report.message)
+    if end is not None and report.state is RunState.FAILED:
+        failure = _failure(end, code)
+    show_failure(make_console(sys.stderr), failure)
+    return code
+
+
+def _failure(end: Mapping[str, Any], code: int) -> Failure:
+    """What the driver said when it ended."""
+    try:
+        problems = tuple(Problem(**each) for each in end.get("problems", ()))
+    except TypeError:
+        problems = ()
+    return Failure(code, "" if problems else str(end.get("message")), problems)
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
+
+
+def event_from_json(found: Mapping[str, Any]) -> Event | None:
+    """The event that ``Event.to_json`` gave; None for what is no event, or one of another version."""
+    kind = _kinds().get(str(found.get("event")))
+    if kind is None:
+        return None
+    wanted = [each.name for each in fields(kind)]
+    try:
+        return kind(**{name: _value(name, found[name]) for name in wanted if name in found})
+    except (TypeError, KeyError):
+        return None
+
+
+def _kinds() -> dict[str, type[Event]]:
+    """Every kind of event by the name that it has in JSON."""
+    kinds = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
+    return {_name(each): each for each in kinds if each is not Event}
+
+
+def _name(kind: type[Event]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field as it was before: JSON knows neither tuples nor the values that some events hold."""
+    if name in ("groups", "unforeseen"):
+        from raymerge.merge_plan.report import DuplicateGroup
+
+        return tuple(DuplicateGroup(**each) for each in value)
+    if name == "roles":
+        from raymerge.merge_plan.report import RoleError, TensorError
+
+        return tuple(RoleError(**{**each, "worst": TensorError(**each["worst"])}) for each in value)
+    if name == "above" and value is not None:
+        from raymerge.merge_plan.report import ErrorsAbove, TensorError
+
+        return ErrorsAbove(**{**value, "worst": TensorError(**value["worst"])})
+    return tuple(value) if isinstance(value, list) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 from rich.text import Text
 
-from raymerge.cli import proofs
-from raymerge.cli.messages import guarded, show_problems
-from raymerge.cli.options import ProfileFile, reached, read_memory
+from raymerge.cli.messages import command, show_problems
+from raymerge.cli.options import Address, Inline, Memory, ProfileFile, Threads, Workers, reached, read_memory
+from raymerge.cli.render.progress import Tally
 from raymerge.cli.render.screen import counted, make_console, own_stdout, printable, put_json
-from raymerge.cli.render.tally import Tally
-from raymerge.cli.running import Address, Ending, Inline, Memory, Threads, Workers, terminable
+from raymerge.cli.running import Ending, terminable
 from raymerge.errors import OptionError, Problem
 from raymerge.options import RunOptions
 from raymerge.runtime.workers.importing import heavy_imports
@@ -26,22 +25,24 @@ from raymerge.units import format_duration, format_size
 if TYPE_CHECKING:
     from typing import IO
 
+    from _typeshed import DataclassInstance
+
+    from raymerge.api import AuditOptions
     from raymerge.events import Event, OnEvent
     from raymerge.verifier.findings import AuditVerdict
-    from raymerge.verifier.structure import Verdict
+    from raymerge.verifier.load import LoadVerdict
 
-Sources: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=DIR", help="audit, --replay: where a source of the recipe is now."),
-]
-Steps: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="audit: what submit was given, where it kept what it made on the way."),
-]
-Scratch: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="load: directory for a copy of what lies in an object store."),
-]
+_Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
+"""Of a line, each with or without a style."""
+_LEVEL_HELP = (
+    "structure: at once. audit: every byte, and samples recomputed from the sources. load: transformers takes "
+    "it with strict keys."
+)
+_STEPS_HELP = "audit: what submit was given, where it kept what it made on the way."
+_SCRATCH_HELP = "load: directory for a copy of what lies in an object store."
+_NAMES_SHOWN = 3
+_SOUND = ("sound", "bold green")
+_NOT_SOUND = ("NOT SOUND", "bold red")
 
 
 class Level(StrEnum):
@@ -52,28 +53,11 @@ class Level(StrEnum):
     LOAD = "load"
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What was asked of an audit."""
-
-    sample: float
-    seed: int | None
-    sources: Mapping[str, str]
-    """Where sources are, by their names, as the storage options of a profile reach them."""
-    steps: str | None
-    show: int
-
-
+@command
 def verify(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Directory or address of a checkpoint.")],
     *,
-    level: Annotated[
-        Level,
-        typer.Option(
-            help="structure: at once. audit: every byte, and samples recomputed from the sources. load: "
-            "transformers takes it with strict keys."
-        ),
-    ] = Level.STRUCTURE,
+    level: Annotated[Level, typer.Option(help=_LEVEL_HELP)] = Level.STRUCTURE,
     sample: Annotated[
         float,
         typer.Option(metavar="SHARE", help="audit: share of each tensor that is recomputed; 1 for all."),
@@ -81,7 +65,10 @@ def verify(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="audit: chooses what is recomputed; another each time.")
     ] = None,
-    source: Sources = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="audit, --replay: where a source of the recipe is now."),
+    ] = None,
     show: Annotated[int, typer.Option(metavar="N", help="audit: problems told in words; all count.")] = 20,
     replay: Annotated[
         bool, typer.Option("--replay", help="Derive the provenance anew from recipe and sources instead.")
@@ -89,8 +76,8 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="load: run Python files of OUT for an unknown model.")
     ] = False,
-    steps: Steps = None,
-    scratch: Scratch = None,
+    steps: Annotated[str | None, typer.Option(metavar="DIR", help=_STEPS_HELP)] = None,
+    scratch: Annotated[str | None, typer.Option(metavar="DIR", help=_SCRATCH_HELP)] = None,
     workers: Workers = None,
     threads: Threads = None,
     memory: Memory = None,
@@ -98,82 +85,116 @@ def verify(
     inline: Inline = False,
     profile: ProfileFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Give the verdict as JSON.")] = False,
-) -> None:
+) -> int:
     """Check a checkpoint; the exit code is the verdict."""
-
-    def verb() -> int:
-        place = reached(out, profile)
-        places = {name: reached(where, profile) for name, where in map(_place, source or ())}
-        if replay and level is not Level.STRUCTURE:
-            what = f"it is a check of its own, and so is --level {level.value}."
-            raise OptionError(Problem("--replay", what, "Give one after the other."))
+    place = reached(out, profile)
+    places = {name: reached(where, profile) for name, where in map(_source, source or ())}
+    if replay and level is not Level.STRUCTURE:
+        what = f"it is a check of its own, and so is --level {level.value}."
+        raise OptionError(Problem("--replay", what, "Give one after the other."))
+    # Code of the checkpoint, if it is run, and libraries may print.
+    with own_stdout() as stdout:
         if replay:
-            return proofs.replay(place, places, as_json=as_json)
+            return _replay(place, places, stdout, as_json=as_json)
         if level is Level.STRUCTURE:
-            return _verify(place, as_json=as_json)
+            return _structure(place, stdout, as_json=as_json)
         if level is Level.LOAD:
             limit = read_memory(memory)
-            return proofs.load(place, limit, scratch, trust_remote_code=trust_remote_code, as_json=as_json)
+            return _load(place, limit, scratch, stdout, trust=trust_remote_code, as_json=as_json)
         options = RunOptions(workers, read_memory(memory), "cpu", address, inline, threads=threads)
-        asked = Asked(sample, seed, places, steps, show)
-        with own_stdout() as stdout, terminable() as ending:
-            return _audit(place, asked, options, stdout, ending, as_json=as_json)
-
-    raise typer.Exit(guarded(verb, as_json=as_json))
-
-
-def _verify(out: str, *, as_json: bool) -> int:
-    with heavy_imports():
-        from raymerge.api import verify
-
-    verdict = verify(out)
-    if as_json:
-        put_json(sys.stdout, {"sound": not verdict.problems, **asdict(verdict)})
-    else:
-        _show(verdict)
-    return 2 if verdict.problems else 0
+        with heavy_imports():
+            from raymerge.api import AuditOptions
+        return _audit(
+            place, AuditOptions(sample, seed, places, show, steps), options, stdout, as_json=as_json
+        )
 
 
-def _show(verdict: Verdict) -> None:
-
-    if verdict.problems:
-        said = ("NOT SOUND", "bold red"), f": {counted(len(verdict.problems), 'problem')}."
-    else:
-        plan = ", as its plan says" if verdict.against_plan else "; it keeps no plan to compare with"
-        files = counted(verdict.files, "file")
-        size = f"{counted(verdict.tensors, 'tensor')}, {format_size(verdict.nbytes)} in {files}"
-        said = ("sound", "bold green"), f": {size}{plan}."
-    console = make_console(sys.stdout)
-    console.print(Text.assemble((printable(verdict.path), "bold"), " is ", *said))
-    if verdict.problems:
-        console.print()
-        show_problems(make_console(sys.stderr), verdict.problems)
-
-
-def _audit(
-    out: str, asked: Asked, options: RunOptions, stdout: IO[str], ending: Ending, *, as_json: bool
-) -> int:
-    with heavy_imports():
-        from raymerge.api import AuditOptions, audit
-
-    ending.json_to, ending.remedy = stdout if as_json else None, "Give the same command again."
-    wanted = AuditOptions(asked.sample, asked.seed, asked.sources, asked.show, asked.steps)
-    with _progress(ending) as show:
-        verdict = audit(out, wanted, options, on_event=show)
-    if as_json:
-        put_json(stdout, {"sound": not verdict.num_problems, **asdict(verdict)})
-    else:
-        _show_audit(verdict, stdout)
-    return 2 if verdict.num_problems else 0
-
-
-def _place(text: str) -> tuple[str, str]:
+def _source(text: str) -> tuple[str, str]:
     """A source's name and where it is."""
     name, equals, place = text.partition("=")
     if not (name and equals and place):
         what = f"'{text}' does not say which source is where."
         raise OptionError(Problem("--source", what, "Write NAME=DIRECTORY, with the name from the recipe."))
     return name, place
+
+
+def _structure(out: str, stdout: IO[str], *, as_json: bool) -> int:
+    with heavy_imports():
+        from raymerge.api import verify
+
+    verdict = verify(out)
+    plan = ", as its plan says" if verdict.against_plan else "; it keeps no plan to compare with"
+    size = f"{counted(verdict.tensors, 'tensor')}, {format_size(verdict.nbytes)}"
+    good = ("is ", _SOUND, f": {size} in {counted(verdict.files, 'file')}{plan}.")
+    shown = _Shown(verdict, verdict.path, verdict.problems, good, ("is ", _NOT_SOUND))
+    return shown.put(stdout, as_json=as_json)
+
+
+def _load(
+    out: str, memory: int | None, scratch: str | None, stdout: IO[str], *, trust: bool, as_json: bool
+) -> int:
+    with heavy_imports():
+        from raymerge.api import verify_load
+
+    # A copy is not to stay.
+    with terminable():
+        verdict = verify_load(out, memory=memory, trust_remote_code=trust, scratch=scratch)
+    good, bad = (("loads", "bold green"), "."), (("DOES NOT LOAD", "bold red"),)
+    shown = _Shown(verdict, verdict.path, verdict.problems, good, bad, _load_lines(verdict))
+    return shown.put(stdout, as_json=as_json)
+
+
+def _load_lines(verdict: LoadVerdict) -> Iterator[str]:
+    """What was looked at, and what was not."""
+    if verdict.model_class:
+        yield (
+            f"{verdict.model_class} of transformers {verdict.transformers}: {counted(verdict.keys, 'key')}, "
+            f"{counted(verdict.tensors, 'stored tensor')}"
+        )
+    for passed in verdict.passed:
+        names = ", ".join(passed.names[:_NAMES_SHOWN])
+        yield f"not compared: {len(passed.names)} {passed.why} (such as {names})"
+    if verdict.ran:
+        answer = f"; the tokens {', '.join(map(str, verdict.tokens))} followed" if verdict.tokens else ""
+        yield f"it was loaded and run, with {format_size(verdict.needed_nbytes)} of memory at most{answer}"
+    if verdict.note:
+        yield verdict.note
+
+
+def _replay(out: str, sources: Mapping[str, str], stdout: IO[str], *, as_json: bool) -> int:
+    with heavy_imports():
+        from raymerge.api import replay
+
+    verdict = replay(out, sources)
+    lines = list(verdict.notes)
+    if verdict.plan:
+        read, tensors = counted(verdict.sources, "source"), counted(verdict.tensors, "tensor")
+        digested = f"{format_size(verdict.digested_nbytes)} compared with their digests"
+        lines.insert(0, f"plan {verdict.plan}, {read}, {tensors}; {digested}")
+    good, bad = (
+        (("is what its record says", "bold green"), "."),
+        (("IS NOT WHAT ITS RECORD SAYS", "bold red"),),
+    )
+    total = max(verdict.num_problems, len(verdict.problems))
+    shown = _Shown(verdict, verdict.path, verdict.problems, good, bad, lines, total=total)
+    return shown.put(stdout, as_json=as_json)
+
+
+def _audit(out: str, wanted: AuditOptions, options: RunOptions, stdout: IO[str], *, as_json: bool) -> int:
+    from raymerge.api import audit
+
+    with terminable() as ending:
+        ending.json_to, ending.remedy = stdout if as_json else None, "Give the same command again."
+        with _progress(ending) as show:
+            verdict = audit(out, wanted, options, on_event=show)
+        tensors, total = counted(verdict.tensors, "tensor"), verdict.num_problems
+        good: _Pieces = ("is ", _SOUND, f": {tensors}.")
+        if verdict.is_by_bytes_alone:
+            unproven = f": {tensors}. Whether they are right was not audited."
+            good = ("is ", ("as it was written", "bold yellow"), unproven)
+        bad, path, more = ("is ", _NOT_SOUND), verdict.structure.path, f"; --show {total} shows them"
+        shown = _Shown(verdict, path, verdict.problems, good, bad, _audit_lines(verdict), total, more)
+        return shown.put(stdout, as_json=as_json)
 
 
 @contextmanager
@@ -190,27 +211,6 @@ def _progress(ending: Ending) -> Iterator[OnEvent]:
             status.update(f"auditing: {tally.fraction:.0%}{more}")
 
         yield show
-
-
-def _show_audit(verdict: AuditVerdict, stdout: IO[str]) -> None:
-    console = make_console(stdout)
-    bad = verdict.num_problems
-    tensors = counted(verdict.tensors, "tensor")
-    if bad:
-        said = ("NOT SOUND", "bold red"), f": {counted(bad, 'problem')}."
-    elif verdict.is_by_bytes_alone:
-        said = ("as it was written", "bold yellow"), f": {tensors}. Whether they are right was not audited."
-    else:
-        said = ("sound", "bold green"), f": {tensors}."
-    console.print(Text.assemble((printable(verdict.structure.path), "bold"), " is ", *said), soft_wrap=True)
-    for line in _audit_lines(verdict):
-        console.print(Text(printable(line)), soft_wrap=True)
-    if bad:
-        console.print()
-        errors = make_console(sys.stderr)
-        show_problems(errors, verdict.problems)
-        if bad > len(verdict.problems):
-            errors.print(f"\n{bad - len(verdict.problems)} more are not shown; --show {bad} shows them.")
 
 
 def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
@@ -234,3 +234,39 @@ def _audit_lines(verdict: AuditVerdict) -> Sequence[str]:
         example = f" ({each.example})" if each.tensors == 1 else f" (such as {each.example})"
         lines.append(f"not audited: {counted(each.tensors, 'tensor')}{example}: {each.reason}")
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A verdict and how it is shown."""
+
+    verdict: DataclassInstance
+    path: str
+    problems: Sequence[Problem]
+    good: _Pieces
+    """What is said of the path where there are no problems."""
+    bad: _Pieces
+    lines: Iterable[str] = ()
+    total: int | None = None
+    """Problems, where not all are told in words."""
+    more: str = ""
+    """What is said of those that are not."""
+
+    def put(self, stdout: IO[str], *, as_json: bool) -> int:
+        """Print it; returns the exit code."""
+        total = len(self.problems) if self.total is None else self.total
+        if as_json:
+            put_json(stdout, {"sound": not total, **asdict(self.verdict)})
+            return 2 if total else 0
+        said = (*self.bad, f": {counted(total, 'problem')}.") if total else self.good
+        console = make_console(stdout)
+        console.print(Text.assemble((printable(self.path), "bold"), " ", *said), soft_wrap=True)
+        for line in self.lines:
+            console.print(Text(printable(line)), soft_wrap=True)
+        if total:
+            console.print()
+            errors = make_console(sys.stderr)
+            show_problems(errors, self.problems)
+            if total > len(self.problems):
+                errors.print(f"\n{total - len(self.problems)} more are not shown{self.more}.")
+        return 2 if total else 0

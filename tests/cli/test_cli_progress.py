@@ -1,4 +1,4 @@
-"""Progress: what events add up to, and the three ways in which they are shown."""
+"""Progress of merges, chains and stages: what events add up to, and the three ways of showing them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from raymerge.cli.render.progress import JsonProgress, LiveProgress, PlainProgress, make_progress, summary
-from raymerge.cli.render.tally import Tally
+from raymerge.cli.render.progress import LiveProgress, PlainProgress, Tally, make_progress, put_event, summary
 from raymerge.events import (
     DeviceFailed,
     Event,
@@ -24,17 +23,36 @@ from raymerge.events import (
     RoomAwaited,
     SegmentDone,
     ShardDone,
+    StageKept,
+    StageReport,
+    StageStarted,
     Started,
+    StepKept,
+    StepStarted,
     Stopping,
     StorageFailed,
+    UnitDone,
+    UnitProgress,
     Verified,
     WorkerLeft,
     WorkerLost,
 )
 
 PLANNED = Planned("d" * 40, 10, 4000, 10_000, 10, 5_000_000)
-STARTED = Started(("worker-0", "worker-1"), "cpu", 0, 0)
+WORKERS = ("worker-0", "worker-1")
+STARTED = Started(WORKERS, "cpu", 0, 0)
 ENDING = (ShardDone("model.safetensors", 4000), Verified(10, 4000), Published("/somewhere/out", 61.0))
+STAGE = StageStarted("router rows", 1, 2, 3, 3000, WORKERS, "cpu", 0, 0)
+ONE_UNIT = StageStarted("rows", 1, 1, 1, 3000, WORKERS, "cpu", 0, 0)
+REPORT = StageReport("router rows", {})
+MERGE = (
+    Planned("a" * 40, 10, 4000, 2000, 2, 5_000_000),
+    Started(("worker-0",), "cpu", 0, 0),
+    SegmentDone(0, "worker-0", 900, 100, 1000, 0.5),
+    SegmentDone(1, "worker-0", 900, 100, 1000, 0.5),
+    Verified(10, 4000),
+    Published("/somewhere/out", 61.0),
+)
 
 
 class Clock:
@@ -51,80 +69,81 @@ def _done(segment: int, worker: str = "worker-0", nbytes: int = 1000) -> Segment
     return SegmentDone(segment, worker, nbytes - 100, 100, nbytes, 0.5)
 
 
-def _fed(clock: Clock, *events: Event) -> Tally:
-    tally = Tally(clock)
+def _unit(number: int, worker: str = "worker-0") -> UnitDone:
+    return UnitDone(number, worker, 1000, 200, 1000, 0.5)
+
+
+def _fed(*events: Event, clock: Clock | None = None) -> Tally:
+    tally = Tally(clock or Clock())
     for event in events:
         tally.take(event)
     return tally
 
 
-def _plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
+def _said(*events: Event, seconds: float = 0.0) -> list[str]:
+    """What plain progress prints, with time passing before each event."""
+    clock, stream = Clock(), io.StringIO()
+    progress = PlainProgress(Console(file=stream, width=80), "out", clock=clock)
+    for event in events:
+        clock.now += seconds
+        progress(event)
+    return stream.getvalue().splitlines()
+
+
+def _drawn(*parts: tuple[Event, ...]) -> list[str]:
+    """What the live view shows after each part of the events."""
     stream = io.StringIO()
-    return PlainProgress(Console(file=stream, width=80), "out", clock=clock), stream
+    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    drawn: list[str] = []
+    with LiveProgress(console, "out") as progress:
+        for events in parts:
+            for event in events:
+                progress(event)
+            progress.refresh()
+            drawn.append(stream.getvalue())
+            stream.truncate(0)
+            stream.seek(0)
+    return drawn
 
 
-def test_what_a_plan_notes_is_printed_once() -> None:
-    progress, stream = _plain(Clock())
-    with progress:
-        for event in (replace(PLANNED, notes=("'t' has no effect on linear",)), STARTED):
-            progress(event)
-    assert stream.getvalue().count("note: 't' has no effect on linear\n") == 1
-
-
-def test_an_empty_tally_knows_nothing() -> None:
-    tally = Tally()
-    assert (tally.fraction, tally.speed(0), tally.seconds_left, tally.elapsed) == (0.0, 0.0, None, 0.0)
+# What adds up
 
 
 def test_bytes_speed_and_time_left_add_up() -> None:
     clock = Clock()
-    tally = _fed(clock, PLANNED, STARTED, _done(0), _done(1, "worker-1"))
-    clock.now += 4
-    assert tally.done_bytes == 2000
-    assert tally.fraction == pytest.approx(0.2)
-    assert tally.speed(tally.made_bytes) == pytest.approx(500)
-    assert tally.seconds_left == pytest.approx(16)
-    assert summary(tally) == "2.00 kB of 10.00 kB, 500 B/s, 0:16 left, 2 of 10 segments"
-
-
-def test_a_worker_has_its_own_count_and_speed() -> None:
-    clock = Clock()
-    tally = _fed(clock, PLANNED, STARTED, _done(0), _done(1), _done(2, "worker-1"))
-    clock.now += 2
+    tally = _fed(PLANNED, STARTED, _done(0), _done(1), _done(2, "worker-1"), clock=clock)
+    clock.now += 6
     mine = tally.workers["worker-0"]
-    assert (mine.segments, mine.nbytes, tally.speed(mine.nbytes)) == (2, 2000, 1000)
+    assert (mine.segments, mine.nbytes, tally.done_bytes) == (2, 2000, 3000)
+    assert tally.speed(mine.nbytes) == pytest.approx(2000 / 6)
+    assert tally.fraction == pytest.approx(0.3)
+    assert summary(tally) == "3.00 kB of 10.00 kB, 500 B/s, 0:14 left, 3 of 10 segments"
+    empty = Tally()
+    assert (empty.fraction, empty.speed(0), empty.seconds_left, empty.elapsed) == (0.0, 0.0, None, 0.0)
 
 
 def test_resumed_bytes_count_as_done_and_not_for_the_speed() -> None:
     clock = Clock()
-    tally = _fed(clock, PLANNED, Started(("worker-0",), "cpu", 5, 5000), _done(7))
+    tally = _fed(PLANNED, Started(("worker-0",), "cpu", 5, 5000), _done(7), clock=clock)
     clock.now += 1
-    assert tally.done_bytes == 6000
-    assert tally.done_segments == 6
+    assert (tally.done_bytes, tally.done_segments) == (6000, 6)
     assert tally.speed(tally.made_bytes) == pytest.approx(1000)
     assert tally.seconds_left == pytest.approx(4)
 
 
 def test_bytes_read_again_for_statistics_count_for_the_speed_and_not_as_progress() -> None:
     clock = Clock()
-    tally = _fed(clock, PLANNED, STARTED, SegmentDone(0, "worker-0", 2900, 100, 1000, 0.5))
+    tally = _fed(PLANNED, STARTED, SegmentDone(0, "worker-0", 2900, 100, 1000, 0.5), clock=clock)
     clock.now += 1
     assert tally.done_bytes == 1000
     assert tally.speed(tally.made_bytes) == pytest.approx(3000)
     assert tally.seconds_left == pytest.approx(9)
 
 
-def test_a_replacement_worker_joins_and_a_lost_one_is_marked() -> None:
-    lost = WorkerLost("worker-0", "killed", (3,))
-    tally = _fed(Clock(), PLANNED, STARTED, lost, _done(3, "worker-2"))
-    assert tally.workers["worker-0"].is_lost
-    assert tally.workers["worker-2"].segments == 1
-
-
 @given(sizes=st.lists(st.integers(100, 10_000), max_size=10), before=st.integers(0, 5))
 @settings(deadline=None, max_examples=40)
 def test_the_part_done_never_falls_and_never_passes_the_whole(sizes: list[int], before: int) -> None:
-    tally = _fed(Clock(), PLANNED, Started(("worker-0",), "cpu", before, before * 1000))
+    tally = _fed(PLANNED, Started(("worker-0",), "cpu", before, before * 1000))
     last = tally.fraction
     for segment, nbytes in enumerate(sizes[: 10 - before]):
         tally.take(SegmentDone(segment, "worker-0", nbytes, 0, 1000, 0.5))
@@ -134,31 +153,88 @@ def test_the_part_done_never_falls_and_never_passes_the_whole(sizes: list[int], 
         assert tally.fraction == 1
 
 
-def test_json_is_one_event_a_line() -> None:
+@given(data=st.data(), units=st.integers(1, 5), before=st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_what_is_done_of_a_stage_never_falls(data: st.DataObject, units: int, before: int) -> None:
+    """Whatever is told of units in hand, and in whatever order they end."""
+    total = (units + before) * 1000
+    tally = _fed(StageStarted("rows", 1, 1, units + before, total, WORKERS, "cpu", before, before * 1000))
+    begun, seen = [0] * units, 0
+    for unit in data.draw(st.permutations(range(units))):
+        for each in data.draw(st.lists(st.integers(0, units - 1), max_size=4)):
+            begun[each] = data.draw(st.integers(begun[each], 1000))
+            tally.take(UnitProgress(before * 1000 + sum(begun), total))
+            assert seen <= tally.done_bytes <= total
+            seen = tally.done_bytes
+        begun[unit] = 1000
+        tally.take(_unit(unit))
+        assert seen <= tally.done_bytes <= total
+        seen = tally.done_bytes
+    assert tally.fraction == 1.0
+    assert tally.done_segments == units + before
+
+
+def test_units_are_counted_as_segments_are() -> None:
+    clock = Clock()
+    tally = _fed(STAGE, _unit(0), _unit(2, "worker-1"), clock=clock)
+    clock.now += 2
+    assert (tally.part, tally.done_segments, tally.total_segments) == ("unit", 2, 3)
+    assert (tally.done_bytes, tally.total_bytes, tally.made_bytes) == (2000, 3000, 2400)
+    assert tally.seconds_left == pytest.approx(1)
+    assert tally.workers["worker-1"].segments == 1
+
+
+def test_the_bar_moves_within_a_unit_which_counts_once() -> None:
+    clock = Clock()
+    tally = _fed(ONE_UNIT, clock=clock)
+    clock.now += 10
+    assert summary(tally) == "0 B of 3.00 kB, 0 B/s, 0:10 so far, 0 of 1 unit"
+    tally.take(UnitProgress(1000, 3000))
+    assert summary(tally) == "1.00 kB of 3.00 kB, 100 B/s, 0:20 left, 0 of 1 unit"
+    tally = _fed(STAGE, _unit(0), UnitProgress(1600, 3000))
+    assert (tally.done_bytes, tally.moved_bytes) == (1600, 1800)
+    tally.take(_unit(1))
+    assert (tally.done_bytes, tally.moved_bytes) == (2000, 2400)
+
+
+def test_every_merge_and_stage_is_counted_by_itself() -> None:
+    tally = _fed(StepStarted("left", 1, 2), *MERGE)
+    assert (tally.fraction, tally.done_segments, tally.is_last) == (1.0, 2, False)
+    tally.take(StepStarted("", 2, 2))
+    assert (tally.fraction, tally.done_segments, tally.is_last) == (0.0, 0, True)
+    assert (tally.workers, tally.started, tally.plan) == ({}, None, None)
+    assert not _fed(StepKept("left", 1, 2)).is_last
+    assert not _fed(StepStarted("left", 1, 2), STAGE).is_last
+    begun = _fed(STAGE, UnitProgress(900, 3000), STAGE)
+    assert (begun.done_bytes, begun.moved_bytes) == (0, 0)
+    assert _fed(STAGE, _unit(0), StageKept("more", 2, 2)).total_segments == 0
+    merging = _fed(STAGE, *map(_unit, range(3)), UnitProgress(900, 3000), REPORT, *MERGE[:2])
+    assert (merging.part, merging.done_segments, merging.total_segments) == ("segment", 0, 2)
+    assert (merging.done_bytes, list(merging.workers)) == (0, ["worker-0"])
+
+
+# Lines and JSON
+
+
+def test_json_is_one_event_a_line_with_the_time() -> None:
     stream = io.StringIO()
-    events = (PLANNED, STARTED, _done(0), WorkerLost("worker-0", "killed", (3, 4)), *ENDING)
-    with JsonProgress(stream) as progress:
-        for event in events:
-            progress(event)
+    events = (PLANNED, STARTED, _done(0), WorkerLost("worker-0", "killed", (3, 4)), STAGE, _unit(0), *ENDING)
+    for event in events:
+        put_event(stream, event)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert all(datetime.fromisoformat(line.pop("time")).tzinfo for line in lines)
     assert lines == [json.loads(json.dumps(event.to_json())) for event in events]
     assert [line["event"] for line in lines] == [
-        "planned", "started", "segment_done", "worker_lost", "shard_done", "verified", "published",
+        "planned", "started", "segment_done", "worker_lost", "stage_started", "unit_done", "shard_done",
+        "verified", "published",
     ]  # fmt: skip
 
 
 def test_plain_lines_tell_beginning_and_end() -> None:
-    clock = Clock()
-    progress, stream = _plain(clock)
-    with progress:
-        for event in (PLANNED, STARTED, *map(_done, range(9))):
-            progress(event)
-        clock.now += 2
-        for event in (_done(9), *ENDING):
-            progress(event)
-    assert stream.getvalue().splitlines() == [
+    planned = replace(PLANNED, notes=("'t' has no effect on linear",))
+    assert _said(planned, STARTED, *map(_done, range(10)), *ENDING, seconds=0.2) == [
         "planned: 10 tensors, 4.00 kB; at most 5.00 MB of memory a worker",
+        "  note: 't' has no effect on linear",
         "merging with 2 workers on cpu",
         "merged: 10.00 kB read and written at 5.00 kB/s",
         "  worker-0: 10 segments, 10.00 kB, 5.00 kB/s",
@@ -170,180 +246,158 @@ def test_plain_lines_tell_beginning_and_end() -> None:
     ]
 
 
-def test_plain_lines_come_now_and_then() -> None:
-    clock = Clock()
-    progress, stream = _plain(clock)
-    progress(PLANNED)
-    progress(STARTED)
-    for segment in range(9):
-        clock.now += 2
-        progress(_done(segment))
-    told = [line.split(":")[0] for line in stream.getvalue().splitlines() if "%" in line]
-    assert told == ["30%", "60%", "90%"]
+def test_plain_lines_come_now_and_then_and_at_the_latest_after_a_minute() -> None:
+    lines = _said(PLANNED, STARTED, *map(_done, range(9)), seconds=2)
+    assert [line.split(":")[0] for line in lines if "%" in line] == ["30%", "60%", "90%"]
+    assert _said(PLANNED, STARTED, _done(0, nbytes=200), seconds=61)[-1].startswith(
+        "2%: 200 B of 10.00 kB, 3"
+    )
+    lines = _said(STAGE, UnitProgress(100, 3000), UnitProgress(1500, 3000), seconds=30)
+    assert lines[1:] == ["50%: 1.50 kB of 3.00 kB, 25 B/s, 1:00 left, 0 of 3 units"]
+    assert _said(STAGE, _unit(0), seconds=70)[1].endswith("1 of 3 units")
 
 
-def test_a_slow_run_is_not_silent() -> None:
-    clock = Clock()
-    progress, stream = _plain(clock)
-    progress(PLANNED)
-    progress(STARTED)
-    clock.now += 61
-    progress(_done(0, nbytes=200))
-    assert "2%: 200 B of 10.00 kB, 3 B/s" in stream.getvalue()
-
-
-def test_going_on_is_said() -> None:
-    progress, stream = _plain(Clock())
-    progress(PLANNED)
-    progress(Started(("worker-0",), "cuda", 7, 7000))
-    assert "going on: 7 of 10 segments are done already, with 1 worker on cuda" in stream.getvalue()
-
-
-@pytest.mark.parametrize(("segments", "said"), [((3, 4), "2 segments in hand pass"), ((), "nothing in hand")])
-def test_a_lost_worker_is_a_warning(segments: tuple[int, ...], said: str) -> None:
-    progress, stream = _plain(Clock())
-    progress(WorkerLost("worker-0", "out of memory", segments))
-    assert stream.getvalue().startswith("warning: worker-0 was lost (out of memory); ")
-    assert said in stream.getvalue()
-
-
-def test_a_cluster_that_has_to_grow_first_is_told() -> None:
-    progress, stream = _plain(Clock())
-    progress(RoomAwaited("a worker needs CPUs: 4", 1800.0))
-    assert stream.getvalue() == "waiting for the cluster to grow, 30:00 at most: a worker needs CPUs: 4\n"
+def test_of_several_merges_and_stages_only_the_last_is_done() -> None:
+    lines = _said(StepStarted("left", 1, 2), *MERGE[:-1], Published("/x", 3.0), StepStarted("", 2, 2), *MERGE)
+    assert (lines[0], lines[6], lines[7]) == (
+        "merge 1 of 2: left",
+        "made in 3.0 s with 1 worker on cpu",
+        "merge 2 of 2",
+    )
+    assert lines[-3:] == ["done: out", "  in 1:01 with 1 worker on cpu", f"  digest {'a' * 40}"]
+    kept = StageKept("order of experts", 2, 2)
+    assert _said(STAGE, *map(_unit, range(3)), REPORT, kept, *MERGE, seconds=1)[:3] == [
+        "stage 1 of 2: router rows",
+        "made in 4.0 s with 2 workers on cpu",
+        "stage 2 of 2: order of experts, made already",
+    ]
+    assert _said(StepKept("left", 1, 2)) == ["merge 1 of 2: left, made already"]
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "lines"),
     [
-        (WorkerLeft("worker-3"), "worker-3 has nothing more to do and leaves"),
         (
-            NodeOfNoUse("10.0.0.2", "the output place is not to be found"),
-            "warning: workers on 10.0.0.2, which joined, get no segments: the output place is not to be "
-            "found",
+            Started(("worker-0",), "cuda", 7, 7000),
+            ["going on: 7 of 10 segments are done already, with 1 worker on cuda"],
         ),
+        (
+            Started(WORKERS, "cpu", 0, 0, 4, "the GPU would not help"),
+            ["merging with 2 workers of 4 threads on cpu: the GPU would not help"],
+        ),
+        (
+            StageStarted("router rows", 1, 1, 3, 3000, WORKERS, "cpu", 2, 2000),
+            ["stage 1 of 1: router rows", "going on: 2 of 3 units are done already"],
+        ),
+        (
+            WorkerLost("worker-0", "out of memory", (3, 4)),
+            ["warning: worker-0 was lost (out of memory); 2 segments in hand pass to another"],
+        ),
+        (
+            WorkerLost("worker-0", "killed", ()),
+            ["warning: worker-0 was lost (killed); it had nothing in hand"],
+        ),
+        (
+            RoomAwaited("a worker needs CPUs: 4", 1800.0),
+            ["waiting for the cluster to grow, 30:00 at most: a worker needs CPUs: 4"],
+        ),
+        (WorkerLeft("worker-3"), ["worker-3 has nothing more to do and leaves"]),
+        (
+            NodeOfNoUse("10.0.0.2", "it lacks all"),
+            ["warning: workers on 10.0.0.2, which joined, get no segments: it lacks all"],
+        ),
+        (
+            MemoryShort("worker-0", 7, 4_000_000, "no room"),
+            [
+                "warning: segment 7 ran out of memory on worker-0 (no room); it is made again alone, with "
+                "4.00 MB"
+            ],
+        ),
+        (Stopping(None), ["stopping: the segments in hand are finished first; Ctrl-C again stops at once"]),
+        (Stopping(1.0), ["stopping: the segments in hand have 1 s to finish"]),
+        (Stopping(0.0), ["stopping at once: the segments in hand are given up"]),
     ],
 )
-def test_what_becomes_of_workers_is_told(event: Event, said: str) -> None:
-    progress, stream = _plain(Clock())
-    progress(event)
-    assert stream.getvalue() == said + "\n"
+def test_what_happens_is_told(event: Event, lines: list[str]) -> None:
+    assert _said(PLANNED, event)[1:] == lines
 
 
-def test_a_segment_that_runs_out_of_memory_is_a_warning() -> None:
-    progress, stream = _plain(Clock())
-    progress(MemoryShort("worker-0", 7, 4_000_000, "no room"))
-    said = "warning: segment 7 ran out of memory on worker-0 (no room); it is made again alone, with 4.00 MB"
-    assert stream.getvalue() == said + "\n"
+def test_in_a_stage_parts_are_units() -> None:
+    lines = _said(STAGE, WorkerLost("worker-0", "killed", (1,)), Stopping())
+    assert lines[1] == "warning: worker-0 was lost (killed); 1 unit in hand pass to another"
+    assert lines[2].startswith("stopping: the units in hand are finished first")
 
 
-def test_storage_that_fails_is_told_once_for_each_fault() -> None:
-    progress, stream = _plain(Clock())
-    for segment in range(3):
-        progress(StorageFailed("worker-0", segment, {"a.safetensors: Stale file handle (ESTALE)": 2}))
-    progress(StorageFailed("worker-1", 3, {"b.safetensors: Input/output error (EIO)": 1}))
-    assert stream.getvalue().splitlines() == [
-        "storage failed for a moment, and was asked again: a.safetensors: Stale file handle (ESTALE)",
-        "storage failed for a moment, and was asked again: b.safetensors: Input/output error (EIO)",
+def test_the_same_fault_of_storage_or_of_a_gpu_is_told_once() -> None:
+    stale, broken = "a.safetensors: Stale file handle (ESTALE)", "b.safetensors: Input/output error (EIO)"
+    faults = [StorageFailed("worker-0", segment, {stale: 2}) for segment in range(3)]
+    said = "storage failed for a moment, and was asked again: "
+    lines = _said(*faults, StorageFailed("worker-1", 3, {broken: 1, stale: 1}))
+    assert lines == [said + stale, said + broken]
+    failing = [DeviceFailed(WORKERS[each % 2], each, "an illegal\x1b[2J access") for each in range(4)]
+    instead = "was made on the CPU, and so is any other that it fails in"
+    assert _said(*failing) == [
+        f"warning: the GPU of worker-{each} failed (an illegal\\x1b[2J access); segment {each} {instead}"
+        for each in range(2)
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (None, "stopping: the segments in hand are finished first; Ctrl-C again stops at once\n"),
-        (1.0, "stopping: the segments in hand have 1 s to finish\n"),
-    ],
-)
-def test_a_stop_says_what_is_waited_for(seconds: float | None, said: str) -> None:
-    progress, stream = _plain(Clock())
-    progress(Stopping(seconds))
-    assert stream.getvalue() == said
+def test_the_largest_measured_peak_stands_beside_the_projection() -> None:
+    peaks = (10, 2_000_000, 4_000_000, *[0] * 7)
+    made = [SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak) for segment, peak in enumerate(peaks)]
+    assert "  peak: 4.00 MB of 5.00 MB a worker" in _said(PLANNED, STARTED, *made, seconds=1)
+    assert "peak" not in "".join(_said(PLANNED, STARTED, *map(_done, range(10))))
+
+
+# The live view
 
 
 def test_the_live_view_has_a_bar_and_a_line_for_each_worker() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with LiveProgress(console, "out") as progress:
-        for event in (PLANNED, STARTED, _done(0), _done(1, "worker-1"), WorkerLost("worker-1", "killed", ())):
-            progress(event)
-        progress.refresh()
-    drawn = stream.getvalue()
+    lost = WorkerLost("worker-1", "killed", ())
+    (drawn,) = _drawn((PLANNED, STARTED, _done(0), _done(1, "worker-1"), _done(2, "worker-2"), lost))
     assert "━" in drawn
-    assert "2.00 kB of 10.00 kB" in drawn
+    assert "3.00 kB of 10.00 kB" in drawn
     assert "worker-0" in drawn
+    assert "worker-2" in drawn
     assert "1 segment " in drawn
     assert "warning: worker-1 was lost" in drawn
 
 
-def test_the_live_view_waits_before_and_finishes_after() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with LiveProgress(console, "out") as progress:
-        progress.refresh()
-        for event in (PLANNED, STARTED, *map(_done, range(10))):
-            progress(event)
-        progress.refresh()
-        for event in ENDING:
-            progress(event)
-    drawn = stream.getvalue()
-    assert "Planning and starting the workers" in drawn
-    assert "Finishing, verifying and publishing" in drawn
-    assert drawn.index("verified") < drawn.index("done: out")
+def test_the_live_view_names_merge_and_stage_until_the_last_is_done() -> None:
+    kept, left = StageKept("order of experts", 2, 2), StepStarted("left", 1, 2)
+    drawn = _drawn(
+        (),
+        (left, STAGE, _unit(0), _unit(1)),
+        (_unit(2),),
+        (kept,),
+        MERGE[:3],
+        MERGE[3:5],
+        (Published("/x", 3.0), StepStarted("", 2, 2)),
+        MERGE,
+    )
+    expected = (
+        "Planning and starting the workers", "2 of 3 units", "Concluding: router rows", "Starting",
+        "1 of 2 segments", "Finishing, verifying and publishing", "Starting", "done: out",
+    )  # fmt: skip
+    for view, words in zip(drawn, expected, strict=True):
+        assert words in view
+    assert "merge 1 of 2: left" in drawn[1]
+    assert "stage 1 of 2: router rows" in drawn[1]
+    assert drawn[-1].index("verified") < drawn[-1].index("done: out")
 
 
 def test_the_stream_decides_how_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     pipe = io.StringIO()
-    assert isinstance(make_progress(pipe, as_json=True, output="out"), JsonProgress)
-    assert isinstance(make_progress(pipe, as_json=False, output="out"), PlainProgress)
+
+    def kind(*, as_json: bool = False) -> type[object]:
+        with make_progress(pipe, as_json=as_json, output="out") as progress:
+            return type(progress)
+
+    assert kind() is PlainProgress
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(pipe, "isatty", lambda: True, raising=False)
-    assert isinstance(make_progress(pipe, as_json=False, output="out"), LiveProgress)
+    assert kind() is LiveProgress
+    assert kind(as_json=True) not in (LiveProgress, PlainProgress)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_progress(pipe, as_json=False, output="out"), PlainProgress)
-
-
-def test_why_a_device_was_chosen_is_said() -> None:
-    progress, stream = _plain(Clock())
-    reason = "reading takes 0:30, and the GPU would not help"
-    progress(PLANNED)
-    progress(Started(("worker-0", "worker-1"), "cpu", 0, 0, 4, reason))
-    assert f"merging with 2 workers of 4 threads on cpu: {reason}\n" in stream.getvalue()
-    for event in ENDING:
-        progress(event)
-    assert "in 1:01 with 2 workers of 4 threads on cpu\n" in stream.getvalue()
-
-
-def test_a_gpu_that_fails_is_told_once_a_worker() -> None:
-    progress, stream = _plain(Clock())
-    for event in (PLANNED, STARTED):
-        progress(event)
-    for segment, worker in enumerate(("worker-0", "worker-1", "worker-0", "worker-1")):
-        progress(DeviceFailed(worker, segment, "an illegal\x1b[2J access"))
-        progress(_done(segment, worker))
-    told = [line for line in stream.getvalue().splitlines() if "failed" in line]
-    said = "failed (an illegal\\x1b[2J access)"
-    instead = "was made on the CPU, and so is any other that it fails in"
-    assert told == [
-        f"warning: the GPU of worker-{each} {said}; segment {each} {instead}" for each in range(2)
-    ]
-
-
-def test_the_largest_peak_stands_beside_the_projection() -> None:
-    clock = Clock()
-    progress, stream = _plain(clock)
-    for event in (PLANNED, STARTED):
-        progress(event)
-    for segment, peak in enumerate((10, 2_000_000, 4_000_000, *[0] * 7)):
-        clock.now += 1
-        progress(SegmentDone(segment, "worker-0", 900, 100, 1000, 0.5, peak))
-    assert "\n  peak: 4.00 MB of 5.00 MB a worker\n" in stream.getvalue()
-
-
-def test_a_peak_that_nobody_measured_is_not_shown() -> None:
-    progress, stream = _plain(Clock())
-    for event in (PLANNED, STARTED, *(_done(segment) for segment in range(10))):
-        progress(event)
-    assert "merged:" in stream.getvalue()
-    assert "peak" not in stream.getvalue()
+    assert kind() is PlainProgress

@@ -1,8 +1,7 @@
-"""Recipes of several merges on the command line: plans in order, progress, and what is kept between."""
+"""Recipes of several merges on the command line: plans in order, and what is kept between."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,8 @@ from kits.chains import CHAIN
 from kits.command_line import Outcome, run_command
 from kits.golden import check_golden
 from kits.merges import make_models, write_recipe
-from rich.console import Console
-
-from raymerge.cli.render.progress import LiveProgress, PlainProgress
-from raymerge.cli.render.tally import Tally
-from raymerge.events import Event, Planned, Published, SegmentDone, Started, StepKept, StepStarted, Verified
 
 STEPS = ".recipe-merged.raymerge.steps"
-ONE_STEP: tuple[Event, ...] = (
-    StepStarted("left", 1, 2),
-    Planned("a" * 40, 10, 4000, 2000, 2, 5_000_000),
-    Started(("worker-0",), "cpu", 0, 0),
-    SegmentDone(0, "worker-0", 900, 100, 1000, 0.5),
-    SegmentDone(1, "worker-0", 900, 100, 1000, 0.5),
-    Verified(10, 4000),
-    Published("/somewhere/.out.raymerge.steps/left", 3.0),
-)
-LAST_STEP: tuple[Event, ...] = (
-    StepStarted("", 2, 2),
-    Planned("b" * 40, 10, 4000, 1000, 1, 5_000_000),
-    Started(("worker-0",), "cpu", 0, 0),
-    SegmentDone(0, "worker-0", 900, 100, 1000, 0.5),
-    Verified(10, 4000),
-    Published("/somewhere/out", 61.0),
-)
 
 
 @pytest.fixture
@@ -190,57 +167,3 @@ def test_a_dry_run_shows_every_merge(folder: Path) -> None:
     event: dict[str, Any] = json.loads(_submit(folder, "--dry-run", "--json").text)
     assert (event["event"], event["place"]) == ("dry_run", "recipe-merged")
     assert [merge["name"] for merge in event["merges"]] == ["left", "right", None]
-
-
-# Progress
-
-
-def _plain(events: tuple[Event, ...]) -> list[str]:
-    stream = io.StringIO()
-    with PlainProgress(Console(file=stream, width=80), "out", clock=lambda: 0.0) as progress:
-        for event in events:
-            progress(event)
-    return stream.getvalue().splitlines()
-
-
-def test_only_the_last_merge_is_done() -> None:
-    lines = _plain((*ONE_STEP, *LAST_STEP))
-    assert lines[0] == "merge 1 of 2: left"
-    assert lines[6] == "made in 3.0 s with 1 worker on cpu"
-    assert lines[7] == "merge 2 of 2"
-    assert lines[-3:] == ["done: out", "  in 1:01 with 1 worker on cpu", f"  digest {'b' * 40}"]
-
-
-def test_every_merge_is_counted_by_itself() -> None:
-    tally = Tally(lambda: 0.0)
-    for event in ONE_STEP:
-        tally.take(event)
-    assert (tally.fraction, tally.done_segments, tally.is_last) == (1.0, 2, False)
-    tally.take(LAST_STEP[0])
-    assert (tally.fraction, tally.done_segments, tally.is_last) == (0.0, 0, True)
-    assert (tally.workers, tally.started, tally.plan) == ({}, None, None)
-    tally.take(StepKept("left", 1, 2))
-    assert not tally.is_last
-
-
-def test_the_live_view_names_the_merge_and_stays_until_the_last() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with LiveProgress(console, "out") as progress:
-        progress.refresh()
-        for event in ONE_STEP[:4]:
-            progress(event)
-        progress.refresh()
-        for event in (*ONE_STEP[4:], LAST_STEP[0]):
-            progress(event)
-        progress.refresh()
-        for event in LAST_STEP[1:4]:
-            progress(event)
-        progress.refresh()
-        for event in LAST_STEP[4:]:
-            progress(event)
-    drawn = stream.getvalue()
-    ordered = ["Planning and starting the workers", "1.00 kB of 2.00 kB", "made in", "Starting", "done: out"]
-    places = [drawn.index(each) for each in ordered]
-    assert places == sorted(places)
-    assert drawn.count("merge 1 of 2: left") >= 2

@@ -13,8 +13,8 @@ from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, make_models, write_recipe
 from rich.console import Console
 
-from raymerge.cli.plan import explain_all
-from raymerge.cli.simulate import check_memory, in_hand, read_cluster, show_simulation
+from raymerge.cli.plan import check_memory, explain_all, read_cluster
+from raymerge.cli.render.reports import in_hand, show_simulation
 from raymerge.errors import OptionError
 from raymerge.merge_plan.memory import Projection
 from raymerge.options import RunOptions

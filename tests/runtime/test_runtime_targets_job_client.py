@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raymerge import events
-from raymerge.cli.following import event_from_json, follow
+from raymerge.cli.runs import event_from_json, follow
 from raymerge.deploy.profiles import Profile, parse_profile
 from raymerge.deploy.targets.choose import choose, target_of
 from raymerge.deploy.targets.job_server import JobServer

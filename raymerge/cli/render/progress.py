@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Protocol
+from functools import partial
+from typing import IO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,9 +17,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raymerge.cli.render.duplicates import duplicate_lines, encoding_lines, encoding_warning
-from raymerge.cli.render.screen import counted, heading, make_console, make_table, printable, put_json
-from raymerge.cli.render.tally import Tally
+from raymerge.cli.render.reports import duplicate_lines, encoding_lines, encoding_warning
+from raymerge.cli.render.screen import counted, make_console, make_table, printable, put_json
 from raymerge.events import (
     DeviceFailed,
     DuplicatesFound,
@@ -26,6 +26,7 @@ from raymerge.events import (
     Event,
     MemoryShort,
     NodeOfNoUse,
+    OnEvent,
     Planned,
     Published,
     RoomAwaited,
@@ -46,93 +47,38 @@ from raymerge.events import (
 )
 from raymerge.units import format_duration, format_size
 
-if TYPE_CHECKING:
-    from raymerge.stages.router.results import GateReport
-
-
-OfWorkers = MemoryShort | NodeOfNoUse | RoomAwaited | WorkerLeft | WorkerLost
-
-
-def worker_lines(event: OfWorkers, part: str) -> Iterator[tuple[str, str]]:
-    """The lines of an event, each with its style; ``part`` is what a part of the work is called."""
-    if isinstance(event, WorkerLeft):
-        yield f"{event.worker} has nothing more to do and leaves", ""
-    elif isinstance(event, NodeOfNoUse):
-        yield f"warning: workers on {event.node}, which joined, get no {part}s: {event.lack}", "yellow"
-    elif isinstance(event, RoomAwaited):
-        most = format_duration(event.seconds)
-        yield f"waiting for the cluster to grow, {most} at most: {event.lack}", "yellow"
-    elif isinstance(event, WorkerLost):
-        yield _lost(event, part), "yellow"
-    else:
-        yield _short(event, part), "yellow"
-
-
-def _lost(event: WorkerLost, part: str) -> str:
-    given = (
-        f"{counted(len(event.segments), part)} in hand pass to another"
-        if event.segments
-        else "it had nothing in hand"
-    )
-    return f"warning: {event.worker} was lost ({event.reason}); {given}"
-
-
-def _short(event: MemoryShort, part: str) -> str:
-    again = f"it is made again alone, with {format_size(event.budget)}"
-    return f"warning: {part} {event.segment} ran out of memory on {event.worker} ({event.reason}); {again}"
-
-
 _QUIET_SECONDS = 5.0
 _QUIET_PART = 0.1
 _SILENT_SECONDS = 60.0
 _REFRESH_PER_SECOND = 4
 
 
-class Progress(Protocol):
-    """Takes events while it is entered."""
-
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def __call__(self, event: Event) -> None: ...
-
-
+@contextmanager
 def make_progress(
     stream: IO[str], *, as_json: bool, output: str, clock: Callable[[], float] = time.monotonic
-) -> Progress:
-    """The kind of progress that suits the stream.
+) -> Iterator[OnEvent]:
+    """Takes events, and shows them in the way that suits the stream.
 
     Args:
+        stream: where to write.
+        as_json: one event a line, and nothing else.
+        output: the output place, as the user named it.
         clock: tells the seconds; another than this machine's for what is told again.
     """
-    if as_json:
-        return JsonProgress(stream)
     console = make_console(stream)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, output, clock=clock)
-    return PlainProgress(console, output, clock=clock)
+    if as_json:
+        yield partial(put_event, stream)
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with LiveProgress(console, output, clock=clock) as live:
+            yield live
+    else:
+        yield PlainProgress(console, output, clock=clock)
 
 
-class JsonProgress:
-    """Every event as one line of JSON."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> JsonProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def __call__(self, event: Event) -> None:
-        """Write the event, with the time, which tells of a log when it was that way."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        put_json(self._stream, {**event.to_json(), "time": now})
+def put_event(stream: IO[str], event: Event) -> None:
+    """Write an event as a line of JSON, with the time, which tells of a log when it was that way."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    put_json(stream, {**event.to_json(), "time": now})
 
 
 class PlainProgress:
@@ -146,22 +92,15 @@ class PlainProgress:
         self._said_at = clock()
         self._said_part = 0.0
 
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
     def __call__(self, event: Event) -> None:
         """Print the event if it is one of those that matter, or the time for a line has come."""
         self._tally.take(event)
         self._report.tell(event, self._tally)
-        if isinstance(event, Started | StageStarted):
-            self._said_at, self._said_part = self._clock(), self._tally.fraction
-        if isinstance(event, SegmentDone | UnitDone | UnitProgress) and self._is_time():
-            self._said_at, self._said_part = self._clock(), self._tally.fraction
+        is_time = isinstance(event, SegmentDone | UnitDone | UnitProgress) and self._is_time()
+        if is_time:
             self._console.print(f"{self._tally.fraction:.0%}: {summary(self._tally)}", soft_wrap=True)
+        if is_time or isinstance(event, Started | StageStarted):
+            self._said_at, self._said_part = self._clock(), self._tally.fraction
 
     def _is_time(self) -> bool:
         waited = self._clock() - self._said_at
@@ -184,9 +123,7 @@ class LiveProgress:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def __call__(self, event: Event) -> None:
@@ -196,6 +133,7 @@ class LiveProgress:
         self._report.tell(event, self._tally)
 
     def refresh(self) -> None:
+        """Draw the view now."""
         self._live.refresh()
 
     def _view(self) -> RenderableType:
@@ -207,31 +145,26 @@ class LiveProgress:
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(justify="right", no_wrap=True)
-        bar.add_row(
-            ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes), f"{tally.fraction:.0%}"
-        )
+        done = ProgressBar(total=max(1, tally.total_bytes), completed=tally.done_bytes)
+        bar.add_row(done, f"{tally.fraction:.0%}")
         titles = [] if tally.step is None else [_step(tally.step)]
         titles += [] if tally.stage is None else [_stage(tally.stage)]
-        return Group(
-            *(Text(printable(title)) for title in titles), bar, Text(summary(tally)), _worker_table(tally)
-        )
+        shown = (Text(printable(title)) for title in titles)
+        return Group(*shown, bar, Text(summary(tally)), _worker_table(tally))
 
 
 def summary(tally: Tally) -> str:
     """How far, how fast, how long, in one line."""
     left = tally.seconds_left
+    # Of a stage nothing may be known yet; often it has one unit alone.
+    waited = "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
     parts = (
         f"{format_size(tally.done_bytes)} of {format_size(tally.total_bytes)}",
         _rate(tally, tally.moved_bytes),
-        f"{format_duration(left)} left" if left is not None else _waited(tally),
+        f"{format_duration(left)} left" if left is not None else waited,
         f"{tally.done_segments} of {counted(tally.total_segments, tally.part)}",
     )
     return ", ".join(part for part in parts if part)
-
-
-def _waited(tally: Tally) -> str:
-    """How long a stage goes on of which nothing is known yet; often it has one unit alone."""
-    return "" if tally.stage is None else f"{format_duration(tally.elapsed)} so far"
 
 
 def _waiting(tally: Tally) -> str:
@@ -262,77 +195,94 @@ class _Report:
     def __init__(self, console: Console, output: str) -> None:
         self._console = console
         self._output = output
-        self._failed: set[str] = set()
-        self._faults: set[str] = set()
+        self._told: set[str] = set()
 
     def tell(self, event: Event, tally: Tally) -> None:
-        if isinstance(event, StepStarted | StepKept):
-            self._print(_step(event))
-        elif isinstance(event, StageStarted | StageKept):
-            for line in _begun(event):
-                self._print(line)
-        elif isinstance(event, StageReport) and isinstance(tally.stage, StageStarted):
-            self._print(f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}")
-        elif isinstance(event, Planned):
-            self._print(_planned(event))
-            for note in event.notes:
-                self._print(f"  note: {note}")
-        elif isinstance(event, Started):
-            self._print(_started(event, tally))
-        elif isinstance(event, SegmentDone) and tally.done_segments >= tally.total_segments:
-            for line in _merged(tally):
-                self._print(line)
-        elif isinstance(event, DuplicatesFound):
-            for line in duplicate_lines(event):
-                self._print(line)
-        elif isinstance(event, EncodingErrorsFound):
-            self._tell_encoded(event)
-        elif isinstance(event, DeviceFailed):
-            self._tell_failed(event, tally.part)
-        elif isinstance(event, OfWorkers):
-            for line, style in worker_lines(event, tally.part):
-                self._print(line, style=style)
-        elif isinstance(event, StorageFailed):
-            self._tell_storage(event)
-        elif isinstance(event, Stopping):
-            self._print(_stopping(event, tally.part))
-        elif isinstance(event, Verified):
-            self._print(f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned")
-        elif isinstance(event, Published):
-            for line in _published(event, tally, self._output if tally.is_last else ""):
-                self._print(line)
-
-    def _tell_failed(self, event: DeviceFailed, part: str) -> None:
-        """Once for each worker: where a GPU fails once, it often fails again."""
-        if event.worker not in self._failed:
-            self._failed.add(event.worker)
-            instead = f"{part} {event.segment} was made on the CPU, and so is any other that it fails in"
-            text = f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
-            self._print(text, style="yellow")
-
-    def _tell_storage(self, event: StorageFailed) -> None:
-        """Each fault once: a server that is away for a moment is so for many."""
-        for fault in sorted(set(event.faults) - self._faults):
-            self._faults.add(fault)
-            self._print(f"storage failed for a moment, and was asked again: {fault}", style="yellow")
-
-    def _tell_encoded(self, event: EncodingErrorsFound) -> None:
-        for line in encoding_lines(event):
+        """Print what is worth keeping of an event."""
+        for line in _lines(event, tally, self._output):
             self._print(line)
-        if event.above is not None:
-            self._print(encoding_warning(event.above), style="yellow")
+        for about, line in _warnings(event, tally.part):
+            # Of a GPU that fails and of storage that is away for a moment once: others meet the same.
+            if about not in self._told:
+                self._print(line, style="yellow")
+            self._told |= {about} - {""}
 
     def _print(self, text: str, style: str = "") -> None:
         # A log keeps a sentence on one line; a terminal wraps it between words.
         self._console.print(Text(printable(text), style=style), soft_wrap=not self._console.is_terminal)
 
 
-def _stopping(event: Stopping, part: str) -> str:
-    if event.seconds is None:
+def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
+    """What is said of how a run goes on."""
+    match event:
+        case StepStarted() | StepKept():
+            yield _step(event)
+        case StageStarted() | StageKept():
+            yield _stage(event)
+            if isinstance(event, StageStarted) and event.done_units:
+                yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
+        case StageReport() if isinstance(tally.stage, StageStarted):
+            yield f"made in {format_duration(tally.elapsed)} with {_how(tally.stage)}"
+        case Planned():
+            peak = f"at most {format_size(event.projected_peak)} of memory a worker"
+            yield f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
+            yield from (f"  note: {note}" for note in event.notes)
+        case Started():
+            begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
+            why = f": {event.device_reason}" if event.device_reason else ""
+            yield f"{begun if event.done_segments else 'merging '}with {_how(event)}{why}"
+        case SegmentDone() if tally.done_segments >= tally.total_segments:
+            yield from _merged(tally)
+        case DuplicatesFound():
+            yield from duplicate_lines(event)
+        case EncodingErrorsFound():
+            yield from encoding_lines(event)
+        case WorkerLeft():
+            yield f"{event.worker} has nothing more to do and leaves"
+        case Stopping():
+            yield _stopping(event.seconds, tally.part)
+        case Verified():
+            yield f"verified: {event.tensors} tensors, {format_size(event.nbytes)}, all as planned"
+        case Published():
+            yield from _published(event, tally, output)
+
+
+def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
+    """What is said of what goes wrong, each behind what it is said of once; "" for what is always said.
+
+    Args:
+        event: what happened.
+        part: what a part of the work is called.
+    """
+    match event:
+        case EncodingErrorsFound() if event.above is not None:
+            yield "", encoding_warning(event.above)
+        case DeviceFailed():
+            instead = f"{part} {event.segment} was made on the CPU, and so is any other that it fails in"
+            yield event.worker, f"warning: the GPU of {event.worker} failed ({event.reason}); {instead}"
+        case NodeOfNoUse():
+            yield "", f"warning: workers on {event.node}, which joined, get no {part}s: {event.lack}"
+        case RoomAwaited():
+            most = format_duration(event.seconds)
+            yield "", f"waiting for the cluster to grow, {most} at most: {event.lack}"
+        case WorkerLost():
+            passed = f"{counted(len(event.segments), part)} in hand pass to another"
+            given = passed if event.segments else "it had nothing in hand"
+            yield "", f"warning: {event.worker} was lost ({event.reason}); {given}"
+        case MemoryShort():
+            what = f"{part} {event.segment} ran out of memory on {event.worker} ({event.reason})"
+            yield "", f"warning: {what}; it is made again alone, with {format_size(event.budget)}"
+        case StorageFailed():
+            for fault in sorted(event.faults):
+                yield fault, f"storage failed for a moment, and was asked again: {fault}"
+
+
+def _stopping(seconds: float | None, part: str) -> str:
+    if seconds is None:
         return f"stopping: the {part}s in hand are finished first; Ctrl-C again stops at once"
-    if not event.seconds:
+    if not seconds:
         return f"stopping at once: the {part}s in hand are given up"
-    return f"stopping: the {part}s in hand have {event.seconds:g} s to finish"
+    return f"stopping: the {part}s in hand have {seconds:g} s to finish"
 
 
 def _step(event: StepStarted | StepKept) -> str:
@@ -346,56 +296,30 @@ def _stage(event: StageStarted | StageKept) -> str:
     return f"stage {event.number} of {event.total}: {event.title}{kept}"
 
 
-def _begun(event: StageStarted | StageKept) -> Iterator[str]:
-    yield _stage(event)
-    if isinstance(event, StageStarted) and event.done_units:
-        yield f"going on: {event.done_units} of {counted(event.units, 'unit')} are done already"
-
-
-def _planned(event: Planned) -> str:
-    peak = f"at most {format_size(event.projected_peak)} of memory a worker"
-    return f"planned: {event.tensors} tensors, {format_size(event.output_bytes)}; {peak}"
-
-
-def _started(event: Started, tally: Tally) -> str:
-    begun = f"going on: {event.done_segments} of {tally.total_segments} segments are done already, "
-    why = f": {event.device_reason}" if event.device_reason else ""
-    return f"{begun if event.done_segments else 'merging '}with {_how(event)}{why}"
-
-
-def _merged(tally: Tally) -> tuple[str, ...]:
-    total = f"merged: {format_size(tally.made_bytes)} read and written at {_rate(tally, tally.made_bytes)}"
-    return (
-        total,
-        *_peak(tally),
-        *(
-            f"  {name}: {counted(worker.segments, 'segment')}, {format_size(worker.nbytes)}, "
-            f"{_rate(tally, worker.nbytes)}"
-            for name, worker in tally.workers.items()
-        ),
-    )
-
-
-def _peak(tally: Tally) -> Iterator[str]:
-    """What a worker used at most of what it might; nothing where it was not measured."""
+def _merged(tally: Tally) -> Iterator[str]:
+    yield f"merged: {format_size(tally.made_bytes)} read and written at {_rate(tally, tally.made_bytes)}"
+    # It is 0 where it was not measured.
     if tally.peak_bytes and tally.plan is not None:
         projected = format_size(tally.plan.projected_peak)
         yield f"  peak: {format_size(tally.peak_bytes)} of {projected} a worker"
+    for name, worker in tally.workers.items():
+        made = f"{counted(worker.segments, 'segment')}, {format_size(worker.nbytes)}"
+        yield f"  {name}: {made}, {_rate(tally, worker.nbytes)}"
 
 
 def _rate(tally: Tally, nbytes: int) -> str:
     return f"{format_size(round(tally.speed(nbytes)))}/s"
 
 
-def _published(event: Published, tally: Tally, output: str) -> tuple[str, ...]:
-    """The end of a run; ``output`` is "" for a result that other merges use."""
+def _published(event: Published, tally: Tally, output: str) -> Iterator[str]:
     how = f" with {_how(tally.started)}" if tally.started is not None else ""
-    if not output:
-        return (f"made in {format_duration(event.seconds)}{how}",)
-    lines = [f"done: {output}", f"  in {format_duration(event.seconds)}{how}"]
+    if not (tally.is_last and output):
+        yield f"made in {format_duration(event.seconds)}{how}"
+        return
+    yield f"done: {output}"
+    yield f"  in {format_duration(event.seconds)}{how}"
     if tally.plan is not None:
-        lines.append(f"  digest {tally.plan.digest}")
-    return tuple(lines)
+        yield f"  digest {tally.plan.digest}"
 
 
 def _how(started: Started | StageStarted) -> str:
@@ -404,56 +328,146 @@ def _how(started: Started | StageStarted) -> str:
     return f"{counted(len(started.workers), 'worker')}{each} on {started.device}"
 
 
-_LAYERS_SHOWN = 8
+@dataclass(slots=True)
+class WorkerTally:
+    """One worker's share."""
+
+    segments: int = 0
+    """Segments, or units of a stage, that it made in this run."""
+    nbytes: int = 0
+    is_lost: bool = False
 
 
-def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
-    """Print a short table for each stage that made router rows; other stages have none."""
-    from raymerge.stages.router.results import KIND, GateReport
+class Tally:
+    """Adds up events. Bytes of an earlier run count as done, but not for the speed.
 
-    for each in reports:
-        if each.report.get("kind") == KIND:
-            _show(console, each.title, GateReport.from_json(each.report))
+    Of several merges and stages it is always about the one that runs. Units of a stage are counted as the
+    segments of a merge are.
+    """
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.step: StepStarted | StepKept | None = None
+        self.stage: StageStarted | StageKept | None = None
+        self._begin()
 
-def _show(console: Console, title: str, report: GateReport) -> None:
-    console.print()
-    console.print(heading(title))
-    console.print(make_table(("", ""), list(_facts(report))))
-    if report.routing is not None:
-        rows = list(_experts(report, report.routing))
-        console.print(make_table(("expert", "tokens", "chosen first for"), rows, numbers=(1, 2)))
-    if report.on_own:
-        console.print("* judged on the texts that its row was made from, for want of held-out ones")
+    def _begin(self) -> None:
+        self._began: float | None = None
+        self.plan: Planned | None = None
+        self.started: Started | StageStarted | None = None
+        self.verified: Verified | None = None
+        self.workers: dict[str, WorkerTally] = {}
+        self.made_segments = 0
+        self.made_bytes = 0
+        self.peak_bytes = 0
+        self._planned_bytes = 0
+        self._begun_bytes = 0
 
+    def take(self, event: Event) -> None:
+        if isinstance(event, StepStarted | StepKept):
+            self._begin()
+            self.step, self.stage = event, None
+        elif isinstance(event, StageStarted | StageKept):
+            self._begin()
+            self.stage = event
+            if isinstance(event, StageStarted):
+                self._start(event)
+        elif isinstance(event, Planned):
+            if self.stage is not None:
+                self._begin()
+            self.plan, self.stage = event, None
+        elif isinstance(event, Started):
+            self._start(event)
+        elif isinstance(event, SegmentDone | UnitDone):
+            self._add(event)
+        elif isinstance(event, UnitProgress):
+            self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
+        elif isinstance(event, WorkerLost):
+            self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
+        elif isinstance(event, Verified):
+            self.verified = event
 
-def _facts(report: GateReport) -> Iterator[tuple[str, str]]:
-    yield "gate mode", report.mode
-    yield "layers", str(len(report.layers))
-    yield "condition", _condition(report)
-    if report.entropy is not None and report.lowest_entropy is not None:
-        lowest = f"; in the lowest layer {report.lowest_entropy:.2f}"
-        yield "load entropy", f"{report.entropy:.2f} of {report.most_entropy:.2f} bits{lowest}"
-    if report.margin is not None:
-        yield "margin", f"{report.margin:.3g} between the first and the second logit"
-    if report.unproven:
-        layers = ", ".join(map(str, report.unproven[:_LAYERS_SHOWN]))
-        yield "unproven", f"half of the texts does not hold for the other half in layers {layers}: give more"
+    def _start(self, event: Started | StageStarted) -> None:
+        self.started, self._began = event, self._clock()
+        self.workers = {name: WorkerTally() for name in event.workers}
 
+    def _add(self, event: SegmentDone | UnitDone) -> None:
+        nbytes = event.read_bytes + event.written_bytes
+        worker = self.workers.setdefault(event.worker, WorkerTally())
+        worker.segments += 1
+        worker.nbytes += nbytes
+        self.made_segments += 1
+        self.made_bytes += nbytes
+        if isinstance(event, SegmentDone):
+            self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
+        self._planned_bytes += event.planned_bytes
+        # What was begun of this unit is no more than all of it, so that the sum does not fall.
+        self._begun_bytes = max(0, self._begun_bytes - event.planned_bytes)
 
-def _condition(report: GateReport) -> str:
-    """The worst condition number, and the layers whose rows are hardly told apart."""
-    worst = f"{report.condition:.1f}" if math.isfinite(report.condition) else "infinite"
-    found = report.ill_conditioned
-    if not found:
-        return f"{worst} at worst, good below {report.limit:g}"
-    shown = ", ".join(map(str, found[:_LAYERS_SHOWN]))
-    more = f" and {len(found) - _LAYERS_SHOWN} more" if len(found) > _LAYERS_SHOWN else ""
-    layers = f"layer{'s' if len(found) > 1 else ''} {shown}{more}"
-    return f"{worst} at worst; above {report.limit:g}, experts are hardly told apart, in {layers}"
+    @property
+    def is_last(self) -> bool:
+        """Whether the merge that runs makes the output."""
+        return self.step is None or self.step.number == self.step.total
 
+    @property
+    def part(self) -> str:
+        return "segment" if self.stage is None else "unit"
 
-def _experts(report: GateReport, routing: tuple[float, ...]) -> Iterator[tuple[str, str, str]]:
-    for number, (name, share) in enumerate(zip(report.experts, routing, strict=True)):
-        judged = str(report.num_judged[number]) if report.num_judged else ""
-        yield f"{name}{'*' if number in report.on_own else ''}", judged, f"{share:.0%}"
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to read and write in the whole merge; of a stage those to read."""
+        if isinstance(self.stage, StageStarted):
+            return self.stage.total_bytes
+        return self.plan.total_bytes if self.plan is not None else 0
+
+    @property
+    def total_segments(self) -> int:
+        """Segments of the whole merge, or units of the stage."""
+        if isinstance(self.stage, StageStarted):
+            return self.stage.units
+        return self.plan.segments if self.plan is not None else 0
+
+    @property
+    def done_segments(self) -> int:
+        """Segments or units done, by this run and earlier ones."""
+        return self.made_segments + self._done_before
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes that are done, by this run and earlier ones; of a stage those of begun units too."""
+        return self._finished_bytes + self._begun_bytes
+
+    @property
+    def _finished_bytes(self) -> int:
+        return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
+
+    @property
+    def _done_before(self) -> int:
+        if isinstance(self.started, StageStarted):
+            return self.started.done_units
+        return self.started.done_segments if self.started is not None else 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written in this run, those of begun units included."""
+        return self.made_bytes + self._begun_bytes
+
+    @property
+    def fraction(self) -> float:
+        """Part of the bytes that is done, from 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since work began in this run."""
+        return self._clock() - self._began if self._began is not None else 0.0
+
+    def speed(self, nbytes: int) -> float:
+        """Bytes a second in this run, for ``nbytes`` that were made in it."""
+        return nbytes / self.elapsed if self.elapsed > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to go at this speed; None while it is not known."""
+        speed = self.speed(self._planned_bytes + self._begun_bytes)
+        return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None

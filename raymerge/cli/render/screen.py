@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-MODEL_HELP = "Directory of a checkpoint, or a Hub name: org/name or org/name@revision."
-
 
 class _Console(Console):
     """A console that leaves it to the caller what a reader that went away means."""
@@ -62,6 +60,14 @@ def make_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table
+
+
+def show_table(
+    console: Console, titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()
+) -> None:
+    """Print a table below an empty line."""
+    console.print()
+    console.print(make_table(titles, rows, numbers=numbers))
 
 
 def put_json(stream: IO[str], value: Mapping[str, Any]) -> None:

@@ -1,0 +1,407 @@
+"""What commands say of plans, simulations, duplicates, encoding errors and routers, as tables and lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from raymerge.cli.render.screen import (
+    counted,
+    heading,
+    make_console,
+    make_table,
+    named,
+    printable,
+    show_table,
+)
+from raymerge.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from raymerge.events import DuplicatesFound, EncodingErrorsFound, StageReport
+    from raymerge.merge_plan.plan import Plan
+    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove
+    from raymerge.planner.chained_merges import PlannedMerge
+    from raymerge.planner.explain import Explanation, TensorLine
+    from raymerge.planner.simulation import Simulation
+    from raymerge.stages.router.results import GateReport
+
+_VALUE_SHOWN = 40
+_PLANNED_GROUPS = 5
+_FOUND_GROUPS = 2
+_LAYERS_SHOWN = 8
+_BUSY_SHOWN = 0.005
+"""What is busy for less of the run than this is not worth a word."""
+
+
+# Plans
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One merge of a recipe's file, accounted for."""
+
+    merge: PlannedMerge
+    explanation: Explanation
+    """Its plan in numbers, with all problems."""
+    title: str
+    is_made: bool | None
+    """Whether its result is there and ``submit`` does not make it again; None for a recipe of one merge."""
+    simulation: Simulation | None = None
+    """Its run on the cluster that was asked for, without start-up where another one is run before; None where
+    none was asked for, nothing is to be made, or problems are in the way."""
+    steps: str = ""
+    """Where the results between lie, if the user says where; on the last account alone."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan says what will be made; one that lacks tensors or chose none says nothing true."""
+        return not self.merge.plan.problems
+
+    def to_json(self, *, tensors: bool) -> dict[str, Any]:
+        """JSON form; of one of several merges also with its name. Of a plan that is not whole the sources."""
+        name = {} if self.is_made is None else {"name": self.merge.recipe.name, "is_made": self.is_made}
+        if not self.is_whole:
+            said = self.explanation.to_json()
+            return {**name, "sources": said["sources"], "problems": said["problems"]}
+        lines = [line.to_json() for line in _tensor_lines(self.merge.plan)] if tensors else []
+        simulated = {"simulation": self.simulation.to_json()} if self.simulation is not None else {}
+        listed = {"tensors": lines} if tensors else {}
+        steps = {"steps": self.steps} if self.steps else {}
+        return {**name, **self.explanation.to_json(), **steps, **simulated, **listed}
+
+
+def show_accounts(stream: IO[str], accounts: Sequence[Account], *, tensors: bool = False) -> None:
+    """Print the account of each merge."""
+    console = make_console(stream)
+    for number, account in enumerate(accounts):
+        if number:
+            console.print()
+        _show_account(console, account)
+        if tensors and account.is_whole:
+            _show_tensors(console, account.merge.plan)
+    if accounts[-1].steps:
+        console.print(printable(f"\nwhat is made on the way lies in {accounts[-1].steps}"), soft_wrap=True)
+    to_make = [account for account in accounts if not account.is_made]
+    runs = [account.simulation for account in to_make if account.simulation is not None]
+    if len(accounts) > 1 and runs and len(runs) == len(to_make):
+        stages = sum(len(account.explanation.stages) for account in to_make)
+        _show_total(console, runs, kept=len(accounts) - len(to_make), stages=stages)
+
+
+def _show_account(console: Console, account: Account) -> None:
+    explanation = account.explanation
+    console.print(heading(f"Plan of {account.title}", note=explanation.digest if account.is_whole else ""))
+    if account.is_made:
+        console.print("made already: 'submit' takes the result that is there")
+    if account.is_whole:
+        show_table(console, ("", ""), _plan_facts(explanation))
+    _show_sources(console, explanation)
+    if account.is_whole:
+        _show_stages(console, explanation)
+        _show_dispositions(console, explanation)
+        _show_left_out(console, explanation)
+        _show_changes(console, explanation)
+        if account.simulation is not None:
+            show_simulation(console, account.simulation, stages=len(explanation.stages))
+        if explanation.notes:
+            console.print()
+            console.print(heading("Notes"))
+        for note in explanation.notes:
+            console.print(make_table(("", ""), [("-", note)]))
+    if explanation.problems:
+        found = f"{counted(len(explanation.problems), 'problem')} in the way; nothing can be merged before."
+        console.print()
+        console.print(Text(found, style="bold red"))
+        console.print()
+
+
+def _plan_facts(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    output, memory = explanation.output, explanation.memory
+    shards = counted(len(output.shards), "shard")
+    dtypes = f", {', '.join(output.dtypes)}" if output.dtypes else ""
+    yield "method", explanation.method
+    yield "output", f"{counted(output.tensors, 'tensor')}, {format_size(output.nbytes)} in {shards}{dtypes}"
+    yield "reads", format_size(explanation.read_bytes) + _again(explanation.passes)
+    yield "writes", format_size(explanation.written_bytes)
+    yield "segments", str(explanation.segments)
+    yield "duplicates", _duplicates(explanation)
+    yield "head", explanation.tie
+    peak = f"{format_size(memory.peak)} of {format_size(memory.budget)} for {in_hand(memory.lanes)}"
+    least = f"the least that works is {format_size(memory.least_budget)}"
+    yield "memory", f"{peak}, set by {memory.tensor}; {least}"
+
+
+def _again(passes: int) -> str:
+    if not passes:
+        return ""
+    times = "once" if passes == 1 else f"{passes} times"
+    return f", and what does not fit the memory {times} more for statistics"
+
+
+def _duplicates(explanation: Explanation) -> str:
+    found = explanation.duplicates
+    if not found.tensors:
+        return "none"
+    size = _sized(found.tensors, found.nbytes)
+    shared = "; they may share storage" if found.policy == "share" else ""
+    lines = _group_lines(found.groups, shown=_PLANNED_GROUPS)
+    return "\n".join([f"{size} equal others, made once and written to each place{shared}:", *lines])
+
+
+def _show_sources(console: Console, explanation: Explanation) -> None:
+    rows = [
+        (
+            str(index), source.name, str(source.tensors), format_size(source.nbytes),
+            ", ".join(source.dtypes), "config" if source.gives_config else "",
+        )
+        for index, source in enumerate(explanation.sources)
+    ]  # fmt: skip
+    show_table(console, ("", "source", "tensors", "bytes", "dtypes", "gives"), rows, numbers=(0, 2, 3))
+
+
+def _show_stages(console: Console, explanation: Explanation) -> None:
+    rows = [
+        (
+            line.title, _known(line.units, str), _known(line.read_bytes), _known(line.least_memory),
+            _known(line.disk_bytes),
+        )
+        for line in explanation.stages
+    ]  # fmt: skip
+    if rows:
+        titles = ("stage before", "units", "reads", "least memory", "disk")
+        show_table(console, titles, rows, numbers=(1, 2, 3, 4))
+
+
+def _known(number: int | None, shown: Callable[[int], str] = format_size) -> str:
+    return "?" if number is None else shown(number)
+
+
+def _show_dispositions(console: Console, explanation: Explanation) -> None:
+    rows = [
+        (str(line.source), line.disposition, line.rule, str(line.tensors), format_size(line.nbytes))
+        for line in explanation.dispositions
+    ]
+    show_table(console, ("source", "disposition", "rule", "tensors", "bytes"), rows, numbers=(0, 3, 4))
+    for line in explanation.dispositions:
+        if line.examples:
+            names = named(line.examples, line.tensors)
+            console.print()
+            console.print(Text(printable(f"dropped from {line.source} by {line.rule}: {names}")))
+
+
+def _show_left_out(console: Console, explanation: Explanation) -> None:
+    """Files that are neither read nor copied, and the rules that say so."""
+    rows = [
+        (
+            str(line.source), line.rule or "none: refused", line.reason, str(line.files),
+            format_size(line.nbytes), named(line.examples, line.files),
+        )
+        for line in explanation.left_out
+    ]  # fmt: skip
+    if rows:
+        titles = ("source", "left out by rule", "which is about", "files", "bytes", "such as")
+        show_table(console, titles, rows, numbers=(0, 3, 4))
+
+
+def _show_changes(console: Console, explanation: Explanation) -> None:
+    rows = [(each.key, _value(each.before), _value(each.after)) for each in explanation.config_changes]
+    if rows:
+        show_table(console, ("config.json", "was", "becomes"), rows)
+
+
+def _value(text: str | None) -> str:
+    if text is None:
+        return "absent"
+    return text if len(text) <= _VALUE_SHOWN else f"{text[: _VALUE_SHOWN - 3]}..."
+
+
+def _tensor_lines(plan: Plan) -> tuple[TensorLine, ...]:
+    from raymerge.planner.explain import tensor_lines
+
+    return tuple(tensor_lines(plan))
+
+
+def _show_tensors(console: Console, plan: Plan) -> None:
+    console.print()
+    for line in _tensor_lines(plan):
+        shape = "x".join(map(str, line.shape)) or "scalar"
+        origins = f" from {','.join(map(str, line.sources))}" if line.sources else ""
+        how = f"{line.disposition}{origins}  {'; '.join(line.expressions)}"
+        text = f"{line.name}  {line.dtype}  {shape}  {line.shard}  {how}"
+        console.print(printable(text), soft_wrap=True)
+
+
+# Simulations
+
+
+def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0) -> None:
+    """Print what a run would take, and what it would spend its time on.
+
+    Args:
+        console: where to.
+        simulation: the run.
+        stages: how many stages come before it, which are not simulated.
+    """
+    console.print()
+    console.print(heading(f"Simulated on {counted(simulation.cluster.workers, 'worker')}"))
+    console.print(make_table(("", ""), [*_simulated_facts(simulation), *_not_simulated(stages)]))
+    rows = [(name, f"{share:.0%}") for name, share in simulation.busy.items() if share >= _BUSY_SHOWN]
+    show_table(console, ("busy", "of the run"), rows, numbers=(1,))
+
+
+def _show_total(console: Console, simulations: Sequence[Simulation], *, kept: int, stages: int) -> None:
+    """What several merges would take, one after the other on the same workers."""
+    parts = {
+        "start-up": sum(each.startup_seconds for each in simulations),
+        "runs": sum(each.run_seconds for each in simulations),
+        "finishing": sum(each.finishing_seconds for each in simulations),
+    }
+    listed = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
+    made = f"{len(simulations)} to make{f', {kept} made already' if kept else ''}"
+    rows = [("merges", made), ("time", f"{format_duration(sum(parts.values()))}: {listed}")]
+    console.print()
+    console.print(heading("Simulated, all merges together"))
+    console.print(make_table(("", ""), [*rows, *_not_simulated(stages)]))
+
+
+def _not_simulated(stages: int) -> Iterator[tuple[str, str]]:
+    if stages:
+        yield "left out", f"{counted(stages, 'stage')} before the merge; stages are not simulated"
+
+
+def in_hand(lanes: int) -> str:
+    """``3 segments side by side``: what shares a worker's memory."""
+    return f"{lanes} segments side by side" if lanes > 1 else "1 segment at a time"
+
+
+def _simulated_facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
+    cluster, run = simulation.cluster, format_duration(simulation.run_seconds)
+    before, after = map(format_duration, (simulation.startup_seconds, simulation.finishing_seconds))
+    yield "time", f"{format_duration(simulation.seconds)}: start-up {before}, run {run}, finishing {after}"
+    yield "limiter", simulation.limiter
+    memory = format_size(cluster.memory or 0)
+    yield "a worker", f"{in_hand(cluster.lanes or 1)}, {counted(cluster.threads, 'thread')}, {memory}"
+    yield "reads", format_size(simulation.read_bytes)
+    yield "writes", format_size(simulation.written_bytes)
+    for workers, seconds in simulation.others.items():
+        faster = simulation.seconds / seconds
+        yield counted(workers, "worker"), f"{format_duration(seconds)}, {faster:.2f} times as fast"
+    if simulation.guessed:
+        names = ", ".join(simulation.guessed)
+        yield "a guess", f"the speed of {names}, which was not measured; compute= says it better"
+
+
+# Finished runs
+
+
+def _sized(tensors: int, nbytes: int) -> str:
+    """``2 tensors (4.10 kB)``."""
+    return f"{counted(tensors, 'tensor')} ({format_size(nbytes)})"
+
+
+def _group_lines(groups: Sequence[DuplicateGroup], *, shown: int) -> Iterator[str]:
+    """A line for each of the first groups, and one for all others."""
+    for group in groups[:shown]:
+        yield f"{group.pattern}: {counted(group.tensors, 'tensor')}, {format_size(group.nbytes)}"
+    hidden = len(groups) - shown
+    if hidden > 0:
+        yield f"and {counted(hidden, 'group')} more"
+
+
+def duplicate_lines(event: DuplicatesFound) -> Iterator[str]:
+    """What a finished run says of duplicates."""
+    if event.tensors:
+        size = _sized(event.tensors, event.nbytes)
+        yield f"duplicates: {size} equal others, made once and written to each place{_shared(event)}"
+        for line in _group_lines(event.groups, shown=_FOUND_GROUPS):
+            yield f"  {line}"
+    if event.unforeseen:
+        tensors = sum(group.tensors for group in event.unforeseen)
+        size = _sized(tensors, sum(group.nbytes for group in event.unforeseen))
+        yield f"duplicates: {size} turned out equal to others, which the plan could not know"
+        for line in _group_lines(event.unforeseen, shown=_FOUND_GROUPS):
+            yield f"  {line}"
+
+
+def _shared(event: DuplicatesFound) -> str:
+    if event.shared_bytes is None:
+        return ""
+    if not event.shared_bytes:
+        return "; the file system cannot have them share storage"
+    return f"; {format_size(event.shared_bytes)} share storage"
+
+
+def encoding_lines(event: EncodingErrorsFound) -> Iterator[str]:
+    """What a finished run says of its codes: a line a role."""
+    tensors = sum(line.tensors for line in event.roles)
+    yield f"encoded: {counted(tensors, 'tensor')} as codes with scales; relative error that this added:"
+    for line in event.roles:
+        most = f"at most {line.worst.relative_error:g} in {line.worst.name}"
+        yield f"  {line.role}: {line.relative_error:g} in {counted(line.tensors, 'tensor')}, {most}"
+
+
+def encoding_warning(found: ErrorsAbove) -> str:
+    """What to say of tensors whose error is above the recipe's limit."""
+    worst, counts = found.worst, counted(found.tensors, "tensor")
+    return (
+        f"warning: encoding changed {counts} by more than {found.limit:g} (warn_encoding_error), "
+        f"{worst.name} most of all, by {worst.relative_error:g}; "
+        f"'{{role: {worst.role}, value: bf16}}' as the first line of out_format keeps that role in bfloat16"
+    )
+
+
+def show_routing(console: Console, reports: Iterable[StageReport]) -> None:
+    """Print a short table for each stage that made router rows; other stages have none."""
+    from raymerge.stages.router.results import KIND, GateReport
+
+    for each in reports:
+        if each.report.get("kind") == KIND:
+            _show_router(console, each.title, GateReport.from_json(each.report))
+
+
+def _show_router(console: Console, title: str, report: GateReport) -> None:
+    console.print()
+    console.print(heading(title))
+    console.print(make_table(("", ""), _router_facts(report)))
+    if report.routing is not None:
+        rows = _experts(report, report.routing)
+        console.print(make_table(("expert", "tokens", "chosen first for"), rows, numbers=(1, 2)))
+    if report.on_own:
+        console.print("* judged on the texts that its row was made from, for want of held-out ones")
+
+
+def _router_facts(report: GateReport) -> Iterator[tuple[str, str]]:
+    yield "gate mode", report.mode
+    yield "layers", str(len(report.layers))
+    yield "condition", _condition(report)
+    if report.entropy is not None and report.lowest_entropy is not None:
+        lowest = f"; in the lowest layer {report.lowest_entropy:.2f}"
+        yield "load entropy", f"{report.entropy:.2f} of {report.most_entropy:.2f} bits{lowest}"
+    if report.margin is not None:
+        yield "margin", f"{report.margin:.3g} between the first and the second logit"
+    if report.unproven:
+        layers = ", ".join(map(str, report.unproven[:_LAYERS_SHOWN]))
+        yield "unproven", f"half of the texts does not hold for the other half in layers {layers}: give more"
+
+
+def _condition(report: GateReport) -> str:
+    """The worst condition number, and the layers whose rows are hardly told apart."""
+    worst = f"{report.condition:.1f}" if math.isfinite(report.condition) else "infinite"
+    found = report.ill_conditioned
+    if not found:
+        return f"{worst} at worst, good below {report.limit:g}"
+    shown = ", ".join(map(str, found[:_LAYERS_SHOWN]))
+    more = f" and {len(found) - _LAYERS_SHOWN} more" if len(found) > _LAYERS_SHOWN else ""
+    layers = f"layer{'s' if len(found) > 1 else ''} {shown}{more}"
+    return f"{worst} at worst; above {report.limit:g}, experts are hardly told apart, in {layers}"
+
+
+def _experts(report: GateReport, routing: tuple[float, ...]) -> Iterator[tuple[str, str, str]]:
+    for number, (name, share) in enumerate(zip(report.experts, routing, strict=True)):
+        judged = str(report.num_judged[number]) if report.num_judged else ""
+        yield f"{name}{'*' if number in report.on_own else ''}", judged, f"{share:.0%}"
