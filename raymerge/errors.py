@@ -43,11 +43,7 @@ class Problem:
             for text in (self.where, self.what)
         )
         remedy = _LONG_WORD.sub(lambda word: _ends(word[0], _WORD_CHARACTERS), self.remedy)
-        return (
-            self
-            if (where, what, remedy) == (self.where, self.what, self.remedy)
-            else Problem(where, what, remedy)
-        )
+        return Problem(where, what, remedy)
 
 
 def shown_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,6 @@ STEPS_WANTED = (
     "Give --steps DIR, or write run: {steps: DIR} in the profile: on one machine any directory, on several "
     "one that all of them see under the same path.",
 )
-"""What is wrong with an output in an object store, and what to do."""
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -64,46 +64,34 @@ class RunOptions:
     """Name of the submission, where a target that begins it again by itself has given it one."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.workers is not None and self.workers < 1:
-            problems.append(
-                Problem("--workers", f"{self.workers} workers cannot do anything.", "Give 1 or more.")
-            )
-        if self.workers is not None and self.workers > _MOST_WORKERS:
-            what = f"{self.workers} workers are more than Ray is tested with."
-            problems.append(Problem("--workers", what, f"Give at most {_MOST_WORKERS}."))
-        if self.threads is not None and self.threads < 1:
-            problems.append(
-                Problem("--threads", f"{self.threads} threads compute nothing.", "Give 1 or more.")
-            )
-        if self.threads is not None and self.threads > _MOST_THREADS:
-            what = f"{self.threads} threads of one worker would wait for each other."
-            problems.append(Problem("--threads", what, f"Give at most {_MOST_THREADS}, and more --workers."))
-        if self.memory is not None and self.memory < 1:
-            problems.append(
-                Problem("--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB.")
-            )
-        if self.scratch is not None and not (self.scratch.strip() and is_path(self.scratch)):
-            what = f"'{shown(self.scratch)}' is no path of a directory."
-            remedy = "Give a path of the machines that merge, like /tmp, or leave it out."
-            problems.append(Problem("--scratch", what, remedy))
-        if self.steps is not None and not (self.steps.strip() and is_path(self.steps)):
-            what = f"'{shown(self.steps)}' is no path of a directory."
-            remedy = "Give a path that all machines of the run see, like /mnt/shared/steps, or leave it out."
-            problems.append(Problem("--steps", what, remedy))
-        if not self.patience > 0:
-            problems.append(
-                Problem("--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0.")
-            )
-        if self.inline and self.address is not None:
-            problems.append(
-                Problem(
-                    "--inline", "a run in this process has no cluster address.", "Drop --address or --inline."
-                )
-            )
-        if self.inline and self.workers not in (None, 1):
-            problems.append(
-                Problem("--inline", "a run in this process is one worker.", "Drop --workers or --inline.")
-            )
-        if problems:
+        if problems := [Problem(*each) for each in self._refused()]:
             raise OptionError(problems)
+
+    def _refused(self) -> Iterator[tuple[str, str, str]]:
+        """Where, what and remedy of everything that cannot be honoured."""
+        workers, threads = self.workers, self.threads
+        if workers is not None and workers < 1:
+            yield "--workers", f"{workers} workers cannot do anything.", "Give 1 or more."
+        if workers is not None and workers > _MOST_WORKERS:
+            what = f"{workers} workers are more than Ray is tested with."
+            yield "--workers", what, f"Give at most {_MOST_WORKERS}."
+        if threads is not None and threads < 1:
+            yield "--threads", f"{threads} threads compute nothing.", "Give 1 or more."
+        if threads is not None and threads > _MOST_THREADS:
+            what = f"{threads} threads of one worker would wait for each other."
+            yield "--threads", what, f"Give at most {_MOST_THREADS}, and more --workers."
+        if self.memory is not None and self.memory < 1:
+            yield "--memory", f"{self.memory} bytes hold nothing.", "Give a size such as 4GiB."
+        if self.scratch is not None and not (self.scratch.strip() and is_path(self.scratch)):
+            remedy = "Give a path of the machines that merge, like /tmp, or leave it out."
+            yield "--scratch", f"'{shown(self.scratch)}' is no path of a directory.", remedy
+        if self.steps is not None and not (self.steps.strip() and is_path(self.steps)):
+            remedy = "Give a path that all machines of the run see, like /mnt/shared/steps, or leave it out."
+            yield "--steps", f"'{shown(self.steps)}' is no path of a directory.", remedy
+        if not self.patience > 0:
+            yield "--patience", f"in {self.patience:g} seconds nobody gets on.", "Give more than 0."
+        if self.inline and self.address is not None:
+            what = "a run in this process has no cluster address."
+            yield "--inline", what, "Drop --address or --inline."
+        if self.inline and workers not in (None, 1):
+            yield "--inline", "a run in this process is one worker.", "Drop --workers or --inline."

@@ -28,7 +28,7 @@ from raymerge.errors import (
     UserError,
     shown_problems,
 )
-from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
+from raymerge.runtime.workers.system_limits import PROCESS_LIMIT, is_process_limit
 from raymerge.storage.retry import OUT_OF_ROOM
 
 P = ParamSpec("P")

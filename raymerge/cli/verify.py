@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _Pieces: TypeAlias = tuple[str | tuple[str, str], ...]
 """Of a line, each with or without a style."""
 _LEVEL_HELP = (
-    "structure: at once. audit: every byte, and samples recomputed from the sources. load: transformers takes "
-    "it with strict keys."
+    "structure: at once. audit: every byte, and samples recomputed from the sources. load: transformers "
+    "takes it with strict keys."
 )
 _STEPS_HELP = "audit: what submit was given, where it kept what it made on the way."
 _SCRATCH_HELP = "load: directory for a copy of what lies in an object store."

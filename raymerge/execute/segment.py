@@ -23,10 +23,9 @@ import numpy as np
 import psutil
 import torch
 
-from raymerge.allocator import return_free_memory
 from raymerge.checkpoints.codecs import codec_of
 from raymerge.checkpoints.quantisation.encoding import Encoding
-from raymerge.device_numerics import DeviceError, Fallback, failure_of
+from raymerge.device_numerics import DeviceError, Fallback, failure_of, return_free_memory
 from raymerge.dtypes import DType
 from raymerge.errors import NonFiniteError
 from raymerge.execute.compute import Scratch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from raymerge.allocator import return_free_memory
+from raymerge.device_numerics import return_free_memory
 from raymerge.execute.ops import Jobs
 from raymerge.execute.receipts import Receipt
 from raymerge.execute.segment import SegmentRunner

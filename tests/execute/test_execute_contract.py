@@ -131,7 +131,7 @@ from pathlib import Path
 import test_execute_contract as contract
 import torch
 from kits.assembly_maker import bench_of
-from raymerge.allocator import return_free_memory
+from raymerge.device_numerics import return_free_memory
 from raymerge.api import plan, submit
 from raymerge.merge_plan.memory import expression_passes
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, project

@@ -171,7 +171,7 @@ import json, sys
 from pathlib import Path
 import torch
 from kits.gate_stages import CPU, reading_base, stage_of, three_experts
-from raymerge.allocator import return_free_memory
+from raymerge.device_numerics import return_free_memory
 from raymerge.stages.router import gate_work
 from raymerge.stages.router import prompts as readings
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from raymerge.errors import OptionError
-from raymerge.runtime.workers.control_groups import core_quotas, memory_rooms, process_rooms
-from raymerge.runtime.workers.memory_errors import oom_kills
 from raymerge.runtime.workers.ray_environment import _check_limits
 from raymerge.runtime.workers.sizing import cores_here
+from raymerge.runtime.workers.system_limits import core_quotas, memory_rooms, oom_kills, process_rooms
 
 GIB = 1 << 30
 V2 = "sys/fs/cgroup"

@@ -11,13 +11,13 @@ import torch
 from kits.merge_cases import Family, digests, merge, recipes
 
 from raymerge.api import plan_for
+from raymerge.device_numerics import DeviceChoice
 from raymerge.errors import IncompleteError, TargetError
 from raymerge.events import Started
 from raymerge.options import RunOptions
 from raymerge.publish.ledger import Ledger
 from raymerge.runtime.driver.chained_merges import device_for
 from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.workers.devices import DeviceChoice
 
 AUTO = RunOptions(inline=True, memory=64 << 20)
 BEGUN = "what is there was begun on it"
@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that says that it works."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", lambda _: None)
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_gpu_that_does_not_work_is_not_taken(
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
     if not works:
-        monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", fail)
+        monkeypatch.setattr("raymerge.device_numerics.check_full_float32", fail)
     pool = InlinePool("auto", 3)
     pool.start()
     pool.settle(lambda: DeviceChoice("cuda", "because"))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from kits.gpu_arithmetic import multiply_in_tf32
 
-from raymerge.device_numerics import full_float32
+from raymerge.device_numerics import choose_device, full_float32, kernels_of, numerics_of
 from raymerge.errors import OptionError, first_line
 from raymerge.runtime.driver.run import InlinePool
-from raymerge.runtime.workers.devices import choose_device, kernels_of, numerics_of
 from raymerge.runtime.workers.worker import MergeWorker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -35,14 +34,14 @@ def test_the_device_is_what_is_wanted_and_works(
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", check)
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", check)
     assert choose_device(wanted) == device  # type: ignore[arg-type]
 
 
 def test_a_worker_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", lambda _: None)
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", lambda _: None)
     with full_float32():
         worker = MergeWorker("worker-0", "auto")
     torch.set_num_threads(before)
@@ -88,7 +87,7 @@ def test_numerics_of_a_gpu_that_fails_are_left_to_who_computes(monkeypatch: pyte
         if device.type == "cuda":
             raise RuntimeError("CUDA error: all devices are busy.")
 
-    monkeypatch.setattr("raymerge.runtime.workers.devices.check_full_float32", fail)
+    monkeypatch.setattr("raymerge.device_numerics.check_full_float32", fail)
     assert numerics_of(GPU)["device"] == "cuda"
 
 

@@ -8,7 +8,7 @@ from kits.fake_ray import ActorDiedError, receipt
 
 from raymerge.errors import IncompleteError
 from raymerge.events import WorkerLost
-from raymerge.runtime.workers.failures import ATTEMPTS
+from raymerge.runtime.workers.worker_group import ATTEMPTS
 
 DIED = ActorDiedError("it crashed")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from raymerge.device_numerics import DeviceChoice
 from raymerge.errors import OptionError, Problem
 from raymerge.merge_plan.files_read import SourceFile
 from raymerge.options import RunOptions
 from raymerge.runtime.workers import ray_pool
-from raymerge.runtime.workers.devices import DeviceChoice
 from raymerge.runtime.workers.dispatcher import DispatchPolicy
 from raymerge.runtime.workers.placement import Seen, Sight
 from raymerge.runtime.workers.pool import Stop

@@ -17,6 +17,7 @@ from kits.merge_cases import INLINE, digests
 from kits.stage_maker import UNITS, run_chain, staged
 
 from raymerge.api import plan_for
+from raymerge.device_numerics import kernels_of
 from raymerge.errors import IncompleteError, OptionError, TargetError
 from raymerge.events import Event, SegmentDone, StageKept, StageStarted, Started, UnitDone
 from raymerge.options import RunOptions
@@ -26,7 +27,6 @@ from raymerge.publish.staging import is_untouched
 from raymerge.runtime.driver.chained_merges import steps_directory
 from raymerge.runtime.driver.run import InlinePool
 from raymerge.runtime.driver.stage_run import is_whole, result_digest, stage_record
-from raymerge.runtime.workers.devices import kernels_of
 from raymerge.runtime.workers.ray_pool import RayPool
 from raymerge.runtime.workers.worker import MergeWorker
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raymerge.device_numerics import DeviceChoice
 from raymerge.errors import IncompleteError, PlanError, Problem, TargetError, UserError
 from raymerge.events import OnEvent, StepKept, StepStarted
 from raymerge.methods import find_method
@@ -37,7 +38,6 @@ from raymerge.runtime.driver.stage_run import StageRun, stage_record
 from raymerge.runtime.driver.stage_work import StageWork, work_of
 from raymerge.runtime.driver.steps import check_steps, has_steps
 from raymerge.runtime.driver.versions import forget_commits, keep_commits
-from raymerge.runtime.workers.devices import DeviceChoice
 from raymerge.runtime.workers.pool import Pool
 
 

@@ -13,8 +13,8 @@ from types import FrameType
 
 from raymerge.errors import IncompleteError, Problem, RaymergeError, RoomError, TargetError
 from raymerge.events import OnEvent, Stopping
-from raymerge.runtime.workers.memory_errors import PROCESS_LIMIT, is_process_limit
 from raymerge.runtime.workers.pool import Stop
+from raymerge.runtime.workers.system_limits import PROCESS_LIMIT, is_process_limit
 from raymerge.storage.retry import KEPT, OUT_OF_ROOM, room_error
 from raymerge.units import format_size
 

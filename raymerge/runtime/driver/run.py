@@ -19,7 +19,14 @@ import torch
 
 from raymerge.checkpoints.index import INDEX_FILE
 from raymerge.checkpoints.source import CONFIG_FILE
-from raymerge.device_numerics import full_float32
+from raymerge.device_numerics import (
+    NO_GPU_WORKS,
+    DeviceChoice,
+    choose_device,
+    full_float32,
+    kernels_of,
+    numerics_of,
+)
 from raymerge.errors import IncompleteError, NonFiniteError, first_line
 from raymerge.events import (
     DeviceFailed,
@@ -64,17 +71,10 @@ from raymerge.runtime.driver.versions import (
     file_versions,
     source_files,
 )
-from raymerge.runtime.workers.devices import (
-    NO_GPU_WORKS,
-    DeviceChoice,
-    choose_device,
-    kernels_of,
-    numerics_of,
-)
-from raymerge.runtime.workers.failures import WorkerFailures
-from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.pool import TICK_SECONDS, Pool, Receipts, Runner, Stop, Work
 from raymerge.runtime.workers.sizing import check_free, cores_here, fit_budget, layout_of
+from raymerge.runtime.workers.system_limits import is_memory_error
+from raymerge.runtime.workers.worker_group import WorkerFailures
 from raymerge.storage.local.store import LocalStore
 from raymerge.storage.open import open_store
 from raymerge.verifier.structure import Verdict, verify_structure

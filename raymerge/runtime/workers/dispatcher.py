@@ -13,12 +13,18 @@ from typing import Any, TypeAlias
 from raymerge.errors import IncompleteError, TransientError, first_line
 from raymerge.events import MemoryShort, OnEvent, WorkerLeft, WorkerLost
 from raymerge.execute.receipts import Receipt
-from raymerge.runtime.workers.failures import ATTEMPTS, Cause, WorkerFailure, WorkerFailures
-from raymerge.runtime.workers.memory_errors import is_memory_error
 from raymerge.runtime.workers.placement import Placement
 from raymerge.runtime.workers.pool import TICK_SECONDS, UNIT, Receipts, Stop, Work
 from raymerge.runtime.workers.ray_nodes import Nodes, NodeSurvey
-from raymerge.runtime.workers.worker_group import Actor, WorkerGroup, cause_of
+from raymerge.runtime.workers.system_limits import is_memory_error
+from raymerge.runtime.workers.worker_group import (
+    ATTEMPTS,
+    Actor,
+    Cause,
+    WorkerFailures,
+    WorkerGroup,
+    cause_of,
+)
 from raymerge.units import format_duration
 
 _Entry: TypeAlias = tuple[int, int]
@@ -336,15 +342,15 @@ class Dispatcher:
     def _lose(self, actor: Actor, cause: Cause, reason: str) -> None:
         """Take back what a lost worker had in hand, and start another in its place."""
         self._group.give_up(actor)
-        failure = WorkerFailure(cause, reason, tuple(actor.flight.values()), actor.node)
+        numbers = tuple(actor.flight.values())
         self._failed_starts += actor.opening is not None
         is_replaced = self._failed_starts < ATTEMPTS
         alone = "" if is_replaced else f"; {ATTEMPTS} in a row did not start, so no other takes its place"
-        self._on_event(WorkerLost(actor.name, reason + alone, failure.numbers))
-        for number in failure.numbers:
+        self._on_event(WorkerLost(actor.name, reason + alone, numbers))
+        for number in numbers:
             self._todo.appendleft(number)
-        self._failures.add(failure)
-        for number in failure.numbers if cause is Cause.MEMORY else ():
+        self._failures.add(cause, reason, numbers, actor.node)
+        for number in numbers if cause is Cause.MEMORY else ():
             self._lessen(number, actor, reason)
         if not is_replaced and not self._group.actors:
             raise IncompleteError(

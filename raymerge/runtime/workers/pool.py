@@ -10,9 +10,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from raymerge.device_numerics import DeviceChoice
 from raymerge.execute.receipts import Receipt
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.runtime.workers.devices import DeviceChoice
 
 TICK_SECONDS = 1.0
 """How long a pool waits before it lets the driver look around."""
@@ -107,19 +107,20 @@ class Pool(Protocol):
     """Workers that do the parts of one piece of work after the other."""
 
     @property
-    def workers(self) -> tuple[str, ...]: ...
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers."""
 
     @property
     def device(self) -> str:
         """Kind of device that they compute on: ``cpu`` or ``cuda``."""
 
     @property
-    def threads(self) -> int:
-        """Threads of each worker that compute at once."""
-
-    @property
     def device_reason(self) -> str:
         """Why they compute on it, where there was a choice; otherwise ""."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of each worker that compute at once."""
 
     @property
     def numerics(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from raymerge.errors import OptionError, Problem, first_line
-from raymerge.runtime.workers.control_groups import process_rooms
+from raymerge.runtime.workers.system_limits import process_rooms
 from raymerge.storage.retry import size_limit
 from raymerge.storage.temporary import OwnDirectory
 

@@ -13,10 +13,10 @@ from typing import Any
 from raymerge.errors import OptionError, Problem, RaymergeError
 from raymerge.events import NodeOfNoUse, OnEvent
 from raymerge.merge_plan.files_read import SourceFile
-from raymerge.runtime.workers.memory_errors import oom_kills
 from raymerge.runtime.workers.placement import Placement, Seen, Sight
 from raymerge.runtime.workers.pool import Work
 from raymerge.runtime.workers.sizing import Machine
+from raymerge.runtime.workers.system_limits import oom_kills
 from raymerge.storage.open import open_store
 from raymerge.storage.store import FileInfo
 

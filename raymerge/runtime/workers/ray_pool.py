@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raymerge.device_numerics import NO_GPU_WORKS, DeviceChoice
 from raymerge.errors import OptionError, Problem
 from raymerge.events import OnEvent, RayEnded, RoomAwaited
 from raymerge.options import RunOptions
-from raymerge.runtime.workers.devices import NO_GPU_WORKS, DeviceChoice
 from raymerge.runtime.workers.dispatcher import Dispatcher, DispatchPolicy
 from raymerge.runtime.workers.placement import Placement, placement_of, stations, survey_problems, unreached
 from raymerge.runtime.workers.pool import Receipts, Stop, Work
@@ -49,7 +49,7 @@ class RayPool:
         self._gpus = 0
         self._layout = Layout(1, 1)
         self._open_gpus = 0
-        self._device_reason = ""
+        self.device_reason = ""
         self._placement = Placement()
         self._surveyed: frozenset[str] | None = None
         self._is_last = False
@@ -69,10 +69,6 @@ class RayPool:
     @property
     def threads(self) -> int:
         return self._layout.threads
-
-    @property
-    def device_reason(self) -> str:
-        return self._device_reason
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -101,7 +97,7 @@ class RayPool:
         if choice.device == "cpu":
             self._equip(0)
             self._fill()
-        self._device_reason = choice.reason
+        self.device_reason = choice.reason
 
     def survey(self, work: Work) -> None:
         """Ask every node what it sees of the work; see ``Pool.survey``.
@@ -178,16 +174,12 @@ class RayPool:
 
     def _grow(self, missing: int) -> None:
         """Start workers on a cluster that has no room for one yet, and see that it can have."""
-        lack = self._no_room_yet()
+        largest = max(self._machines(), key=lambda each: (each.gpus, each.cores), default=Machine(0))
+        needs = f"CPUs: {self._layout.threads}, GPUs: {min(self._gpus, 1)}"
+        lack = f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
         self._on_event(RoomAwaited(lack, _GROWTH_SECONDS))
         demand = Demand(self._connection.ray, cpus=self._layout.threads, gpus=min(self._gpus, 1), lack=lack)
         self.group.take_on(missing, seconds=_GROWTH_SECONDS, look=demand.check)
-
-    def _no_room_yet(self) -> str:
-        """What a worker needs, and what the cluster has, in words."""
-        largest = max(self._machines(), key=lambda each: (each.gpus, each.cores), default=Machine(0))
-        needs = f"CPUs: {self._layout.threads}, GPUs: {min(self._gpus, 1)}"
-        return f"a worker needs {needs}; the largest node has CPUs: {largest.cores}, GPUs: {largest.gpus}"
 
     def _machines(self) -> list[Machine]:
         return list(self._nodes.machines().values())
@@ -213,14 +205,11 @@ class RayPool:
         nodes = stations(self._placement, rooms, self._layout.workers)
         asked = self._options.workers
         if len(nodes) > self._layout.workers and asked is not None:
-            raise OptionError(
-                Problem(
-                    "--workers",
-                    f"the sources are on disks of different nodes, and {len(nodes)} workers at least are "
-                    f"needed to be where they are; {asked} were asked for.",
-                    f"Give at least {len(nodes)}.",
-                )
+            what = (
+                f"the sources are on disks of different nodes, and {len(nodes)} workers at least are needed "
             )
+            what += f"to be where they are; {asked} were asked for."
+            raise OptionError(Problem("--workers", what, f"Give at least {len(nodes)}."))
         self.group.dismiss()
         self.group.take_on(len(nodes), on=nodes)
 
@@ -241,18 +230,13 @@ class RayPool:
             return layout
         return replace(layout, workers=min(layout.workers, max(1, self._parts)))
 
-    def _lack(self, gpus: int) -> Problem | None:
-        """What the cluster lacks for that layout; nothing, where it grows."""
-        if self._options.growing:
-            return None
-        return no_room(self._options, self._layout_for(gpus), self._machines(), with_gpu=gpus > 0)
-
     def _equip(self, gpus: int) -> None:
-        """Settle the layout, if the cluster has room for it."""
-        lack = self._lack(gpus)
-        if lack is not None:
+        """Settle the layout, if the cluster has room for it, or grows."""
+        layout = self._layout_for(gpus)
+        lack = no_room(self._options, layout, self._machines(), with_gpu=gpus > 0)
+        if lack is not None and not self._options.growing:
             raise OptionError(lack)
-        self._gpus, self._layout = gpus, self._layout_for(gpus)
+        self._gpus, self._layout = gpus, layout
         self.group.equip(self._layout, with_gpu=gpus > 0)
 
     def _tried(self, choice: DeviceChoice, gpus: int) -> DeviceChoice:

@@ -14,7 +14,7 @@ from raymerge.execute.reading import FAR_BYTES, FAR_LANE_BYTES
 from raymerge.merge_plan.memory import SMALLEST_BUDGET, Projection, lanes_of, project, too_little_memory
 from raymerge.merge_plan.tables import Plan
 from raymerge.options import RunOptions
-from raymerge.runtime.workers.control_groups import core_quotas, memory_rooms
+from raymerge.runtime.workers.system_limits import core_quotas, memory_rooms
 from raymerge.units import format_size
 
 MOST_THREADS = 4

@@ -81,7 +81,7 @@ class MergeWorker:
     @cached_property
     def _device(self) -> torch.device:
         # Found out once: a GPU that has no memory for a moment later on is still the device.
-        from raymerge.runtime.workers.devices import choose_device
+        from raymerge.device_numerics import choose_device
 
         return choose_device(self._asked_device)
 
@@ -89,8 +89,8 @@ class MergeWorker:
         """Its process, where that is, and what it computes on, once it can work."""
         import ray
 
-        from raymerge.runtime.workers.devices import kernels_of, numerics_of
-        from raymerge.runtime.workers.memory_errors import oom_kills
+        from raymerge.device_numerics import kernels_of, numerics_of
+        from raymerge.runtime.workers.system_limits import oom_kills
 
         return {
             "pid": os.getpid(),
