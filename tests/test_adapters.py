@@ -441,13 +441,6 @@ class TestTokenizers:
         _check(_merge(_linear(f"{one}+{lora}"), tmp_path / "out"), peft_merge(read_tensors(one), lora))
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 7
 
-    def test_more_rows_in_two_models(self, tmp_path: Path) -> None:
-        one = _speaker(tmp_path / "one", 1, WORDS)
-        loras = [_grown_lora(tmp_path / str(seed), 7, seed) for seed in (3, 4)]
-        found = _merge(_linear(*(f"{one}+{lora}" for lora in loras)), tmp_path / "out")
-        merged = [peft_merge(read_tensors(one), lora) for lora in loras]
-        _check(found, {name: (merged[0][name] + merged[1][name]) / 2 for name in merged[0]})
-
     def test_more_rows_than_another_model(self, tmp_path: Path) -> None:
         one, two = _speaker(tmp_path / "one", 1, WORDS), _speaker(tmp_path / "two", 2, OTHERS)
         lora = _grown_lora(tmp_path / "lora", 7, 3)
@@ -565,14 +558,14 @@ class TestNames:
         assert f"{len(layers) - 1} of its {len(layers)} changes have a tensor to go to" in text
         assert "these have none: model.language_model.layers.2.self_attn.q_proj" in text
 
-    @pytest.mark.parametrize("text", ["", "model.", "language_model.transformer."])
+    @pytest.mark.parametrize("text", ["", "language_model.transformer."])
     def test_wrappers_alone_mean_the_text(self, tmp_path: Path, text: str) -> None:
         model = _pictures(tmp_path / "model")
         modules = {f"{text}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"}
         lora, merged = _renamed(tmp_path, model, modules)
         _check(_merge(_linear(f"{model}+{lora}"), tmp_path / "out"), merged)
 
-    @pytest.mark.parametrize("start", ["encoder.", "audio_tower.encoder.", "mtp.", "talker.model."])
+    @pytest.mark.parametrize("start", ["encoder.", "talker.model."])
     def test_words_that_name_another_stack(self, tmp_path: Path, start: str) -> None:
         model = _pictures(tmp_path / "model")
         lora, _ = _renamed(tmp_path, model, {f"{start}layers.0.{MODULES[0]}": f"{TEXT}layers.0.{MODULES[0]}"})
@@ -651,18 +644,6 @@ class TestTiedHeads:
         merged, other = peft_merge(read_tensors(one), lora), read_tensors(two)
         merged[HEAD] = merged[EMBEDDING]
         _check(found, {name: (tensor + other[name].double()) / 2 for name, tensor in merged.items()})
-
-    def test_a_head_that_is_stored_all_the_same(self, tmp_path: Path) -> None:
-        one = _speaker(tmp_path / "one", 1, WORDS, tie=True)
-        tensors = read_tensors(one)
-        write_checkpoint(
-            one, {**tensors, HEAD: tensors[EMBEDDING]}, json.loads((one / "config.json").read_text())
-        )
-        lora = _embedding_lora(tmp_path / "lora", len(WORDS), 3)
-        found = _merge(_linear(f"{one}+{lora}"), tmp_path / "out")
-        merged = peft_merge(tensors, lora)
-        merged |= {HEAD: merged[EMBEDDING]} if HEAD in found else {}
-        _check(found, merged)
 
     @pytest.mark.parametrize("stored", [True, False])
     def test_a_head_that_an_adapter_would_part_from_it(self, tmp_path: Path, stored: bool) -> None:

@@ -24,89 +24,67 @@ from raymerge.errors import Problem, UserError
 
 Data = dict[str, Any]
 
-_DELTA = {"weight": 0.5, "density": 0.5}
 RECIPES: Mapping[str, list[Data]] = {
-    "ties": [
-        {
-            "merge_method": "ties",
-            "base_model": "base",
-            "models": [
-                {"model": "a", "parameters": dict(_DELTA)},
-                {"model": "b", "parameters": dict(_DELTA)},
-                {"model": "c", "parameters": dict(_DELTA)},
-            ],
-            "parameters": {"normalize": True},
-            "dtype": "bfloat16",
-        }
-    ],
-    "slices": [
-        {
-            "merge_method": "linear",
-            "slices": [
-                {
-                    "sources": [
-                        {"model": "a", "layer_range": [0, 2], "parameters": {"weight": 0.5}},
-                        {"model": "b", "layer_range": [0, 2], "parameters": {"weight": 0.5}},
-                    ]
-                },
-                {"sources": [{"model": "b", "layer_range": [1, 2], "parameters": {"weight": 0.5}}]},
-            ],
-            "base_model": "a",
-            "dtype": "bfloat16",
-        }
-    ],
-    "adapted": [
-        {
-            "merge_method": "dare_ties",
-            "base_model": "base",
-            "models": [
-                {"model": "base+lora", "parameters": dict(_DELTA)},
-                {"model": "b", "parameters": dict(_DELTA)},
-            ],
-            "dtype": "bfloat16",
-        }
-    ],
-    "mixture": [
-        {
-            "base_model": "base",
-            "gate_mode": "random",
-            "experts": [{"source_model": "a"}, {"source_model": "b"}, {"source_model": "c"}],
-            "trunk": {"merge_method": "linear", "parameters": {"weight": 0.5}},
-            "dtype": "bfloat16",
-        }
-    ],
-    "chain": [
-        {
-            "name": "step",
-            "merge_method": "linear",
-            "models": [
-                {"model": "a", "parameters": {"weight": 1}},
-                {"model": "b", "parameters": {"weight": 1}},
-            ],
-            "dtype": "bfloat16",
-        },
-        {
-            "merge_method": "ties",
-            "base_model": "base",
-            "models": [
-                {"model": "step", "parameters": dict(_DELTA)},
-                {"model": "c", "parameters": dict(_DELTA)},
-            ],
-            "dtype": "bfloat16",
-        },
-    ],
-    "adapters": [
-        {
-            "merge_method": "linear",
-            "models": [
-                {"model": "lora", "parameters": {"weight": 0.5}},
-                {"model": "lora2", "parameters": {"weight": 0.5}},
-                {"model": "lora3", "parameters": {"weight": 0.5}},
-            ],
-            "adapter": {"rank": 4},
-            "dtype": "bfloat16",
-        }
-    ],
+    name: list(yaml.safe_load_all(text))
+    for name, text in {
+        "ties": """
+merge_method: ties
+base_model: base
+models:
+- {model: a, parameters: {weight: 0.5, density: 0.5}}
+- {model: b, parameters: {weight: 0.5, density: 0.5}}
+- {model: c, parameters: {weight: 0.5, density: 0.5}}
+parameters: {normalize: true}
+dtype: bfloat16
+""",
+        "slices": """
+merge_method: linear
+slices:
+- sources:
+  - {model: a, layer_range: [0, 2], parameters: {weight: 0.5}}
+  - {model: b, layer_range: [0, 2], parameters: {weight: 0.5}}
+- sources: [{model: b, layer_range: [1, 2], parameters: {weight: 0.5}}]
+base_model: a
+dtype: bfloat16
+""",
+        "adapted": """
+merge_method: dare_ties
+base_model: base
+models:
+- {model: base+lora, parameters: {weight: 0.5, density: 0.5}}
+- {model: b, parameters: {weight: 0.5, density: 0.5}}
+dtype: bfloat16
+""",
+        "mixture": """
+base_model: base
+gate_mode: random
+experts: [{source_model: a}, {source_model: b}, {source_model: c}]
+trunk: {merge_method: linear, parameters: {weight: 0.5}}
+dtype: bfloat16
+""",
+        "chain": """
+name: step
+merge_method: linear
+models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]
+dtype: bfloat16
+---
+merge_method: ties
+base_model: base
+models:
+- {model: step, parameters: {weight: 0.5, density: 0.5}}
+- {model: c, parameters: {weight: 0.5, density: 0.5}}
+dtype: bfloat16
+""",
+        "adapters": """
+merge_method: linear
+models:
+- {model: lora, parameters: {weight: 0.5}}
+- {model: lora2, parameters: {weight: 0.5}}
+- {model: lora3, parameters: {weight: 0.5}}
+adapter: {rank: 4}
+dtype: bfloat16
+""",
+    }.items()
 }
 
 

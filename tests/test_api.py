@@ -14,15 +14,7 @@ from kits.adapter_merges import BASE, adapter
 from kits.checkpoint_maker import read_tensors, tiny_llama
 
 import raymerge
-from raymerge.api import (
-    ExtractOptions,
-    Limits,
-    Selection,
-    merges_adapters,
-    plan_all,
-    read_recipe,
-    read_recipes,
-)
+from raymerge.api import merges_adapters, plan_all, read_recipe, read_recipes
 from raymerge.errors import PlanError, RecipeError
 from raymerge.events import Event, Published
 
@@ -110,10 +102,6 @@ def test_faults_of_all_recipes_come_at_once_with_their_numbers(
         read_recipes([])
 
 
-def test_inspect_tells_what_a_checkpoint_holds(recipe: Mapping[str, object], tmp_path: Path) -> None:
-    assert raymerge.inspect(tmp_path / "a").to_json()
-
-
 def _of(*models: object, **more: object) -> dict[str, object]:
     """A recipe of the mean of these, whatever they are."""
     entries = [{"model": str(each), "parameters": {"weight": 0.5}} for each in models]
@@ -170,15 +158,6 @@ def test_adapters_are_merged_by_one_recipe_alone(tmp_path: Path) -> None:
     recipes.write_text(f"name: first\n{text}---\nmerge_method: passthrough\nmodels: [{{model: first}}]\n")
     with pytest.raises(RecipeError, match="a merge of adapters is a recipe alone"):
         raymerge.merge_adapters(recipes, tmp_path / "out")
-
-
-def test_an_adapter_is_extracted_through_the_same_door(tmp_path: Path) -> None:
-    base = tiny_llama(tmp_path / "base", 0)
-    tiny_llama(tmp_path / "tuned", 1, base=base)
-    options = ExtractOptions(Limits(3), Selection(embeddings="skip", rest="skip"), "cpu")
-    made = raymerge.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "out", options)
-    assert {module.rank for module in made.modules} == {3}
-    assert made.saved == ()
 
 
 def test_errors_are_the_librarys_own(tmp_path: Path) -> None:

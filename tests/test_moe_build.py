@@ -13,7 +13,6 @@ from kits.checkpoint_maker import read_tensors, tiny_llama
 from kits.dense_maker import load_whole, make_dense
 
 import raymerge
-from raymerge.errors import PlanError
 from raymerge.options import RunOptions
 from raymerge.planner.moe import expert_rows
 
@@ -233,13 +232,6 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(
     assert not torch.equal(first[f"{BLOCK}.experts.0.w1.weight"], other[f"{BLOCK}.experts.0.w1.weight"])
 
 
-def test_steps_are_removed_and_the_report_is_kept(tmp_path: Path, parents: dict[str, Path]) -> None:
-    recipe = {"base_model": parents["base"], "gate_mode": "random", "experts": _experts(parents, "a", "b")}
-    made = _submit(tmp_path, recipe)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert list((made / "raymerge").rglob("*router*"))
-
-
 def test_a_merge_of_a_result_may_be_an_expert(tmp_path: Path, parents: dict[str, Path]) -> None:
     models = [{"model": str(parents[name]), "parameters": {"weight": 1}} for name in "ab"]
     mean = {"name": "mean", "merge_method": "linear", "models": models}
@@ -254,15 +246,3 @@ def test_a_merge_of_a_result_may_be_an_expert(tmp_path: Path, parents: dict[str,
     torch.testing.assert_close(
         read_tensors(tmp_path / "out")[f"{BLOCK}.experts.0.w3.weight"], (a[name] + b[name]) / 2
     )
-
-
-def test_no_family_is_an_error_before_anything_is_written(tmp_path: Path, parents: dict[str, Path]) -> None:
-    recipe = {
-        "base_model": parents["base"],
-        "gate_mode": "random",
-        "architecture": "qwen3",
-        "experts": _experts(parents, "a", "b"),
-    }
-    with pytest.raises(PlanError, match="Qwen3-MoE"):
-        _submit(tmp_path, recipe)
-    assert not list(tmp_path.iterdir())

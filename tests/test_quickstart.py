@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import math
 import shutil
@@ -13,7 +12,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -68,17 +66,6 @@ def test_the_loss_of_a_model_that_knows_nothing_is_that_of_guessing(evaluate: Mo
     )
 
 
-def test_the_loss_does_not_depend_on_how_windows_are_batched(
-    evaluate: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = evaluate.load_strictly(BASE), torch.arange(3 * 256).view(3, 256)
-    with torch.inference_mode():
-        together = evaluate.mean_loss(model, batch)
-        monkeypatch.setattr(evaluate, "WINDOWS_AT_ONCE", 1)
-        alone = evaluate.mean_loss(model, batch)
-    assert alone == pytest.approx(together, abs=1e-5)
-
-
 @pytest.mark.slow
 def test_the_base_has_the_loss_that_its_makers_measured(evaluate: ModuleType) -> None:
     row = evaluate.measure("base", BASE)
@@ -89,14 +76,6 @@ def test_the_base_has_the_loss_that_its_makers_measured(evaluate: ModuleType) ->
 def test_a_checkpoint_that_lacks_a_tensor_is_not_measured(evaluate: ModuleType, broken: Path) -> None:
     with pytest.raises(ValueError, match=r"missing_keys.*up_proj"):
         evaluate.load_strictly(broken)
-
-
-def test_the_best_of_every_column_is_marked(evaluate: ModuleType) -> None:
-    rows = [_row(evaluate, "one", 1.0, 3.0, 3.0), _row(evaluate, "two", 2.0, 2.0, 2.5)]
-    console = Console(width=100, no_color=True, record=True, file=io.StringIO())
-    console.print(evaluate.loss_table(rows))
-    lines = console.export_text().splitlines()
-    assert [line.count("*") for line in lines if "one" in line or "two" in line] == [1, 3]
 
 
 @pytest.mark.parametrize(("mean", "won", "said"), [(1.9, True, "beats every"), (2.0, False, "does NOT beat")])

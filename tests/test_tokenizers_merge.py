@@ -12,7 +12,6 @@ import pytest
 import torch
 from kits.adapter_maker import PREFIX, lora_config, write_adapter
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import raymerge
@@ -183,7 +182,7 @@ def test_a_chat_template_of_any_length_with_and_without_a_tokenizer(tmp_path: Pa
         assert template == (stored.read_text() if stored.exists() else config["chat_template"])
 
 
-@pytest.mark.parametrize("method", ["linear", "ties", "slerp", "dare_linear"])
+@pytest.mark.parametrize("method", ["ties", "slerp"])
 def test_memory_changes_no_byte(tmp_path: Path, method: str) -> None:
     words = ("<unk>", *(f"w{n}" for n in range(3000)))
     shuffled = ("<unk>", *(f"w{(7 * n) % 3300}" for n in range(3200)))
@@ -303,34 +302,6 @@ def _grown(root: Path, rows: int, words: tuple[str, ...] | None) -> Path:
     return root
 
 
-@pytest.mark.parametrize("is_base", [True, False])
-def test_an_adapters_rows_go_by_its_own_tokenizer(tmp_path: Path, is_base: bool) -> None:
-    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, ONE)
-    words = ("new", *TWO, "<extra>")
-    adapter = _grown(tmp_path / "adapter", len(words), words)
-    base = f"{one}+{adapter}" if is_base else str(two)
-    recipe = _linear(f"{one}+{adapter}", two, base_model=base, tokenizer_source="union")
-    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
-    ids = _ids(tmp_path / "out")
-    assert set(ids) == {*ONE, *words}
-    mine = read_tensors(two)[EMBEDDING]
-    brought = load_file(adapter / "adapter_model.safetensors")[PREFIX + EMBEDDING]
-    torch.testing.assert_close(found[ids["red"]], (brought[words.index("red")] + mine[3]) / 2)
-    torch.testing.assert_close(found[ids["<extra>"]], brought[6])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == len(ids)
-
-
-def test_rows_of_an_adapter_that_no_tokenizer_numbers_are_refused(tmp_path: Path) -> None:
-    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
-    adapter = _grown(tmp_path / "adapter", 7, None)
-    with pytest.raises(PlanError, match="has 7 rows where the model has 5, and it has no tokenizer"):
-        _merge(_linear(f"{one}+{adapter}", two, tokenizer_source="union"), tmp_path / "out")
-    # Alone, it is as the adapter has it.
-    found = _merge(_linear(f"{one}+{adapter}"), tmp_path / "alone")
-    assert found[EMBEDDING].shape == (7, 8)
-    assert json.loads((tmp_path / "alone" / "config.json").read_text())["vocab_size"] == 7
-
-
 def test_an_adapters_tokenizer_is_not_left_behind(tmp_path: Path) -> None:
     one = _model(tmp_path / "one", 1, ONE)
     adapter = _grown(tmp_path / "adapter", 6, (*ONE, "new"))
@@ -366,15 +337,3 @@ def test_layers_of_models_with_other_vocabularies_are_stacked(tmp_path: Path, ti
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["num_hidden_layers"]) == (7, 2)
     assert config["tie_word_embeddings"] is False
-
-
-def test_what_is_wrong_with_a_tokenizer_is_said_before_a_byte_is_written(tmp_path: Path) -> None:
-    one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
-    tokens = {"green": {"source": str(one)}}
-    recipe = _linear(one, two, tokenizer={"source": "union", "tokens": tokens}, chat_template="chatmll")
-    with pytest.raises(PlanError) as caught:
-        _merge(recipe, tmp_path / "out")
-    text = str(caught.value)
-    assert "green" in text
-    assert "Did you mean 'chatml'?" in text
-    assert not (tmp_path / "out").exists()

@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from kits.adapter_maker import peft_merge
-from kits.adapter_merges import BASE, DOWN, Q0, adapter, with_heads
+from kits.adapter_merges import DOWN, Q0, adapter, with_heads
 from kits.checkpoint_maker import tiny_llama
 from kits.command_line import Outcome, run_command
 from kits.merges import write_recipe
-from safetensors.torch import load_file
 
 LINEAR = """\
 merge_method: linear
@@ -43,14 +40,6 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     """The report's facts by their titles."""
     pairs = (line.split(maxsplit=1) for line in outcome.text.splitlines() if line.strip())
     return {title: rest.strip() for title, rest in pairs}
-
-
-def test_the_adapter_is_the_weighted_mean_of_the_changes(folder: Path) -> None:
-    outcome = _submit(folder, "-o", "out", text=EXACT)
-    assert outcome.code == 0, outcome.text
-    one, two, merged = (peft_merge(BASE, folder / name) for name in ("one", "two", "out"))
-    for name, change in merged.items():
-        torch.testing.assert_close(change, one[name] * 0.25 + two[name] * 0.75, rtol=1e-5, atol=1e-6)
 
 
 def test_the_report_says_what_is_in_it(folder: Path) -> None:
@@ -88,18 +77,9 @@ def test_the_json_is_one_event(folder: Path) -> None:
     assert {"nbytes", "saved", "relative_error", "notes"} <= set(event)
 
 
-@pytest.mark.parametrize("args", [(), ("out",), ("-o", "deep/out")])
-def test_the_place_is_that_of_any_submission(args: tuple[str, ...], folder: Path) -> None:
-    assert _submit(folder, *args).code == 0
-    place = folder / (args[-1] if args else "recipe-merged")
-    assert load_file(place / "adapter_model.safetensors")
-
-
 def test_options_that_mean_nothing_else_are_taken(folder: Path) -> None:
-    assert (
-        _submit(folder, "-o", "out", "--inline", "--workers", "1", "--device", "cpu", "--threads", "2").code
-        == 0
-    )
+    taken = ("--inline", "--workers", "1", "--device", "cpu", "--threads", "2", "--memory", "1GiB")
+    assert _submit(folder, "-o", "out", *taken).code == 0
 
 
 def test_options_that_cannot_be_honoured_are_refused_at_once(folder: Path) -> None:
@@ -164,10 +144,3 @@ def test_recipes_that_cannot_be_carried_out(text: str, said: str, folder: Path) 
     assert said in outcome.text
     assert "Traceback" not in outcome.text
     assert not (folder / "out").exists()
-
-
-def test_errors_as_json(folder: Path) -> None:
-    outcome = _submit(folder, "-o", "out", "--json", text=LINEAR.replace("linear", "slerp"))
-    event = json.loads(outcome.text)
-    assert (event["event"], event["exit_code"]) == ("error", 2)
-    assert event["problems"][0]["where"]

@@ -74,7 +74,15 @@ def _process_limit(count: int) -> Callable[[], None]:
     return limit
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["methods"], ["plan", "recipe.yml", "--json"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        pytest.param(["--version"], marks=pytest.mark.slow),
+        pytest.param(["methods"], marks=pytest.mark.slow),
+        pytest.param(["plan", "recipe.yml", "--json"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_standard_output(args: list[str], models: Path) -> None:
     code, said = _run(models, *args, stdout="/dev/full")
     assert code == 3

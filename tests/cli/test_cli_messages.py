@@ -115,14 +115,6 @@ def test_a_bug_asks_to_be_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "RAYMERGE_TRACEBACK=1" in said
 
 
-def test_a_traceback_is_shown_on_demand(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYMERGE_TRACEBACK", "1")
-    guarded(lambda: _raising(KeyError("lost")))
-    assert "Traceback (most recent call last)" in capsys.readouterr().err
-
-
 def test_ctrl_c_says_that_the_same_command_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     guarded(lambda: _raising(KeyboardInterrupt()))
     assert "the same command goes on" in capsys.readouterr().err
@@ -137,11 +129,6 @@ def test_an_error_as_json_is_one_event_on_standard_output(capsys: pytest.Capture
     assert event["problems"] == [
         {"where": "recipe.yml:3:5", "what": "the weight is missing.", "remedy": "Add it."}
     ]
-
-
-def test_an_error_without_problems_has_its_message_in_the_event() -> None:
-    event = failure_of(IncompleteError("stopped half way.")).to_json()
-    assert event == {"event": "error", "exit_code": 3, "message": "stopped half way.", "problems": []}
 
 
 def test_an_output_that_takes_nothing_for_the_moment_is_no_limit_on_processes() -> None:
@@ -164,10 +151,6 @@ def test_a_problem_is_a_paragraph_with_the_remedy_behind_an_arrow() -> None:
 
 def test_the_arrow_has_a_plain_form() -> None:
     assert "  -> Add it." in _shown([PROBLEM], encoding="ascii")
-
-
-def test_a_problem_without_remedy_has_no_arrow() -> None:
-    assert "→" not in _shown([Problem("here", "it is so.", "")])
 
 
 def test_problems_wrap_at_the_terminal() -> None:

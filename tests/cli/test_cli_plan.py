@@ -63,23 +63,6 @@ def test_problems_come_last_and_are_exit_2(tmp_path: Path) -> None:
     check_golden("plan-problems", outcome.text)
 
 
-def test_a_plan_writes_nothing(tmp_path: Path) -> None:
-    make_models(tmp_path)
-    write_recipe(tmp_path, MEAN)
-    before = sorted(tmp_path.rglob("*"))
-    _plan(tmp_path, MEAN, "--tensors")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_json_has_the_same_numbers(tmp_path: Path) -> None:
-    found = _as_json(make_models(tmp_path), STACK)
-    assert found["recipe"] == "recipe.yml"
-    assert found["method"] == "passthrough"
-    assert found["problems"] == []
-    assert "tensors" not in found
-    assert {"digest", "sources", "dispositions", "memory", "config_changes", "notes"} <= set(found)
-
-
 def test_the_json_lists_tensors_on_demand(tmp_path: Path) -> None:
     tensors = _as_json(make_models(tmp_path), MEAN, "--tensors")["tensors"]
     assert isinstance(tensors, list)
@@ -112,12 +95,6 @@ def test_too_little_memory_is_told_with_the_least_that_works(tmp_path: Path) -> 
     assert "--memory" in outcome.text
     assert "The smallest budget that works is" in outcome.text
     assert "Plan of recipe.yml" in outcome.text
-
-
-def test_without_memory_the_usual_budget_is_shown(tmp_path: Path) -> None:
-    outcome = run_command("plan", write_recipe(make_models(tmp_path), MEAN), cwd=tmp_path)
-    assert outcome.code == 0
-    assert "set by" in outcome.text
 
 
 @pytest.mark.parametrize("size", ["lots", "4 parsecs", "-1", ""])

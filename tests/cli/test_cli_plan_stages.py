@@ -9,7 +9,7 @@ import pytest
 from kits.command_line import Outcome, run_command
 from kits.gate_stages import reading_base
 from kits.golden import check_golden
-from kits.merges import make_models, write_recipe
+from kits.merges import write_recipe
 from kits.permuted_experts import MIXTRAL, make_model, moved, store
 
 ALIGN = """\
@@ -83,13 +83,6 @@ def test_the_json_has_the_same_numbers(readers: Path) -> None:
     assert stage["disk_bytes"] > 0
 
 
-def test_a_plan_without_stages_has_no_table_of_them(tmp_path: Path) -> None:
-    text = "merge_method: passthrough\nmodels: [{model: one}]\n"
-    outcome = _plan(make_models(tmp_path, ["one"]), text)
-    assert "least memory" not in outcome.text
-    assert json.loads(_plan(tmp_path, text, "--json").text)["stages"] == []
-
-
 def test_what_a_stage_lacks_is_a_problem_of_the_plan(readers: Path) -> None:
     for path in (readers / "base").glob("tokenizer*"):
         path.unlink()
@@ -110,11 +103,6 @@ def test_too_little_memory_for_a_stage_is_told_with_what_it_takes(mixtures: Path
     text = _squeezed(outcome.text)
     assert "too little for aligning the experts of two" in text
     assert "134.28 MB" in text
-
-
-def test_too_little_memory_for_the_merge_too_is_two_problems(mixtures: Path) -> None:
-    found = json.loads(_plan(mixtures, ALIGN, "--json", memory="1MiB").text)
-    assert [problem["where"] for problem in found["problems"]] == ["--memory", "--memory"]
 
 
 def test_of_a_stage_over_the_result_of_a_merge_nothing_is_known_yet(readers: Path) -> None:

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymerge.cli.render.screen import (
-    counted,
-    heading,
-    make_console,
-    make_table,
-    own_stdout,
-    printable,
-    put_json,
-)
+from raymerge.cli.render.screen import heading, make_console, make_table, own_stdout, put_json
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
@@ -44,17 +36,6 @@ def _printed(*renderables: object, width: int = 80) -> str:
     return stream.getvalue()
 
 
-def test_markup_and_emoji_are_plain_text() -> None:
-    text = "[red]a[/red] :heart: [[b]]"
-    assert _printed(text).rstrip() == text
-    assert text in _printed(make_table(("[b]name[/b]",), [(text,)]))
-    assert "[b]name[/b]" in _printed(make_table(("[b]name[/b]",), [(text,)]))
-
-
-def test_a_pipe_gets_no_escape_sequences() -> None:
-    assert not ANSI.search(_printed(heading("Title", note="more"), make_table(("a", "b"), [("1", "2")])))
-
-
 def test_a_terminal_gets_bold_headings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -74,10 +55,6 @@ def test_numbers_are_aligned_on_the_right() -> None:
     assert [line.rstrip() for line in lines] == ["name  count", "a         1", "b      1000"]
 
 
-def test_a_table_without_titles_has_no_head() -> None:
-    assert _printed(make_table(("", ""), [("key", "value")])).split() == ["key", "value"]
-
-
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=40)
 def test_a_table_never_exceeds_the_width_and_loses_nothing(rows: list[tuple[str, str]]) -> None:
@@ -85,17 +62,6 @@ def test_a_table_never_exceeds_the_width_and_loses_nothing(rows: list[tuple[str,
     assert max(map(len, text.splitlines())) <= 20
     shown = sorted(each for each in text if not each.isspace())
     assert shown == sorted(each for row in rows for cell in row for each in cell)
-
-
-@given(st.text(st.characters(categories=("L", "N", "P", "S", "Zs"))))
-def test_printable_text_stays_as_it_is(text: str) -> None:
-    if text.isprintable():
-        assert printable(text) == text
-
-
-@pytest.mark.parametrize(("number", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files")])
-def test_counted(number: int, said: str) -> None:
-    assert counted(number, "file") == said
 
 
 def test_json_is_ascii_on_one_line() -> None:
@@ -115,10 +81,3 @@ def test_only_our_own_lines_reach_standard_output(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"ours": True}
     assert shown.err == "from a library\n"
-
-
-def test_standard_output_is_given_back_after_an_error() -> None:
-    before = sys.stdout
-    with pytest.raises(ValueError, match="oops"), own_stdout():
-        raise ValueError("oops")
-    assert sys.stdout is before

@@ -50,20 +50,6 @@ def test_the_json_is_a_list_with_names(folder: Path) -> None:
     assert all("tensors" not in each for each in found)
 
 
-def test_the_tensors_of_every_merge_are_listed(folder: Path) -> None:
-    found = json.loads(_plan(folder, "--json", "--tensors").text)
-    assert [len(each["tensors"]) for each in found] == [30, 30, 30]
-    assert _plan(folder, "--tensors").text.count("model.norm.weight  BF16") == 3
-
-
-def test_a_file_of_one_merge_is_shown_as_ever(folder: Path) -> None:
-    write_recipe(folder, CHAIN.split("---")[0])
-    assert _plan(folder).text.startswith("Plan of recipe.yml  ")
-    found = json.loads(_plan(folder, "--json").text)
-    assert "is_made" not in found
-    assert "name" not in found
-
-
 def test_what_is_made_already_is_said(folder: Path) -> None:
     assert _submit(folder, "--keep-intermediates").code == 0
     assert [each["is_made"] for each in json.loads(_plan(folder, "--json").text)] == [True, True, False]
@@ -148,16 +134,6 @@ def test_intermediates_are_kept_on_demand_and_used_again(folder: Path) -> None:
         "merge 1 of 3: left, made already\nmerge 2 of 3: right, made already\nmerge 3 of 3\n" in outcome.text
     )
     assert not (folder / STEPS).exists()
-
-
-def test_events_as_json_name_the_steps(folder: Path) -> None:
-    outcome = _submit(folder, "--json", "--keep-intermediates")
-    events = [json.loads(line) for line in outcome.text.splitlines()]
-    steps = [event for event in events if event["event"] == "step_started"]
-    assert [step["name"] for step in steps] == ["left", "right", ""]
-    again = [json.loads(line) for line in _submit(folder, "--json", "--replace").text.splitlines()]
-    del again[0]["time"]
-    assert again[0] == {"event": "step_kept", "name": "left", "number": 1, "total": 3}
 
 
 def test_a_dry_run_shows_every_merge(folder: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -15,20 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kits.checkpoint_maker import llama_config, read_tensors, write_checkpoint
 from kits.command_line import Outcome, run_command
 from kits.merges import MEAN, make_models, write_recipe
 
 import raymerge.api
 from raymerge.errors import IncompleteError
-from raymerge.events import Event, Published, SegmentDone, Stopping
+from raymerge.events import Event, Published, Stopping
 from raymerge.options import RunOptions
 from raymerge.runtime.driver.run import InlinePool
-
-
-class StopHere(Exception):  # noqa: N818 - it is no error
-    """Ends a run from outside."""
 
 
 @pytest.fixture
@@ -173,73 +165,12 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_dry_run_as_json_is_one_event(folder: Path) -> None:
-    (event,) = _events(_submit(folder, "-o", "out", "--dry-run", "--json"))
-    assert (event["event"], event["place"], event["method"]) == ("dry_run", "out", "linear")
-
-
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_dry_run_checks_the_output_place(as_json: tuple[str, ...], folder: Path) -> None:
     (folder / "out").write_text("a file")
     outcome = _submit(folder, "-o", "out", "--dry-run", *as_json)
     assert outcome.code == 2
     assert "a file is in the place" in outcome.text
-
-
-def test_a_dry_run_tells_too_little_memory(folder: Path) -> None:
-    outcome = _submit(folder, "--dry-run", "--memory", "1MiB")
-    assert outcome.code == 2
-    assert "The smallest budget that works is" in outcome.text
-
-
-def test_a_source_with_nan_is_refused_and_nothing_is_published(folder: Path) -> None:
-    tensors = read_tensors(folder / "two")
-    tensors["model.norm.weight"][3] = torch.nan
-    write_checkpoint(folder / "two", tensors, llama_config())
-    outcome = _submit(folder, "-o", "out")
-    assert outcome.code == 2
-    assert "model.norm.weight" in outcome.text
-    assert not (folder / "out").exists()
-
-
-def test_an_error_as_json_is_the_last_event(folder: Path) -> None:
-    (folder / "out").write_text("a file")
-    (event,) = _events(_submit(folder, "-o", "out", "--json"))
-    assert (event["event"], event["exit_code"]) == ("error", 2)
-    assert set(event["problems"][0]) == {"where", "what", "remedy"}
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(IncompleteError("stopped."), 3), (KeyboardInterrupt(), 3), (ValueError("oops"), 1)]
-)
-def test_how_a_run_ends_is_the_exit_code(
-    error: BaseException, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(raymerge.api, "submit", fail)
-    outcome = _submit(folder)
-    assert outcome.code == code
-    assert "Traceback" not in outcome.text
-
-
-def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_models(tmp_path, hidden=128)
-    write_recipe(tmp_path, MEAN)
-    monkeypatch.chdir(tmp_path)
-
-    def stop(event: Event) -> None:
-        if isinstance(event, SegmentDone):
-            raise StopHere
-
-    with contextlib.suppress(StopHere):
-        raymerge.api.submit("recipe.yml", "out", RunOptions(inline=True), on_event=stop)
-    outcome = _submit(tmp_path, "-o", "out")
-    assert outcome.code == 0, outcome.text
-    # One, and those whose receipts became durable together with its own.
-    assert re.search(r"going on: [1-9] of 13 ", outcome.text)
-    assert _is_checkpoint(tmp_path / "out")
 
 
 def test_a_schedulers_signal_ends_the_command_as_ctrl_c_does(

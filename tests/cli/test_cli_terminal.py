@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -49,6 +48,7 @@ def _on_a_terminal(folder: Path, *args: str) -> tuple[int, str]:
     return process.wait(), shown.decode()
 
 
+@pytest.mark.slow
 def test_a_merge_on_a_terminal_is_live_and_leaves_its_summary(folder: Path) -> None:
     code, shown = _on_a_terminal(folder, "submit", "recipe.yml", "-o", "live", "--inline")
     plain = ANSI.sub("", shown)
@@ -58,20 +58,6 @@ def test_a_merge_on_a_terminal_is_live_and_leaves_its_summary(folder: Path) -> N
     assert "verified: 30 tensors" in plain
     assert plain.index("verified: ") < plain.index("done: live") < plain.index("digest ")
     assert (folder / "live" / "config.json").is_file()
-
-
-def test_a_problem_on_a_terminal_has_its_place_in_bold(folder: Path) -> None:
-    code, shown = _on_a_terminal(folder, "submit", "absent.yml", "--inline")
-    assert code == 2
-    assert "\x1b[1mabsent.yml: \x1b[0m" in shown
-    assert "→" in shown
-
-
-@pytest.mark.slow
-def test_json_on_a_terminal_is_json(folder: Path) -> None:
-    code, shown = _on_a_terminal(folder, "plan", "recipe.yml", "--json")
-    assert code == 0
-    assert json.loads(shown)["method"] == "linear"
 
 
 @pytest.mark.slow
@@ -86,6 +72,7 @@ def test_a_reader_that_leaves_gets_no_traceback(folder: Path) -> None:
     assert (ended.returncode, ended.stderr) == (3, "")
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_stops_nothing(folder: Path) -> None:
     ended = subprocess.run(
         [*COMMAND, "verify", "nöwhere"],

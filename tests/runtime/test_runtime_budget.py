@@ -42,33 +42,6 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_a_machine_without_groups_has_what_is_available(tmp_path: Path) -> None:
-    assert free_memory(tmp_path) == 100 * GIB
-
-
-def test_this_machine_answers() -> None:
-    assert 0 < free_memory() <= 100 * GIB
-
-
-def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
-    groups = "sys/fs/cgroup"
-    root = _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/user/job\n",
-            f"{groups}/user/memory.max": f"{8 * GIB}\n",
-            f"{groups}/user/memory.current": f"{5 * GIB}\n",
-            f"{groups}/user/memory.stat": f"anon 77\ninactive_file {GIB}\n",
-            f"{groups}/user/job/memory.max": "max\n",
-        },
-    )
-    assert free_memory(root) == 4 * GIB
-    _write(root, {f"{groups}/user/job/memory.max": f"{2 * GIB}\n"})
-    assert free_memory(root) == 2 * GIB
-    _write(root, {f"{groups}/user/job/memory.current": f"{3 * GIB}\n"})
-    assert free_memory(root) == 0
-
-
 def test_the_group_of_version_1_counts(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/memory"
     root = _write(

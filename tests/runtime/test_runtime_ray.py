@@ -62,16 +62,6 @@ def _slow() -> type[Any]:
     return Slow
 
 
-def _deadly(victim: int) -> type[Any]:
-    class Deadly(MergeWorker):
-        def run(self, segment: int) -> dict[str, Any]:
-            if segment == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().run(segment)
-
-    return Deadly
-
-
 def _failing(error: Exception) -> type[Any]:
     class Failing(MergeWorker):
         def run(self, segment: int) -> dict[str, Any]:
@@ -106,22 +96,6 @@ def test_a_killed_worker_costs_nothing_but_time(
     assert sorted(event.segment for event in done) == list(range(len(done)))
     merge(recipe, tmp_path / "undisturbed")
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_a_segment_that_kills_three_workers_is_named(
-    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _use_worker(monkeypatch, _deadly(7))
-    recipe, events = recipes(medium)["linear"], list[Event]()
-    with pytest.raises(IncompleteError, match=r"segment 7 took down 3 workers.*the same command goes on"):
-        submit(recipe, tmp_path / "out", TWO, on_event=events.append)
-    losses = [event for event in events if isinstance(event, WorkerLost)]
-    assert len(losses) == 3
-    assert [event.segments for event in losses[1:]] == [(7,), (7,)]
-    monkeypatch.undo()
-    merged = merge(recipe, tmp_path / "out")
-    assert merged.of(Started)[0].done_segments > 0
 
 
 @pytest.mark.slow
@@ -207,70 +181,9 @@ def test_unequal_workers_are_refused(
         submit(recipes(medium)["linear"], tmp_path / "out", TWO)
 
 
-@pytest.mark.slow
-def test_workers_that_never_come_up_are_given_up(
-    medium: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stillborn(MergeWorker):
-        def open(self, work: Any) -> dict[str, Any]:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return {}
-
-    _use_worker(monkeypatch, Stillborn)
-    events: list[Event] = []
-    with pytest.raises(IncompleteError, match=r"3 workers did not start.*the same command goes on"):
-        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=1), on_event=events.append)
-    losses = [event.reason for event in events if isinstance(event, WorkerLost)]
-    assert ["no other takes its place" in reason for reason in losses] == [False, False, True]
-
-
-@pytest.mark.slow
-def test_workers_that_take_for_ever_are_given_up(
-    small: Family, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class SleepyOpen(MergeWorker):
-        def open(self, work: Any) -> dict[str, Any]:
-            time.sleep(600)
-            return {}
-
-    class SleepyReady(MergeWorker):
-        def ready(self) -> dict[str, Any]:
-            time.sleep(600)
-            return {}
-
-    recipe, one = recipes(small)["linear"], RunOptions(workers=1)
-    _use_worker(monkeypatch, SleepyOpen, ready_seconds=6.0)
-    with pytest.raises(IncompleteError, match="no worker has been up for 6 s"):
-        submit(recipe, tmp_path / "out", one)
-    _use_worker(monkeypatch, SleepyReady, ready_seconds=1.0)
-    with pytest.raises(OptionError, match="workers: they did not start within 1 s"):
-        submit(recipe, tmp_path / "out", one)
-
-
 def test_a_worker_asked_before_it_has_work_says_so() -> None:
     with pytest.raises(RuntimeError, match="no work"):
         MergeWorker("early", "cpu").run(0)
-
-
-def test_more_workers_than_room_are_refused(medium: Family, tmp_path: Path, ray_cluster: Any) -> None:
-    with pytest.raises(
-        OptionError, match="--workers: 3 workers were asked for, but the cluster has 2 CPU slots"
-    ):
-        submit(recipes(medium)["linear"], tmp_path / "out", RunOptions(workers=3))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_gpu_that_the_cluster_lacks_is_refused(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
-    if ray_cluster.cluster_resources().get("GPU"):
-        pytest.skip("the cluster has a GPU")
-    with pytest.raises(OptionError, match="the cluster has no GPU"):
-        submit(recipes(small)["linear"], tmp_path / "out", RunOptions(device="cuda"))
-
-
-@pytest.mark.slow
-def test_a_cluster_that_was_there_is_left_open(small: Family, tmp_path: Path, ray_cluster: Any) -> None:
-    submit(recipes(small)["linear"], tmp_path / "out", TWO)
-    assert ray_cluster.is_initialized()
 
 
 # The connection
@@ -322,7 +235,14 @@ def _closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "http://127.0.0.1:8265"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1:{port}",
+        pytest.param("ray://127.0.0.1:{port}", marks=pytest.mark.slow),
+        pytest.param("http://127.0.0.1:8265", marks=pytest.mark.slow),
+    ],
+)
 def test_an_address_without_a_cluster_is_refused_soon(address: str) -> None:
     address = address.format(port=_closed_port())
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
@@ -337,10 +257,6 @@ def test_an_address_without_a_cluster_is_refused_soon(address: str) -> None:
     )
     assert done.stdout.startswith(f"--address {address}: no Ray cluster can be reached there (")
     assert "with HOST:PORT of its head" in done.stdout
-
-
-def test_usage_statistics_are_off(ray_cluster: Any) -> None:
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 def test_weights_never_pass_through_the_driver(small: Family, tmp_path: Path, ray_cluster: Any) -> None:

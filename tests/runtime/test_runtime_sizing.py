@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from raymerge.runtime.workers.sizing import (
     MOST_THREADS,
     Layout,
     Machine,
-    cores_here,
     embedded_slots,
     layout_of,
     local_layouts,
@@ -128,11 +125,6 @@ def test_a_cluster_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch
     assert most_lanes(RunOptions()) == 3
 
 
-def test_a_gpu_of_a_cluster_has_one_thread_and_lanes_for_that() -> None:
-    assert most_lanes(RunOptions(address="far:6379", device="cuda")) == 3
-    assert most_lanes(RunOptions(address="far:6379", device="cuda", threads=2)) == 4
-
-
 @pytest.mark.parametrize(
     ("options", "slots"),
     [
@@ -167,10 +159,6 @@ def test_an_embedded_cluster_has_slots_for_all_gpus(
 )
 def test_a_machine_has_room_for_workers(machine: Machine, threads: int, with_gpu: bool, room: int) -> None:
     assert machine.room(threads, with_gpu=with_gpu) == room
-
-
-def test_this_machine_has_cores() -> None:
-    assert 1 <= cores_here() <= (os.cpu_count() or 1)
 
 
 def test_no_threads_and_too_many_are_refused() -> None:
