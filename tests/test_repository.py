@@ -7,7 +7,7 @@ import re
 import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,18 +49,16 @@ def _names(paths: Iterator[Path] | list[Path]) -> list[str]:
 
 RECIPES = _names(sorted((ROOT / "configs" / "recipes").glob("*.yml")))
 MIXTURES = _names(sorted((ROOT / "configs" / "recipes" / "moe").glob("*.yml")))
-MODULES = _names(sorted(PACKAGE.rglob("*.py")))
+MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGES = _names(_files(".md"))
 
 
-def _tree(module: str) -> ast.Module:
-    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
-
-
-def _functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@pytest.fixture(scope="module")
+def trees() -> Mapping[str, ast.Module]:
+    """Every module of the package, parsed, by its name."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES]
+    found = (ast.parse(path.read_text(encoding="utf-8")) for path in MODULES)
+    return {name.removesuffix(".__init__"): tree for name, tree in zip(names, found, strict=True)}
 
 
 def _text(path: Path) -> str:
@@ -99,26 +97,25 @@ def test_a_recipe_of_ours_plans(recipe: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_folders_stay_small() -> None:
     """At most 25 files, but for the table of methods, which has one file an entry."""
-    counts = Counter(Path(module).parent for module in MODULES)
-    assert {str(folder) for folder, count in counts.items() if count > 25} <= {"raymerge/methods"}
+    counts = Counter(path.parent for path in MODULES)
+    assert {folder.name for folder, count in counts.items() if count > 25} <= {"methods"}
 
 
-def test_no_two_modules_import_each_other_in_a_circle() -> None:
+def test_no_two_modules_import_each_other_in_a_circle(trees: Mapping[str, ast.Module]) -> None:
     """Imports that only type checkers follow count, and those within functions."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in names.items()}
-    imports = {name: set(_imported(path, modules)) - {name} for name, path in modules.items()}
-    packages = {name for name, path in modules.items() if path.name == "__init__.py"}
+    packages = {
+        ".".join(path.relative_to(ROOT).parent.parts) for path in MODULES if path.name == "__init__.py"
+    }
     # A package that passes on the names of its modules is imported with each of them.
-    graph = {name: {each for each in found if each not in packages} for name, found in imports.items()}
+    graph = {name: set(_imported(tree, trees)) - {name} - packages for name, tree in trees.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def _imported(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in modules:
             submodules = [f"{node.module}.{each.name}" for each in node.names]
             yield from (name if name in modules else str(node.module) for name in submodules)
@@ -131,40 +128,31 @@ BANNED = (
 """Words of a private language, for which docs/concepts.md has others."""
 
 
-def test_names_are_words_of_the_field() -> None:
-    found = Counter[str]()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def test_names_are_words_of_the_field(trees: Mapping[str, ast.Module]) -> None:
+    found = set[str]()
+    for module, tree in trees.items():
+        names = [module.rpartition(".")[2]]
+        for node in ast.walk(tree):
             name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-            words = re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1_\2", str(name or path.stem)).lower())
-            found.update(f"{path.relative_to(ROOT)}: {word}" for word in words if word in BANNED)
-    assert found == {}
+            names.append(str(name or ""))
+        words = (re.sub("([a-z])([A-Z])", r"\1_\2", name).lower().split("_") for name in set(names))
+        found |= {f"{module}: {word}" for each in words for word in each if word in BANNED}
+    assert found == set()
 
 
-def test_functions_stay_small() -> None:
-    long = [
-        f"{module}: {function.name} ({function.end_lineno - function.lineno + 1} lines)"
-        for module in MODULES
-        for function in _functions(module)
-        if function.end_lineno is not None and function.end_lineno - function.lineno >= MAX_FUNCTION_LINES
-    ]
-    assert long == []
-
-
-def test_library_code_does_not_print() -> None:
-    calls = [
-        (module, node)
-        for module in MODULES
-        if not module.startswith("raymerge/cli/")
-        for node in ast.walk(_tree(module))
-        if isinstance(node, ast.Call)
-    ]
-    prints = [
-        f"{module}:{call.lineno}"
-        for module, call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "print"
-    ]
-    assert prints == []
+def test_functions_stay_small_and_do_not_print(trees: Mapping[str, ast.Module]) -> None:
+    long, prints = list[str](), list[str]()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+            ):
+                long.append(f"{module}.{node.name}")
+            is_print = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+            if is_print and not module.startswith("raymerge.cli"):
+                prints.append(module)
+    assert (long, prints) == ([], [])
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
@@ -194,9 +182,3 @@ def test_the_differences_from_mergekit_name_tests_that_exist() -> None:
     named = set(re.findall(r"`(tests/[\w./-]+\.py)`", text))
     assert named
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
-
-
-def test_the_licence_is_whole() -> None:
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in text
-    assert "END OF TERMS AND CONDITIONS" in text
