@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from kits.adapter_maker import PREFIX, lora_config, write_adapter
 from kits.checkpoint_maker import llama_config, llama_shapes, read_tensors, write_checkpoint
+from kits.merges import mean_of, merge_here
 from tokenizers import Tokenizer
 
 import raymerge
@@ -70,16 +69,6 @@ def _model(
     return write_checkpoint(root, tensors, config, extra=_tokenizer_files(words, added))
 
 
-def _merge(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    plain = json.loads(json.dumps(recipe, default=str))
-    return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options)).output)
-
-
-def _linear(*models: object, **more: Any) -> dict[str, Any]:
-    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
-    return {"merge_method": "linear", "models": entries, **more}
-
-
 def _ids(out: Path) -> dict[str, int]:
     found: dict[str, int] = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab()
     return found
@@ -87,7 +76,7 @@ def _ids(out: Path) -> dict[str, int]:
 
 def test_a_union_matches_rows_by_token(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
-    found = _merge(_linear(one, two, tokenizer_source="union"), tmp_path / "out")
+    found = merge_here(mean_of(one, two, tokenizer_source="union"), tmp_path / "out")
     ids = _ids(tmp_path / "out")
     assert [ids[word] for word in ONE] == [0, 1, 2, 3, 4]
     assert ids["green"] == 5
@@ -108,15 +97,15 @@ def test_a_union_matches_rows_by_token(tmp_path: Path) -> None:
 def test_padding_is_the_mean_of_all_rows(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
     tokenizer = {"source": "union", "pad_to_multiple_of": 8}
-    found = _merge(_linear(one, two, tokenizer=tokenizer), tmp_path / "out")[EMBEDDING]
+    found = merge_here(mean_of(one, two, tokenizer=tokenizer), tmp_path / "out")[EMBEDDING]
     assert found.shape == (8, 8)
     torch.testing.assert_close(found[6:], found[:6].mean(dim=0).expand(2, 8))
 
 
 def test_the_base_s_vocabulary_with_rows_of_another_order(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "two", 2, TWO)
-    recipe = _linear(one, two, base_model=str(two), tokenizer_source="base")
-    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
+    recipe = mean_of(one, two, base_model=str(two), tokenizer_source="base")
+    found = merge_here(recipe, tmp_path / "out")[EMBEDDING]
     mine, theirs = read_tensors(one)[EMBEDDING], read_tensors(two)[EMBEDDING]
     torch.testing.assert_close(found[1], (mine[4] + theirs[1]) / 2)
     torch.testing.assert_close(found[3], theirs[3])
@@ -127,7 +116,7 @@ def test_the_base_s_vocabulary_with_rows_of_another_order(tmp_path: Path) -> Non
 def test_tied_models_stay_tied(tmp_path: Path) -> None:
     one = _model(tmp_path / "one", 1, ONE, tie=True)
     two = _model(tmp_path / "two", 2, TWO, added=("<|turn|>",), tie=True)
-    found = _merge(_linear(one, two, tokenizer_source="union"), tmp_path / "out")
+    found = merge_here(mean_of(one, two, tokenizer_source="union"), tmp_path / "out")
     assert HEAD not in found
     assert found[EMBEDDING].shape == (7, 8)
     torch.testing.assert_close(
@@ -142,8 +131,8 @@ def test_rows_that_are_chosen_and_forced(tmp_path: Path) -> None:
         "red": {"source": {"kind": "model_token", "model": str(one), "token": "the"}, "force": True},
         "new": {"source": {"kind": "model_token", "model": str(two), "token_id": 3}},
     }
-    recipe = _linear(one, two, tokenizer={"source": "union", "tokens": tokens})
-    found = _merge(recipe, tmp_path / "out")[EMBEDDING]
+    recipe = mean_of(one, two, tokenizer={"source": "union", "tokens": tokens})
+    found = merge_here(recipe, tmp_path / "out")[EMBEDDING]
     ids, mine, theirs = _ids(tmp_path / "out"), read_tensors(one)[EMBEDDING], read_tensors(two)[EMBEDDING]
     torch.testing.assert_close(found[ids["green"]], theirs[3] / 2)
     torch.testing.assert_close(found[ids["red"]], mine[1])
@@ -153,19 +142,19 @@ def test_rows_that_are_chosen_and_forced(tmp_path: Path) -> None:
 def test_a_model_that_only_gives_its_tokenizer(tmp_path: Path) -> None:
     one, other = _model(tmp_path / "one", 1, ONE), _model(tmp_path / "other", 3, ONE)
     giver = _model(tmp_path / "giver", 2, TWO)
-    found = _merge(_linear(one, other, tokenizer_source=str(giver)), tmp_path / "out")[EMBEDDING]
+    found = merge_here(mean_of(one, other, tokenizer_source=str(giver)), tmp_path / "out")[EMBEDDING]
     assert _ids(tmp_path / "out") == {word: number for number, word in enumerate(TWO)}
     mean = (read_tensors(one)[EMBEDDING] + read_tensors(other)[EMBEDDING]) / 2
     torch.testing.assert_close(found[1], mean[4])
     torch.testing.assert_close(found[3], read_tensors(giver)[EMBEDDING][3])
-    plan = raymerge.plan(_linear(one, other, tokenizer_source=str(giver)))
+    plan = raymerge.plan(mean_of(one, other, tokenizer_source=str(giver)))
     fates = {row["rule"] for row in plan["dispositions"].to_pylist() if row["source"] == 2}
     assert fates == {"method", "config_only"}
 
 
 def test_without_a_tokenizer_the_files_are_copied_and_spare_rows_kept(tmp_path: Path) -> None:
     one, two = _model(tmp_path / "one", 1, ONE, spare=3), _model(tmp_path / "two", 2, ONE, spare=3)
-    found = _merge(_linear(one, two), tmp_path / "out")
+    found = merge_here(mean_of(one, two), tmp_path / "out")
     assert found[EMBEDDING].shape == (8, 8)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (one / name).read_bytes()
@@ -176,7 +165,7 @@ def test_a_chat_template_of_any_length_with_and_without_a_tokenizer(tmp_path: Pa
     template = "{% for m in messages %}" + "{{ m['content'] }} / " * 400 + "{% endfor %}"
     for number, more in enumerate(({}, {"tokenizer_source": "union"})):
         place = tmp_path / f"out{number}"
-        _merge(_linear(one, two, chat_template=template, **more), place)
+        merge_here(mean_of(one, two, chat_template=template, **more), place)
         config = json.loads((place / "tokenizer_config.json").read_text())
         stored = place / "chat_template.jinja"
         assert template == (stored.read_text() if stored.exists() else config["chat_template"])
@@ -187,7 +176,7 @@ def test_memory_changes_no_byte(tmp_path: Path, method: str) -> None:
     words = ("<unk>", *(f"w{n}" for n in range(3000)))
     shuffled = ("<unk>", *(f"w{(7 * n) % 3300}" for n in range(3200)))
     one, two = _model(tmp_path / "one", 1, words), _model(tmp_path / "two", 2, shuffled)
-    recipe = _linear(one, two, base_model=str(one), tokenizer={"source": "union", "pad_to_multiple_of": 128})
+    recipe = mean_of(one, two, base_model=str(one), tokenizer={"source": "union", "pad_to_multiple_of": 128})
     recipe |= {"merge_method": method}
     if method == "slerp":
         recipe["parameters"] = {"t": 0.4}
@@ -196,7 +185,7 @@ def test_memory_changes_no_byte(tmp_path: Path, method: str) -> None:
         recipe["models"][1]["parameters"]["density"] = 0.5
     digests = set()
     for number, memory in enumerate((24 << 20, 256 << 20)):
-        _merge(recipe, tmp_path / f"out{number}", memory=memory)
+        merge_here(recipe, tmp_path / f"out{number}", memory=memory)
         weights = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
         digests.add(hashlib.sha256(weights).hexdigest())
     assert len(digests) == 1
@@ -206,8 +195,8 @@ def test_rows_that_only_the_base_has_are_renumbered_with_the_rest(tmp_path: Path
     bias = "lm_head.bias"
     one = _with_bias(_model(tmp_path / "plain", 1, TWO), tmp_path / "one", bias)
     two = _model(tmp_path / "two", 2, ONE)
-    recipe = _linear(one, two, base_model=str(one), missing_tensors="copy_base", tokenizer_source=str(two))
-    found = _merge(recipe, tmp_path / "out")
+    recipe = mean_of(one, two, base_model=str(one), missing_tensors="copy_base", tokenizer_source=str(two))
+    found = merge_here(recipe, tmp_path / "out")
     own = read_tensors(one)[bias]
     assert found[HEAD].shape == (5, 8)
     assert found[bias].tolist() == [own[TWO.index(word)] if word != "a" else 0.0 for word in ONE]
@@ -218,12 +207,12 @@ def test_common_cuts_what_only_the_base_has(tmp_path: Path) -> None:
     one = _with_bias(_model(tmp_path / "plain", 1, ONE, spare=3), tmp_path / "one", bias)
     two = _model(tmp_path / "two", 2, ONE)
     more = {"missing_tensors": "copy_base", "base_model": str(one)}
-    found = _merge(_linear(one, two, embedding_sizes="common", **more), tmp_path / "out")
+    found = merge_here(mean_of(one, two, embedding_sizes="common", **more), tmp_path / "out")
     assert torch.equal(found[bias], read_tensors(one)[bias][:5])
     short = _shorter(one, tmp_path / "short", bias)
-    recipe = _linear(short, two, embedding_sizes="pad", **{**more, "base_model": str(short)})
+    recipe = mean_of(short, two, embedding_sizes="pad", **{**more, "base_model": str(short)})
     with pytest.raises(PlanError, match=r"would not have the same tokens in the same order: lm_head\.bias"):
-        _merge(recipe, tmp_path / "pad")
+        merge_here(recipe, tmp_path / "pad")
 
 
 def test_a_text_model_whose_module_is_not_named_is_renumbered_too(tmp_path: Path) -> None:
@@ -238,7 +227,7 @@ def test_a_text_model_whose_module_is_not_named_is_renumbered_too(tmp_path: Path
         "modules": modules,
         "tokenizer_source": "union",
     }
-    found = _merge(recipe, tmp_path / "out")
+    found = merge_here(recipe, tmp_path / "out")
     mine, theirs = read_tensors(one), read_tensors(two)
     for name in (f"language_model.{EMBEDDING}", f"language_model.{HEAD}"):
         assert torch.equal(found[name], torch.cat([mine[name], theirs[name][[TWO.index("green")]]]))
@@ -282,7 +271,7 @@ def test_a_chosen_tokenizers_end_of_text_is_written_everywhere(tmp_path: Path) -
     config = json.loads((one / "config.json").read_text())
     (one / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
     (one / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 0]}))
-    _merge(_linear(one, two, tokenizer={"source": str(two)}), tmp_path / "out")
+    merge_here(mean_of(one, two, tokenizer={"source": str(two)}), tmp_path / "out")
     ids = _ids(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == ids["<|im_end|>"]
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -305,14 +294,14 @@ def _grown(root: Path, rows: int, words: tuple[str, ...] | None) -> Path:
 def test_an_adapters_tokenizer_is_not_left_behind(tmp_path: Path) -> None:
     one = _model(tmp_path / "one", 1, ONE)
     adapter = _grown(tmp_path / "adapter", 6, (*ONE, "new"))
-    recipe = _linear(f"{one}+{adapter}")
+    recipe = mean_of(f"{one}+{adapter}")
     with pytest.raises(PlanError, match="it brings an embedding and a tokenizer of its own"):
-        _merge(recipe, tmp_path / "out")
+        merge_here(recipe, tmp_path / "out")
     recipe |= {"tokenizer_source": "base", "base_model": f"{one}+{adapter}"}
-    assert _merge(recipe, tmp_path / "out")[EMBEDDING].shape == (6, 8)
+    assert merge_here(recipe, tmp_path / "out")[EMBEDDING].shape == (6, 8)
     assert _ids(tmp_path / "out")["new"] == 5
     same = _grown(tmp_path / "same", 5, ONE)
-    assert _merge(_linear(f"{one}+{same}"), tmp_path / "as-is")[EMBEDDING].shape == (5, 8)
+    assert merge_here(mean_of(f"{one}+{same}"), tmp_path / "as-is")[EMBEDDING].shape == (5, 8)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -324,7 +313,7 @@ def test_layers_of_models_with_other_vocabularies_are_stacked(tmp_path: Path, ti
     )
     slices = [{"sources": [{"model": str(each), "layer_range": [0, 1]}]} for each in (one, two)]
     recipe = {"merge_method": "passthrough", "slices": slices, "tokenizer_source": "union"}
-    found = _merge(recipe, tmp_path / "out")
+    found = merge_here(recipe, tmp_path / "out")
     ids, mine, theirs = _ids(tmp_path / "out"), read_tensors(one), read_tensors(two)
     words = (*TWO, "<|x|>")
     assert found[EMBEDDING].shape == found[HEAD].shape == (7, 8)

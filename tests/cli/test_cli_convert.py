@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,7 @@ from kits.quantised_merges import changed_bytes
 import raymerge
 import raymerge.api
 from raymerge.dtypes import DType, config_name
-from raymerge.events import Event, SegmentDone
-from raymerge.options import RunOptions
 from raymerge.recipes.settings import OUT_FORMATS
-
-
-class StopHere(Exception):  # noqa: N818 - it is no error
-    """Ends a run from outside."""
 
 
 def _convert(folder: Path, *args: str) -> Outcome:
@@ -96,33 +88,9 @@ def test_what_cannot_be_meant_is_refused(to: list[str], said: str, tmp_path: Pat
     assert "Traceback" not in outcome.text
 
 
-@pytest.mark.parametrize("missing", ["--to", "--output"])
-def test_format_and_place_are_asked_for(missing: str, tmp_path: Path) -> None:
-    args = ("-o", "out") if missing == "--to" else ("--to", "bf16")
-    outcome = run_command("convert", "model", *args, cwd=tmp_path)
-    assert outcome.code == 2
-    assert missing in outcome.text
-
-
 def test_the_help_names_every_format(tmp_path: Path) -> None:
     text = run_command("convert", "--help", cwd=tmp_path).text
     assert all(form in text for form in OUT_FORMATS)
-
-
-def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_llama(tmp_path / "model", 0, hidden=128)
-    monkeypatch.chdir(tmp_path)
-
-    def stop(event: Event) -> None:
-        if isinstance(event, SegmentDone):
-            raise StopHere
-
-    with contextlib.suppress(StopHere):
-        conversion = raymerge.conversion("model", "fp8_block")
-        raymerge.api.submit(conversion, "out", RunOptions(inline=True), on_event=stop)
-    outcome = _convert(tmp_path, "--to", "fp8_block", "--inline")
-    assert outcome.code == 0, outcome.text
-    assert re.search(r"going on: [1-9]", outcome.text)
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.F32])

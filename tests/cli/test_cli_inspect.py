@@ -76,15 +76,3 @@ def test_a_model_that_is_not_there_is_refused(model: str, tmp_path: Path) -> Non
 def test_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Give the model alone"):
         raymerge.inspect("model+adapter")
-
-
-def test_a_directory_with_a_strange_name_is_a_directory(tmp_path: Path) -> None:
-    tiny_llama(tmp_path / "one+two@three", 0)
-    assert _inspect(tmp_path, "one+two@three").code == 0
-
-
-def test_an_error_as_json_is_an_event(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    outcome = _inspect(tmp_path, "empty", "--json")
-    event = json.loads(outcome.text)
-    assert (outcome.code, event["event"]) == (2, "error")

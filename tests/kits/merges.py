@@ -1,11 +1,16 @@
-"""Recipes over tiny checkpoints, in a folder that commands are run in."""
+"""Recipes over tiny checkpoints, for commands that are run in a folder and for merges in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from kits.checkpoint_maker import tiny_llama
+import torch
+from kits.checkpoint_maker import read_tensors, tiny_llama
+
+import raymerge
 
 MEAN = """\
 merge_method: linear
@@ -48,3 +53,22 @@ def write_recipe(folder: Path, text: str, name: str = "recipe.yml") -> str:
     """Write a recipe; returns its name, as a command run in ``folder`` takes it."""
     (folder / name).write_text(text, encoding="utf-8")
     return name
+
+
+def mean_of(*models: object, **more: Any) -> dict[str, Any]:
+    """The recipe of the mean of these, whatever they are."""
+    entries = [{"model": str(each), "parameters": {"weight": 1}} for each in models]
+    return {"merge_method": "linear", "models": entries, **more}
+
+
+def merge_here(recipe: Mapping[str, Any], out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a merge that is carried out in this process; places may be paths."""
+    plain = json.loads(json.dumps(recipe, default=str))
+    return read_tensors(raymerge.submit(plain, out, raymerge.RunOptions(inline=True, **options)).output)
+
+
+def check_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors, equal to rounding in float32."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=3e-6, atol=3e-7)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from kits import fake_ray
@@ -15,6 +13,7 @@ from raymerge.cli.messages import failure_of
 from raymerge.errors import IncompleteError, Problem, TargetError, TransientError
 from raymerge.events import MemoryShort, WorkerLost
 from raymerge.runtime.workers.pool import TICK_SECONDS
+from raymerge.runtime.workers.worker_group import ATTEMPTS
 
 # Workers that do not get on
 
@@ -48,15 +47,6 @@ def test_a_worker_that_is_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_driver_that_was_paused_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, [0])
     scene.step(10_000.0)
-    assert not scene.of(WorkerLost)
-
-
-def test_a_worker_with_nothing_in_hand_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, [0], workers=2)
-    for look in range(40):
-        scene.handles[0].heartbeat.last.answer(float(look))
-        scene.step(5.0)
-        scene.step(5.0)
     assert not scene.of(WorkerLost)
 
 
@@ -329,61 +319,77 @@ def test_parts_that_nobody_can_do_any_more_end_the_run(monkeypatch: pytest.Monke
     assert set(scene.slept) == {TICK_SECONDS}
 
 
+# Workers that do not start
+
+
+def _lose(scene: Scene, failing: int) -> None:
+    """Have the worker make a part and die in the next, and then so many others not start."""
+    made = scene.handles[-1].run.last
+    made.answer(receipt(made.arguments[0]))
+    scene.step()
+    scene.handles[-1].run.last.answer(ActorDiedError("it crashed"))
+    scene.step()
+    for _ in range(failing):
+        scene.handles[-1].open.last.answer(ActorDiedError("it crashed"))
+        scene.step()
+
+
+def test_failed_starts_count_in_a_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts after all has the count begin anew."""
+    scene = Scene(monkeypatch, range(8), slots=1)
+    for _ in range(3):
+        _lose(scene, ATTEMPTS - 1)
+        scene.handles[-1].is_up()
+        scene.step()
+    make_all(scene, scene.handles[-1])
+    assert sorted(scene.done) == list(range(8))
+    assert sum(not lost.segments for lost in scene.of(WorkerLost)) == 3 * (ATTEMPTS - 1)
+
+
+def test_as_many_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, range(8), slots=1)
+    with pytest.raises(IncompleteError, match=f"{ATTEMPTS} workers did not start"):
+        _lose(scene, ATTEMPTS)
+
+
 # What is left to do may be long
-
-
-@dataclass
-class Steps:
-    """Counts how often parts are looked at."""
-
-    count: int = 0
 
 
 class CountedPart(int):
     """A part that counts each time it is looked up or compared."""
 
-    steps: Steps
+    steps = 0
 
     def __hash__(self) -> int:
-        self.steps.count += 1
+        CountedPart.steps += 1
         return super().__hash__()
 
     def __eq__(self, other: object) -> bool:
-        self.steps.count += 1
+        CountedPart.steps += 1
         return super().__eq__(other)
 
 
 class CountedNodes(frozenset[str]):
     """The nodes that can do a part; they count each time they are asked."""
 
-    steps: Steps
-
     def __contains__(self, node: object) -> bool:
-        self.steps.count += 1
+        CountedPart.steps += 1
         return super().__contains__(node)
 
 
-def _steps(monkeypatch: pytest.MonkeyPatch, count: int, **scene: Any) -> int:
+def _steps(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
     """How often parts are looked at until all of them are made, the last ones on another node."""
-    steps = Steps()
-    part = type("Part", (CountedPart,), {"steps": steps})
-    nodes = type("Able", (CountedNodes,), {"steps": steps})
+    CountedPart.steps = 0
     # The node that can do less comes to the end of what it can do before the other.
-    able = [nodes(["node-a", "node-b"] if number % 4 == 0 else ["node-a"]) for number in range(count)]
-    made = Scene(
-        monkeypatch,
-        [part(number) for number in range(count)],
-        nodes=("node-a", "node-b"),
-        workers=2,
-        able=able,
-        **scene,
-    )
+    able = [CountedNodes(["node-a", "node-b"] if n % 4 == 0 else ["node-a"]) for n in range(count)]
+    parts = [CountedPart(number) for number in range(count)]
+    made = Scene(monkeypatch, parts, nodes=("node-a", "node-b"), workers=2, able=able)
     while made.dispatcher.goes_on(made.stop):
         for ref in (ref for handle in made.handles for ref in handle.run.calls if not ref.answers):
             ref.answer(receipt(int(ref.arguments[0])))
         made.step()
     assert sorted(made.done) == list(range(count))
-    return steps.count
+    return CountedPart.steps
 
 
 def test_an_answer_costs_the_same_however_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

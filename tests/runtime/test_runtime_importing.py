@@ -43,6 +43,7 @@ def _last_line(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_command_is_not_searched_for_garbage_while_torch_is_imported() -> None:
     full, is_enabled, frozen, has_torch, has_scipy = _last_line(_COMMAND)
     assert has_torch
@@ -89,15 +90,6 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_with_torch_there_already_nothing_changes() -> None:
-    import torch  # noqa: F401
-
-    frozen = gc.get_freeze_count()
-    with heavy_imports():
-        assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
 
 
 def test_ctrl_c_waits_for_the_end_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
