@@ -234,10 +234,6 @@ class Fallback:
     """A device, and the processor in its place where a GPU fails."""
 
     def __init__(self, device: torch.device, failure: str = "") -> None:
-        """
-        Args:
-            failure: why a GPU is of no use; "" for one that may be.
-        """
         self._device = device
         self._failure = failure
         self._is_checked = device.type == "cpu"
@@ -249,9 +245,6 @@ class Fallback:
 
         Args:
             make: given a device and the note for a receipt, which is "" if nothing failed.
-
-        Raises:
-            OptionError: the GPU does not multiply float32 numbers with all of their bits.
         """
         if self._device.type == "cpu" or self._failure:
             return make(_PROCESSOR, self._failure)

@@ -95,11 +95,7 @@ def _extraction_facts(made: Extraction) -> Iterator[tuple[str, str]]:
 
 
 def submit_adapters(request: Request, stdout: IO[str]) -> int:
-    """Merge the adapters of a recipe, and show the result; returns the exit code.
-
-    Raises:
-        OptionError: with all options that such a merge cannot honour.
-    """
+    """Merge the adapters of a recipe, and show the result; returns the exit code."""
     from raymerge.api import merge_adapters
 
     if problems := list(_unusable(request.options)):

@@ -63,11 +63,7 @@ TargetChoice: TypeAlias = Annotated[
 
 
 def read_memory(memory: str | None) -> int | None:
-    """The bytes meant by ``--memory``.
-
-    Raises:
-        OptionError: it is no size.
-    """
+    """The bytes meant by ``--memory``."""
     if memory is None:
         return None
     try:
@@ -108,11 +104,7 @@ class Flags:
 
 
 def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunOptions:
-    """How to run: by the flags, and by the profile where they say nothing.
-
-    Raises:
-        OptionError: an option cannot be honoured.
-    """
+    """How to run: by the flags, and by the profile where they say nothing."""
     return RunOptions(
         **{**profile.run.model_dump(exclude_none=True), **flags.settings()},
         address=address,
@@ -128,12 +120,7 @@ def options_from(profile: Profile, flags: Flags, *, address: str | None) -> RunO
 def planned_options(
     path: str | None, memory: int | None, steps: str | None = None
 ) -> tuple[RunOptions, str | None]:
-    """How a merge would run, and the output place that the profile names, for a plan that is looked at only.
-
-    Raises:
-        OptionError: an option cannot be honoured.
-        ProfileError: the profile is not valid.
-    """
+    """How a merge would run, and the output place that the profile names, for a plan that is only shown."""
     from raymerge.deploy.profiles import Profile, load_profile
 
     profile = Profile() if path is None else load_profile(path)
@@ -143,12 +130,7 @@ def planned_options(
 
 
 def reached(place: str, path: str | None) -> str:
-    """A place as the storage options of a profile reach it.
-
-    Raises:
-        OptionError: the address says no place, or more than one.
-        ProfileError: the profile is not valid.
-    """
+    """A place as the storage options of a profile reach it."""
     from raymerge.storage.addresses import check_alone, with_options
 
     check_alone(place)
@@ -160,11 +142,7 @@ def reached(place: str, path: str | None) -> str:
 
 
 def with_flags(profile: Profile, flags: Flags) -> Profile:
-    """A profile that says what the flags say.
-
-    Raises:
-        ProfileError: they do not go together.
-    """
+    """A profile that says what the flags say."""
     from raymerge.deploy.profiles import profile_from_mapping
     from raymerge.errors import ProfileError
 

@@ -99,11 +99,7 @@ def _cluster(recipe: str, simulate: Sequence[str], pairs: Sequence[str]) -> Clus
 
 
 def _simulated(accounts: Sequence[Account], cluster: Cluster) -> tuple[Account, ...]:
-    """The accounts with the runs of what is to be made, one after the other on workers that start once.
-
-    Raises:
-        OptionError: the workers have too little memory.
-    """
+    """The accounts with the runs of what is to be made, one after the other on workers that start once."""
     from raymerge.planner.simulation import simulate_plan
 
     wanted = [not account.is_made and not account.explanation.problems for account in accounts]
@@ -304,11 +300,7 @@ def _taken_for_recipe(recipe: str, simulate: Sequence[str], pairs: Sequence[str]
 
 
 def read_cluster(words: Sequence[str]) -> Cluster:
-    """The cluster meant by ``workers=64 storage=2GB/s``; several pairs may stand in one word.
-
-    Raises:
-        OptionError: with everything that is wrong with it.
-    """
+    """The cluster meant by ``workers=64 storage=2GB/s``; several pairs may stand in one word."""
     from raymerge.planner.simulation import Cluster
 
     values: dict[str, Any] = {}
@@ -338,11 +330,7 @@ def read_cluster(words: Sequence[str]) -> Cluster:
 
 
 def check_memory(cluster: Cluster, projections: Iterable[Projection]) -> None:
-    """See that the workers have the memory that merges need.
-
-    Raises:
-        OptionError: they have not.
-    """
+    """See that the workers have the memory that merges need."""
     found = (replace(each, budget=cluster.memory or each.budget) for each in projections)
     problems = dict.fromkeys(filter(None, (each.shortage("--simulate memory") for each in found)))
     if problems:

@@ -43,10 +43,6 @@ class Request:
     as_json: bool
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            OptionError: the address of the output says more than a place.
-        """
         check_alone(self.output)
 
 

@@ -112,12 +112,7 @@ class RunQuery:
 
 
 def seek(text: str, profile: str | None, target: str | None, address: str | None) -> RunQuery:
-    """The run that is meant by a name or an output place.
-
-    Raises:
-        OptionError: nothing tells where it is, or nobody there answers.
-        ProfileError: the profile is not valid.
-    """
+    """The run that is meant by a name or an output place."""
     from raymerge.deploy.targets.target import is_run_name
     from raymerge.storage.addresses import NO_OPTIONS, check_alone
 
@@ -202,12 +197,7 @@ def _traces(place: str, storage: StoreOptions) -> RunReport | None:
 
 
 def where_of(profile: str | None, target: str | None, address: str | None) -> Where:
-    """The target that flags mean.
-
-    Raises:
-        OptionError: there is no such target, or the flags contradict each other.
-        ProfileError: the profile is not valid.
-    """
+    """The target that flags mean."""
     from raymerge.deploy.profiles import load_profile
     from raymerge.deploy.targets.choose import choose
 
@@ -320,14 +310,7 @@ def relaying(stdout: IO[str], *, as_json: bool, output: str) -> Iterator[Relay]:
 def follow(
     runs: Runs, run: str, stdout: IO[str], *, as_json: bool, output: str, named: str | None = None
 ) -> int:
-    """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code.
-
-    Args:
-        named: what the user called it; None where this process began it.
-
-    Raises:
-        OptionError: nobody knows a run that was called so.
-    """
+    """Show a run until it is over; Ctrl-C only ends the showing. Returns the run's exit code."""
     try:
         with relaying(stdout, as_json=as_json, output=output) as relay:
             for line in runs.logs(run, follow=True):
@@ -342,11 +325,7 @@ def follow(
 
 
 def known(report: RunReport, named: str) -> RunReport:
-    """The report of a run that somebody knows.
-
-    Raises:
-        OptionError: nobody does.
-    """
+    """The report of a run that somebody knows."""
     from raymerge.deploy.targets.target import RunState
 
     if report.state is RunState.UNKNOWN:

@@ -60,9 +60,6 @@ def make_progress(
     """Takes events, and shows them in the way that suits the stream.
 
     Args:
-        stream: where to write.
-        as_json: one event a line, and nothing else.
-        output: the output place, as the user named it.
         clock: tells the seconds; another than this machine's for what is told again.
     """
     console = make_console(stream)
@@ -248,12 +245,7 @@ def _lines(event: Event, tally: Tally, output: str) -> Iterator[str]:
 
 
 def _warnings(event: Event, part: str) -> Iterator[tuple[str, str]]:
-    """What is said of what goes wrong, each behind what it is said of once; "" for what is always said.
-
-    Args:
-        event: what happened.
-        part: what a part of the work is called.
-    """
+    """What is said of what goes wrong, each behind what it is said of once; "" for what is always said."""
     match event:
         case EncodingErrorsFound() if event.above is not None:
             yield "", encoding_warning(event.above)

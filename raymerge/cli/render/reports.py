@@ -240,13 +240,7 @@ def _show_tensors(console: Console, plan: Plan) -> None:
 
 
 def show_simulation(console: Console, simulation: Simulation, *, stages: int = 0) -> None:
-    """Print what a run would take, and what it would spend its time on.
-
-    Args:
-        console: where to.
-        simulation: the run.
-        stages: how many stages come before it, which are not simulated.
-    """
+    """Print what a run would take, and what it would spend its time on."""
     console.print()
     console.print(heading(f"Simulated on {counted(simulation.cluster.workers, 'worker')}"))
     console.print(make_table(("", ""), [*_simulated_facts(simulation), *_not_simulated(stages)]))

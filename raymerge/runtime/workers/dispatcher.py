@@ -127,11 +127,6 @@ class Dispatcher:
         on_event: OnEvent,
         policy: DispatchPolicy = DEFAULT_POLICY,
     ) -> None:
-        """
-        Args:
-            numbers: its parts, in about the order in which they are begun.
-            patience: seconds without any sign that a worker's parts get on, after which it is given up.
-        """
         self._group = group
         self._nodes = nodes
         self._ray = group.ray

@@ -97,11 +97,7 @@ class Placement:
 
 
 def placement_of(sights: Mapping[str, Sight], reads: Sequence[frozenset[int]]) -> Placement:
-    """Where parts may be done.
-
-    Args:
-        reads: of every part, which files it reads.
-    """
+    """Where parts may be done."""
     seen = {node: sight.same for node, sight in sights.items()}
     able = {files: frozenset(node for node in seen if files <= seen[node]) for files in set(reads)}
     if all(len(nodes) == len(seen) for nodes in able.values()):

@@ -68,9 +68,6 @@ class Work(Protocol):
     def lessened(self, number: int, budget: int | None) -> int | None:
         """Bytes of memory to try a part with that has run out of it; the result has the same bytes.
 
-        Args:
-            budget: bytes that it ran out of; None for what the work says.
-
         Returns:
             Half of what it had, or what it needs if that is more; None if it had no more than it needs.
         """

@@ -30,10 +30,6 @@ class Nodes:
     """The nodes that a pool's workers are on."""
 
     def __init__(self, ray: Any, *, is_here: bool) -> None:
-        """
-        Args:
-            is_here: whether all nodes are this machine.
-        """
         self._ray = ray
         self._is_here = is_here
 
@@ -59,9 +55,9 @@ class Nodes:
 
     def sights(self, files: Sequence[SourceFile], place: Path | None) -> dict[str, Sight]:
         """What each node with CPUs sees of some files, and of the directory of ``place``, if there is one."""
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         nodes = [node for node, machine in self.machines().items() if machine.cores]
-        names = _distinct({node: f"{names[node]}" for node in nodes})
+        hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
+        names = _distinct({node: hosts[node] for node in nodes})
         with _token(place) as token:
             path = None if token is None else str(token)
             answers = self._ask(_look, nodes, tuple(files), path, seconds=_ANSWER_SECONDS)
@@ -175,10 +171,6 @@ class NodeSurvey:
         surveyed: Collection[str] | None,
         on_event: OnEvent,
     ) -> None:
-        """
-        Args:
-            surveyed: their ids; None where all nodes are one machine, and there is nothing to ask.
-        """
         self._ray = ray
         self._nodes = nodes
         self._work = work
@@ -231,10 +223,6 @@ class Demand:
     """Workers of one kind that wait for room, and whether there can be any."""
 
     def __init__(self, ray: Any, *, cpus: int, gpus: int, lack: str) -> None:
-        """
-        Args:
-            lack: what it needs and what the cluster has, for the message.
-        """
         self._ray = ray
         self._needs = {name: float(count) for name, count in zip(_NAMES, (cpus, gpus), strict=True) if count}
         self._lack = lack

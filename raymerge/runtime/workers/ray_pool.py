@@ -185,11 +185,7 @@ class RayPool:
         return list(self._nodes.machines().values())
 
     def _check_reach(self, work: Work) -> None:
-        """See that every part can be done on a node that may have a worker for it.
-
-        Raises:
-            OptionError: some cannot: who sees their files has no GPU, or too few CPU slots.
-        """
+        """See that every part can be done on a node that may have a worker for it."""
         threads, has_gpu = self._layout.threads, self._gpus > 0
         homes = self.group.homes(self._nodes.machines())
         stranded = sum(not able.intersection(homes) for able in self._placement.able)

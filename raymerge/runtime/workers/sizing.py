@@ -219,10 +219,6 @@ def fit_units(options: RunOptions, *, least: int, num_units: int, title: str) ->
     Where the user does not say, it is what a merge would get, or more where a unit needs more and this
     machine has it to spare.
 
-    Args:
-        least: bytes without which no unit can be done.
-        title: what messages call the stage.
-
     Raises:
         OptionError: it is less than ``least``; the message names the stage and the least budget.
     """
@@ -244,11 +240,7 @@ def _spared(options: RunOptions, free: int, least: int, *, workers: int) -> int:
 
 
 def check_free(options: RunOptions) -> None:
-    """See that this machine has the memory that its workers were promised.
-
-    Raises:
-        OptionError: it has less.
-    """
+    """See that this machine has the memory that its workers were promised."""
     if options.memory is None or options.address is not None:
         return
     workers, free = num_workers(options), free_memory()

@@ -31,12 +31,6 @@ def ready_answers(
 ) -> list[dict[str, Any] | None]:
     """What workers answer when they are ready.
 
-    Args:
-        look: called every few seconds until they are there; it may raise. None for nothing.
-
-    Returns:
-        None for a worker whose answer got lost on its way: it may be alive, but nobody knows.
-
     Raises:
         OptionError: they do not start; or what one of them raised.
     """
@@ -116,10 +110,6 @@ class WorkerGroup:
     def __init__(
         self, connection: RayConnection, worker: type[Any], options: RunOptions, *, ready_seconds: float
     ) -> None:
-        """
-        Args:
-            ready_seconds: how long a worker may take to start, or to take up work.
-        """
         self.actors: list[Actor] = []
         self.ready_seconds = ready_seconds
         self.numerics: dict[str, str] = {}
@@ -158,8 +148,6 @@ class WorkerGroup:
 
         Args:
             on: ids of the nodes that they may be on, one for each of them; empty for any.
-            seconds: how long they may take; None for as long as any worker.
-            look: called every few seconds while they are waited for; it may raise. None for nothing.
 
         Raises:
             OptionError: they do not start, or are not equal.
@@ -208,14 +196,7 @@ class WorkerGroup:
         return Actor(name, handle)
 
     def hear(self, actor: Actor, answer: dict[str, Any], *, kernels: bool = False) -> None:
-        """Note what a worker says of itself.
-
-        Args:
-            kernels: whether what stages depend on must be equal too.
-
-        Raises:
-            OptionError: it is not equal to the others.
-        """
+        """Note what a worker says of itself."""
         if answer["numerics"] != self.numerics:
             raise _unequal(
                 f"they differ in device or torch version: {self.numerics} and {answer['numerics']}.",
