@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 class Event:
     """Base of all events."""
 
+    @classmethod
+    def kind(cls) -> str:
+        """The event's name in JSON."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
     def to_json(self) -> dict[str, Any]:
         """JSON form with the event's name under ``event``."""
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
-        return {"event": name, **asdict(self)}
+        return {"event": self.kind(), **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -389,38 +388,25 @@ def _event(line: str) -> dict[str, Any] | None:
 
 def event_from_json(found: Mapping[str, Any]) -> Event | None:
     """The event that ``Event.to_json`` gave; None for what is no event, or one of another version."""
-    kind = _kinds().get(str(found.get("event")))
+    known = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
+    kind = {each.kind(): each for each in known if each is not Event}.get(str(found.get("event")))
     if kind is None:
         return None
-    wanted = [each.name for each in fields(kind)]
+    names = [each.name for each in fields(kind) if each.name in found]
     try:
-        return kind(**{name: _value(name, found[name]) for name in wanted if name in found})
+        return kind(**{name: _value(name, found[name]) for name in names})
     except (TypeError, KeyError):
         return None
 
 
-def _kinds() -> dict[str, type[Event]]:
-    """Every kind of event by the name that it has in JSON."""
-    kinds = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
-    return {_name(each): each for each in kinds if each is not Event}
-
-
-def _name(kind: type[Event]) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
 def _value(name: str, value: Any) -> Any:
     """A field as it was before: JSON knows neither tuples nor the values that some events hold."""
-    if name in ("groups", "unforeseen"):
-        from raymerge.merge_plan.report import DuplicateGroup
+    from raymerge.merge_plan.report import DuplicateGroup, ErrorsAbove, RoleError, TensorError
 
+    if name in ("groups", "unforeseen"):
         return tuple(DuplicateGroup(**each) for each in value)
     if name == "roles":
-        from raymerge.merge_plan.report import RoleError, TensorError
-
         return tuple(RoleError(**{**each, "worst": TensorError(**each["worst"])}) for each in value)
     if name == "above" and value is not None:
-        from raymerge.merge_plan.report import ErrorsAbove, TensorError
-
         return ErrorsAbove(**{**value, "worst": TensorError(**value["worst"])})
     return tuple(value) if isinstance(value, list) else value

@@ -347,40 +347,39 @@ class Tally:
         self._began: float | None = None
         self.plan: Planned | None = None
         self.started: Started | StageStarted | None = None
-        self.verified: Verified | None = None
         self.workers: dict[str, WorkerTally] = {}
-        self.made_segments = 0
-        self.made_bytes = 0
-        self.peak_bytes = 0
-        self._planned_bytes = 0
-        self._begun_bytes = 0
+        self.total_bytes = self.total_segments = 0
+        self.done_segments = self.made_bytes = self.peak_bytes = 0
+        self._planned_bytes = self._begun_bytes = 0
 
     def take(self, event: Event) -> None:
-        if isinstance(event, StepStarted | StepKept):
-            self._begin()
-            self.step, self.stage = event, None
-        elif isinstance(event, StageStarted | StageKept):
-            self._begin()
-            self.stage = event
-            if isinstance(event, StageStarted):
-                self._start(event)
-        elif isinstance(event, Planned):
-            if self.stage is not None:
+        """Add one event."""
+        match event:
+            case StepStarted() | StepKept():
                 self._begin()
-            self.plan, self.stage = event, None
-        elif isinstance(event, Started):
-            self._start(event)
-        elif isinstance(event, SegmentDone | UnitDone):
-            self._add(event)
-        elif isinstance(event, UnitProgress):
-            self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
-        elif isinstance(event, WorkerLost):
-            self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
-        elif isinstance(event, Verified):
-            self.verified = event
+                self.step, self.stage = event, None
+            case StageStarted() | StageKept():
+                self._begin()
+                self.stage = event
+                if isinstance(event, StageStarted):
+                    self.total_bytes, self.total_segments = event.total_bytes, event.units
+                    self._start(event, event.done_units)
+            case Planned():
+                if self.stage is not None:
+                    self._begin()
+                self.plan, self.stage = event, None
+                self.total_bytes, self.total_segments = event.total_bytes, event.segments
+            case Started():
+                self._start(event, event.done_segments)
+            case SegmentDone() | UnitDone():
+                self._add(event)
+            case UnitProgress():
+                self._begun_bytes = max(0, event.done_bytes - self._finished_bytes)
+            case WorkerLost():
+                self.workers.setdefault(event.worker, WorkerTally()).is_lost = True
 
-    def _start(self, event: Started | StageStarted) -> None:
-        self.started, self._began = event, self._clock()
+    def _start(self, event: Started | StageStarted, done: int) -> None:
+        self.started, self._began, self.done_segments = event, self._clock(), done
         self.workers = {name: WorkerTally() for name in event.workers}
 
     def _add(self, event: SegmentDone | UnitDone) -> None:
@@ -388,7 +387,7 @@ class Tally:
         worker = self.workers.setdefault(event.worker, WorkerTally())
         worker.segments += 1
         worker.nbytes += nbytes
-        self.made_segments += 1
+        self.done_segments += 1
         self.made_bytes += nbytes
         if isinstance(event, SegmentDone):
             self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
@@ -406,38 +405,13 @@ class Tally:
         return "segment" if self.stage is None else "unit"
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes to read and write in the whole merge; of a stage those to read."""
-        if isinstance(self.stage, StageStarted):
-            return self.stage.total_bytes
-        return self.plan.total_bytes if self.plan is not None else 0
-
-    @property
-    def total_segments(self) -> int:
-        """Segments of the whole merge, or units of the stage."""
-        if isinstance(self.stage, StageStarted):
-            return self.stage.units
-        return self.plan.segments if self.plan is not None else 0
-
-    @property
-    def done_segments(self) -> int:
-        """Segments or units done, by this run and earlier ones."""
-        return self.made_segments + self._done_before
+    def _finished_bytes(self) -> int:
+        return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
 
     @property
     def done_bytes(self) -> int:
         """Bytes that are done, by this run and earlier ones; of a stage those of begun units too."""
         return self._finished_bytes + self._begun_bytes
-
-    @property
-    def _finished_bytes(self) -> int:
-        return self._planned_bytes + (self.started.done_bytes if self.started is not None else 0)
-
-    @property
-    def _done_before(self) -> int:
-        if isinstance(self.started, StageStarted):
-            return self.started.done_units
-        return self.started.done_segments if self.started is not None else 0
 
     @property
     def moved_bytes(self) -> int:

@@ -164,8 +164,7 @@ class RayPool:
         """Start the workers that are missing; where the cluster grows, those that it has room for, or one."""
         missing = self._layout.workers - len(self.group.actors)
         if self._options.growing:
-            threads, has_gpu = self._layout.threads, self._gpus > 0
-            room = sum(machine.room(threads, with_gpu=has_gpu) for machine in self._machines())
+            room = sum(map(self.group.room, self._machines()))
             missing = min(missing, max(room, 1) - len(self.group.actors))
             if missing > 0 and not room:
                 self._grow(missing)
@@ -186,18 +185,15 @@ class RayPool:
 
     def _check_reach(self, work: Work) -> None:
         """See that every part can be done on a node that may have a worker for it."""
-        threads, has_gpu = self._layout.threads, self._gpus > 0
-        homes = self.group.homes(self._nodes.machines())
+        homes, threads = self.group.homes(self._nodes.machines()), self._layout.threads
         stranded = sum(not able.intersection(homes) for able in self._placement.able)
         if stranded:
-            raise OptionError(unreached(stranded, work.part, threads=threads, with_gpu=has_gpu))
+            raise OptionError(unreached(stranded, work.part, threads=threads, with_gpu=self._gpus > 0))
 
     def _station(self) -> None:
         """Have a worker on every node without which a part could not be done, and the others where they are
         of use."""
-        threads, has_gpu = self._layout.threads, self._gpus > 0
-        machines = self._nodes.machines()
-        rooms = {node: machine.room(threads, with_gpu=has_gpu) for node, machine in machines.items()}
+        rooms = {node: self.group.room(machine) for node, machine in self._nodes.machines().items()}
         nodes = stations(self._placement, rooms, self._layout.workers)
         asked = self._options.workers
         if len(nodes) > self._layout.workers and asked is not None:

@@ -125,12 +125,13 @@ class WorkerGroup:
     def ray(self) -> Any:
         return self._connection.ray
 
+    def room(self, machine: Machine) -> int:
+        """Workers that a machine has room for, if it is empty."""
+        return machine.room(self._layout.threads, with_gpu=self._has_gpu)
+
     def homes(self, machines: Mapping[str, Machine]) -> frozenset[str]:
         """Nodes that have room for a worker, if they are empty."""
-        threads, has_gpu = self._layout.threads, self._has_gpu
-        return frozenset(
-            node for node, machine in machines.items() if machine.room(threads, with_gpu=has_gpu)
-        )
+        return frozenset(node for node, machine in machines.items() if self.room(machine))
 
     def equip(self, layout: Layout, *, with_gpu: bool) -> None:
         """Say what workers that are started from now on have."""
