@@ -24,11 +24,19 @@ class OutOfMemoryError(RayError):
     """A worker was ended for want of memory."""
 
 
-class ActorDiedError(RayError):
+class GetTimeoutError(RayError):
+    """No answer in time."""
+
+
+class RayActorError(RayError):
+    """A worker cannot answer."""
+
+
+class ActorDiedError(RayActorError):
     """A worker's process ended."""
 
 
-class ActorUnavailableError(RayError):
+class ActorUnavailableError(RayActorError):
     """A call may or may not have reached its worker."""
 
 
@@ -65,8 +73,9 @@ class Method:
 class Handle:
     """A worker."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], device: str = "") -> None:
         self.options = options
+        self.device = device
         self.ready, self.open, self.run, self.heartbeat = Method(), Method(), Method(), Method()
         self.is_killed = False
 
@@ -87,6 +96,8 @@ class FakeRay:
         RayError=RayError,
         RayTaskError=RayTaskError,
         OutOfMemoryError=OutOfMemoryError,
+        GetTimeoutError=GetTimeoutError,
+        RayActorError=RayActorError,
         ActorUnavailableError=ActorUnavailableError,
     )
 
@@ -100,7 +111,7 @@ class FakeRay:
         """What actors are made with."""
 
         def options(**given: Any) -> Any:
-            return SimpleNamespace(remote=lambda *_: self._made(given))
+            return SimpleNamespace(remote=lambda *told: self._made(given, *told))
 
         return SimpleNamespace(options=options)
 
@@ -125,7 +136,7 @@ class FakeRay:
         ready = [ref for ref in refs if ref.answers][:num_returns]
         return ready, [ref for ref in refs if ref not in ready]
 
-    def get(self, ref: Ref) -> Any:
+    def get(self, ref: Ref, timeout: float | None = None) -> Any:
         """The answer."""
         (answer,) = ref.answers
         if isinstance(answer, BaseException):
@@ -136,8 +147,8 @@ class FakeRay:
         """End a worker."""
         handle.is_killed = True
 
-    def _made(self, options: dict[str, Any]) -> Handle:
-        self.handles.append(Handle(options))
+    def _made(self, options: dict[str, Any], name: str = "", device: str = "") -> Handle:
+        self.handles.append(Handle(options, device))
         return self.handles[-1]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.fake_ray import FakeRay, Handle, Method, Ref
 
 from raymerge.device_numerics import DeviceChoice
 from raymerge.errors import OptionError, Problem
@@ -23,102 +24,56 @@ from raymerge.runtime.workers.sizing import most_lanes
 ON_GPU, ON_CPU = DeviceChoice("cuda", "why not"), DeviceChoice("cpu", "no need")
 
 
-@dataclass
-class PaperActor:
-    """A worker of paper; what Ray was asked for it is kept."""
+class _Answered(Method):
+    """A method that is answered at once."""
 
-    ray: PaperRay
-    options: dict[str, Any]
-    device: str = ""
-    calls: list[str] = field(default_factory=list)
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
 
-    def __getattr__(self, name: str) -> Any:
-        return _Method(lambda *_: self._answer(name))
-
-    def _answer(self, name: str) -> object:
-        self.calls.append(name)
-        failure = self.ray.failures.get(name) if self.options["num_gpus"] else None
-        if failure is not None:
-            return failure
-        kind = "cuda" if self.options["num_gpus"] and not self.ray.blind else "cpu"
-        numerics, kernels = {"device": kind, "torch": "2"}, {"processor": kind}
-        return {"pid": 1, "node": "0", "oom_kills": 0, "numerics": numerics, "kernels": kernels}
+    def remote(self, *arguments: Any) -> Ref:
+        ref = super().remote(*arguments)
+        ref.answer(self._value)
+        return ref
 
 
-@dataclass
-class _Method:
-    call: Callable[..., object]
-
-    def remote(self, *args: object) -> object:
-        return self.call(*args)
-
-
-class PaperRay:
-    """As much of ray as a pool needs to start and to settle."""
-
-    class exceptions:  # noqa: N801 - as in ray
-        """Its errors."""
-
-        class RayError(Exception):
-            """Whatever goes wrong."""
-
-        class RayTaskError(RayError):
-            """What a worker raised."""
-
-            def __init__(self, cause: Exception) -> None:
-                super().__init__(str(cause))
-                self.cause = cause
-
-        class GetTimeoutError(RayError):
-            """No answer in time."""
-
-        class RayActorError(RayError):
-            """A worker died."""
-
-        class ActorUnavailableError(RayActorError):
-            """An answer of a worker got lost."""
+class PaperRay(FakeRay):
+    """Machines with so many CPU slots and GPUs, on which workers are ready at once."""
 
     def __init__(self, *machines: tuple[int, int]) -> None:
+        super().__init__()
         self.machines = machines
-        self.actors: list[PaperActor] = []
-        self.failures: dict[str, Exception] = {}
-        """What calls of workers with a GPU end with."""
+        self.failure: Exception | None = None
+        """What workers with a GPU end with."""
         self.blind = False
         """Whether torch sees no GPU where Ray does."""
         self.timeouts: list[float | None] = []
 
+    @property
+    def actors(self) -> list[Handle]:
+        """Workers that were not ended."""
+        return [each for each in self.handles if not each.is_killed]
+
     def nodes(self) -> list[dict[str, Any]]:
-        """CPU slots and GPUs of each machine, and one that is gone."""
+        """Each machine, and one that is gone."""
         alive = [
             {"NodeID": str(number), "Alive": True, "Resources": {"CPU": float(c), "GPU": float(g)}}
             for number, (c, g) in enumerate(self.machines)
         ]
         return [*alive, {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1000.0, "GPU": 1000.0}}]
 
-    def remote(self, worker: type[Any]) -> PaperRay:
-        """The class as actors."""
-        return self
-
-    def options(self, **options: Any) -> _Method:
-        """What an actor is to have."""
-
-        def make(name: str, device: str) -> PaperActor:
-            self.actors.append(PaperActor(self, options, device))
-            return self.actors[-1]
-
-        return _Method(make)
-
-    def get(self, answers: Any, timeout: float | None = None) -> Any:
-        """Answers are there at once."""
+    def get(self, ref: Ref, timeout: float | None = None) -> Any:
+        """The answer; how long it may take is kept."""
         self.timeouts.append(timeout)
-        for answer in answers if isinstance(answers, list) else [answers]:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        return super().get(ref)
 
-    def kill(self, actor: PaperActor) -> None:
-        """End an actor."""
-        self.actors.remove(actor)
+    def _made(self, options: dict[str, Any], name: str = "", device: str = "") -> Handle:
+        handle, has_gpu = super()._made(options, name, device), bool(options["num_gpus"])
+        kind = "cuda" if has_gpu and not self.blind else "cpu"
+        numerics, kernels = {"device": kind, "torch": "2"}, {"processor": kind}
+        answer = {"pid": 1, "node": "0", "oom_kills": 0, "numerics": numerics, "kernels": kernels}
+        handle.ready = _Answered(self.failure if has_gpu and self.failure else answer)
+        return handle
 
 
 class PaperConnection:
@@ -335,7 +290,7 @@ def test_a_gpu_on_which_no_worker_starts_leaves_processors(
     failure: Exception, said: str, cluster: Callable[..., PaperRay]
 ) -> None:
     ray = cluster((4, 2))
-    ray.failures["ready"] = failure
+    ray.failure = failure
     assert _reason(ray) == said
 
 
@@ -348,7 +303,7 @@ def test_gpus_that_do_not_work_leave_processors(cluster: Callable[..., PaperRay]
 def test_a_gpu_that_was_named_and_is_broken_is_an_error(cluster: Callable[..., PaperRay]) -> None:
     ray = cluster((4, 2))
     problem = Problem("--device", "cuda cannot be used here: CUDA error.", "Look at nvidia-smi.")
-    ray.failures["ready"] = PaperRay.exceptions.RayTaskError(OptionError(problem))
+    ray.failure = PaperRay.exceptions.RayTaskError(OptionError(problem))
     with pytest.raises(OptionError, match="cuda cannot be used here"):
         _started(RunOptions(device="cuda"))
 
