@@ -308,10 +308,9 @@ def read_cluster(words: Sequence[str]) -> Cluster:
     # Where a value cannot be read another one stands in: that it lacks, or what it is, is not wrong too.
     instead: dict[str, Any] = {}
     for pair in _split(words):
-        try:
-            key = _key(pair, values.keys() | instead.keys())
-        except OptionError as error:
-            problems += error.problems
+        key = _key(pair, values.keys() | instead.keys())
+        if isinstance(key, Problem):
+            problems.append(key)
             # It may have been meant for what would be missed.
             instead.setdefault("storage", 1)
             continue
@@ -352,21 +351,16 @@ def _split(words: Sequence[str]) -> Iterator[str]:
         yield pair
 
 
-def _key(pair: str, before: Collection[str]) -> str:
-    """The key of a pair; raises OptionError."""
+def _key(pair: str, before: Collection[str]) -> str | Problem:
+    """The key of a pair, or what is wrong with it."""
     from raymerge.recipes import did_you_mean
 
     key, equals, _ = pair.partition("=")
     if not equals:
         example = "=".join(pair.split()) if " " in pair else "workers=64"
-        raise _wrong(f"{_brief(pair)} is no pair of a key and a value.", f"Write it like {example}.")
+        what = f"{_brief(pair)} is no pair of a key and a value."
+        return Problem("--simulate", what, f"Write it like {example}.")
     if key not in _KINDS:
-        known = f"The keys are {', '.join(_KINDS)}."
-        raise _wrong(f"there is no key '{key}'.", f"{did_you_mean(key, _KINDS)} {known}".strip())
-    if key in before:
-        raise _wrong(f"'{key}' is given twice.", "Give it once.")
-    return key
-
-
-def _wrong(what: str, remedy: str) -> OptionError:
-    return OptionError(Problem("--simulate", what, remedy))
+        remedy = f"{did_you_mean(key, _KINDS)} The keys are {', '.join(_KINDS)}.".strip()
+        return Problem("--simulate", f"there is no key '{key}'.", remedy)
+    return Problem("--simulate", f"'{key}' is given twice.", "Give it once.") if key in before else key

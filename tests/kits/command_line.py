@@ -19,7 +19,6 @@ class Outcome:
     """How a command ended."""
 
     code: int
-    """Exit code."""
     text: str
     """Standard output and standard error, in the order of writing."""
 

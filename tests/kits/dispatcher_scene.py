@@ -141,7 +141,6 @@ class Scene:
             self.step(5.0)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 

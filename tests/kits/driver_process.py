@@ -80,10 +80,8 @@ def driver(
 
     Args:
         recipe: what to merge. The file of one is given to the command line, instead of to the library.
-        output: where to.
         workers: Ray workers; 0 runs inline.
         pause: seconds that every segment waits before it begins.
-        environment: variables on top of this process's own.
         steps: directory of the results between; the library's only.
     """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
@@ -114,11 +112,9 @@ class Kin:
     """The descendants of a driver."""
 
     processes: tuple[psutil.Process, ...]
-    """All of them that were alive when it was asked."""
     workers: tuple[psutil.Process, ...]
     """The Ray workers among them, which alone write."""
     directories: frozenset[str]
-    """Directories of their Ray."""
 
     def surviving_workers(self) -> list[psutil.Process]:
         """Workers that do not end by themselves.

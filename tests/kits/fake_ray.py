@@ -49,7 +49,6 @@ class Ref:
     """At most one: a value, or an error."""
 
     def answer(self, value: Any) -> None:
-        """Answer the call."""
         self.answers.append(value)
 
 
@@ -60,13 +59,11 @@ class Method:
         self.calls: list[Ref] = []
 
     def remote(self, *arguments: Any) -> Ref:
-        """A call."""
         self.calls.append(Ref(arguments))
         return self.calls[-1]
 
     @property
     def last(self) -> Ref:
-        """The last call."""
         return self.calls[-1]
 
 
@@ -108,15 +105,12 @@ class FakeRay:
         """Nodes, of these."""
 
     def remote(self, worker: type[Any]) -> Any:
-        """What actors are made with."""
-
         def options(**given: Any) -> Any:
             return SimpleNamespace(remote=lambda *told: self._made(given, *told))
 
         return SimpleNamespace(options=options)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The nodes, with two CPUs and two GPUs each."""
         return [
             {
                 "NodeID": node,
@@ -128,7 +122,6 @@ class FakeRay:
         ]
 
     def put(self, value: Any) -> Any:
-        """A reference to a value."""
         return value
 
     def wait(self, refs: Sequence[Ref], *, num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
@@ -137,14 +130,12 @@ class FakeRay:
         return ready, [ref for ref in refs if ref not in ready]
 
     def get(self, ref: Ref, timeout: float | None = None) -> Any:
-        """The answer."""
         (answer,) = ref.answers
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def kill(self, handle: Handle) -> None:
-        """End a worker."""
         handle.is_killed = True
 
     def _made(self, options: dict[str, Any], name: str = "", device: str = "") -> Handle:

@@ -98,11 +98,8 @@ class Outcome:
     """What became of a submission."""
 
     code: int
-    """The exit code that it stands for."""
     said: str
-    """The error."""
     events: list[dict[str, Any]]
-    """Its events as JSON values."""
 
 
 @dataclass
@@ -156,9 +153,6 @@ class NodeCluster:
         """Have the driver submit a recipe.
 
         Args:
-            recipe: what to merge.
-            output: where to.
-            workers: how many.
             pause: seconds that every segment waits before it begins.
             ready_seconds: how long the run waits for workers once it has begun.
         """

@@ -28,13 +28,10 @@ class RayHead:
     """A head node that takes jobs."""
 
     gcs: str
-    """Address for ``--address`` from within."""
     jobs: str
-    """Address of its Jobs API."""
     token: str
     """What it asks of everybody."""
     directory: Path
-    """Of its session."""
     pid: int
     """Of the process that all its others descend from."""
 
@@ -49,7 +46,6 @@ def ray_head(*, cpus: int = 2, environment: Mapping[str, str] | None = None) -> 
     """A head node of this machine alone, with token authentication.
 
     Args:
-        cpus: its CPU slots.
         environment: variables of its processes, and of the jobs, on top of this process's own.
     """
     token, directory = secrets.token_hex(32), Path(tempfile.mkdtemp(prefix="rmhead-", dir="/tmp"))
