@@ -27,7 +27,7 @@ def process_group(count: int) -> Iterator[Path | None]:
 
 @contextmanager
 def _group(controller: str, limits: tuple[str, str], most: int) -> Iterator[Path | None]:
-    """The file that a process writes its number to in order to join; None where this user can make no group."""
+    """The file that a process writes its number to, to join; None where this user can make no group."""
     group = _made(controller, limits, most)
     try:
         yield None if group is None else group / "cgroup.procs"
