@@ -19,13 +19,16 @@ from raymerge.cli.verify import _progress
 from raymerge.events import RayEnded, Stopping
 
 
+def _merged(root: Path) -> Path:
+    recipe = write_recipe(make_models(root), MEAN)
+    assert run_command("submit", recipe, "-o", "out", "--inline", cwd=root).code == 0
+    return root
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models and their merge ``out``; nobody changes it."""
-    root = make_models(tmp_path_factory.mktemp("merged"))
-    recipe = write_recipe(root, MEAN)
-    assert run_command("submit", recipe, "-o", "out", "--inline", cwd=root).code == 0
-    return root
+    return _merged(tmp_path_factory.mktemp("merged"))
 
 
 @pytest.fixture
@@ -103,12 +106,13 @@ def test_an_audit_of_damage_ends_with_2(copy: Path) -> None:
     assert _verify(copy).code == 0
 
 
-def test_an_audit_says_what_it_could_not_look_at(copy: Path) -> None:
-    (copy / "two").rename(copy / "away")
-    outcome = _audit(copy)
+def test_an_audit_says_what_it_could_not_look_at(tmp_path: Path) -> None:
+    # Not of a copy: the record says where the sources were.
+    (_merged(tmp_path) / "two").rename(tmp_path / "away")
+    outcome = _audit(tmp_path)
     assert outcome.code == 2
     assert "not audited: 30 tensors (such as lm_head.weight): two is not there" in outcome.text
-    assert _audit(copy, "--source", "two=away").code == 0
+    assert _audit(tmp_path, "--source", "two=away").code == 0
 
 
 def test_an_audit_that_could_compare_nothing_does_not_say_sound(copy: Path) -> None:
