@@ -26,8 +26,8 @@ from raymerge.units import parse_size
 
 if TYPE_CHECKING:
     from raymerge.api import RecipesLike
-    from raymerge.merge_plan.plan import Plan
     from raymerge.merge_plan.memory import Projection
+    from raymerge.merge_plan.plan import Plan
     from raymerge.options import RunOptions
     from raymerge.planner.chained_merges import PlannedMerge
     from raymerge.planner.explain import Explanation
