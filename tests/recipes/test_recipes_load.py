@@ -81,22 +81,11 @@ def test_a_directory(tmp_path: Path) -> None:
     assert "the recipe cannot be read" in file_problem(tmp_path)
 
 
-def test_a_file_of_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"ok: 1\nbad: \xff\xfe\n")
-    assert "model.safetensors:2:6: the byte 0xff is not UTF-8." in file_problem(path)
-
-
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.yml"
     with path.open("wb") as file:
         file.truncate(2**33)
     assert f"more than {MAX_TEXT_BYTES} bytes" in file_problem(path)
-
-
-def test_a_huge_text_is_refused() -> None:
-    with pytest.raises(RecipeError, match=f"more than {MAX_TEXT_BYTES} bytes"):
-        parse_recipe("#" * (MAX_TEXT_BYTES + 1))
 
 
 def test_paths_of_models_are_relative_to_the_current_directory(
