@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from raymerge.errors import CheckpointError, OptionError, Problem
@@ -58,9 +58,6 @@ class ArrowStore(FarStore):
             # Those in use are closed by the collector when their last reader is done.
             self._open.clear()
 
-    def _named(self, path: str) -> str:
-        return self._top if path == "." else f"{self._top}/{path}"
-
     def files(self) -> tuple[FileInfo, ...]:
         from pyarrow.fs import FileSelector
 
@@ -76,9 +73,6 @@ class ArrowStore(FarStore):
         with reading(location, 0):
             found = self._tried(lambda: self._system.get_file_info(path), location, "looking")
         return _info(key, found) if found.is_file else None
-
-    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        return {key: self.info(key) for key in keys}
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         view, location = as_bytes(buffer), self.location(key)

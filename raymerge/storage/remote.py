@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
 from raymerge.storage.local.buffers import ALIGNMENT, room_for
 from raymerge.storage.local.direct_io import as_bytes
-from raymerge.storage.store import is_key
+from raymerge.storage.store import FileInfo, is_key
 
 
 class FarStore(ABC):
-    """Files on a server: what ``ReadStore`` asks for, told by ``read_into``, ``close`` and ``_named``."""
+    """Files on a server: all of ``ReadStore`` but ``files``, ``info``, ``read_into`` and ``close``."""
+
+    _top: str
+    """The address of the place, for messages: without options."""
 
     @property
     def is_far(self) -> bool:
@@ -44,8 +47,13 @@ class FarStore(ABC):
         """
 
     @abstractmethod
-    def _named(self, path: str) -> str:
-        """The address of a path below the place, for messages; of the place itself for "."."""
+    def info(self, key: str) -> FileInfo | None: ...
+
+    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
+        return {key: self.info(key) for key in keys}
+
+    def check_expected(self) -> None:  # noqa: B027 - what follows is true of most
+        """Nothing is left to see where every answer is of the version that was asked for."""
 
     def location(self, key: str) -> str:
         """The address of ``key``, for messages: without options.
@@ -55,7 +63,8 @@ class FarStore(ABC):
         """
         if not is_key(key):
             raise ValueError(f"{key!r} is not a key: it must be a relative path that stays below the root")
-        return self._named(os.path.normpath(key))
+        path = os.path.normpath(key)
+        return self._top if path == "." else f"{self._top}/{path}"
 
     def read(self, key: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``; raises as ``read_into`` does."""

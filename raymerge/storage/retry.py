@@ -66,7 +66,7 @@ class RetryPolicy:
         path: str,
         doing: str,
         offset: int = 0,
-        again: Callable[[str], None],
+        again: Callable[[str], None] | None = None,
     ) -> _Result:
         """The result of the first attempt that is not refused for a moment.
 
@@ -88,7 +88,8 @@ class RetryPolicy:
             self._sleep(_FIRST_SECONDS * 2**number * (0.5 + self._chance() / 2))
             if self._ended.is_set():
                 break
-            again(path)
+            if again is not None:
+                again(path)
             tried += 1
             try:
                 return attempt()

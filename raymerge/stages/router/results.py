@@ -19,7 +19,7 @@ from raymerge.storage.local.store import LocalStore
 
 
 class Piece:
-    """One such file."""
+    """A small safetensors file, written and read tensor by tensor at places that are known beforehand."""
 
     def __init__(self, store: LocalStore, key: str, layout: FileLayout) -> None:
         self._store = store

@@ -322,29 +322,7 @@ class Collector:
 
 def owners(readings: Sequence[Reading]) -> tuple[int, ...]:
     """The expert of each router input that is kept of some readings, in order."""
-    return tuple(_owners(readings))
-
-
-def _owners(readings: Sequence[Reading]) -> Iterator[int]:
-    for reading in readings:
-        for expert, positions in reading.kept:
-            yield from [expert] * len(positions)
-
-
-class Sink(Protocol):
-    """Takes layer after layer."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of what it writes."""
-
-    def create(self) -> None: ...
-
-    def layer(self, layer: int, parts: Mapping[str, torch.Tensor], kept: torch.Tensor) -> None:
-        """A finished layer: its sums, and the router inputs that were kept, float32 ``[n, H]``."""
-
-    def finish(self) -> None:
-        """Return once its files are safe."""
+    return tuple(expert for reading in readings for expert, positions in reading.kept for _ in positions)
 
 
 class RowSink:
@@ -512,7 +490,9 @@ class StreamedWork:
         try:
             with LocalStore(staging) as store:
                 alone = self.num_units == 1
-                sink: Sink = self._row_sink(store, readings) if alone else self._sums(store, number)
+                sink: RowSink | SumSink = (
+                    self._row_sink(store, readings) if alone else self._sums(store, number)
+                )
                 sink.create()
                 collector = Collector(
                     self._spec, self._schedule, readings, device=device, on_layer=sink.layer

@@ -242,7 +242,7 @@ def at_commit(place: HubPlace, *, offline: bool = False) -> HubPlace:
     except OSError:
         if known is not None:
             return place.at(known)
-    return place.at(RetryPolicy().have(ask, path=str(place), doing="looking", again=lambda _: None))
+    return place.at(RetryPolicy().have(ask, path=str(place), doing="looking"))
 
 
 def listed_store(place: HubPlace) -> HubStore | None:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -288,7 +288,7 @@ class HubStore(FarStore):
         """
         if place.commit is None:
             raise ValueError(f"{place} is no commit: what it holds may change")
-        self.root = str(place)
+        self.root = self._top = str(place)
         self._place = place
         self._expected = dict(expected)
         self._patience = patience or RetryPolicy()
@@ -306,18 +306,12 @@ class HubStore(FarStore):
     def close(self) -> None:
         self._pieces.close()
 
-    def _named(self, path: str) -> str:
-        return self.root if path == "." else self._files.where(path)
-
     def files(self) -> tuple[FileInfo, ...]:
         return tuple(self._listing().values())
 
     def info(self, key: str) -> FileInfo | None:
         self.location(key)
         return self._listing().get(key)
-
-    def infos(self, keys: Collection[str]) -> dict[str, FileInfo | None]:
-        return {key: self.info(key) for key in keys}
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         view = as_bytes(buffer)
@@ -329,14 +323,10 @@ class HubStore(FarStore):
             raise CheckpointError(ends_before(place, offset, wanted=len(view), nbytes=info.nbytes))
         self._pieces.fetch(lambda begin, piece: self._fetch(info, begin, piece), offset, view)
 
-    def check_expected(self) -> None: ...
-
     def _listing(self) -> Mapping[str, FileInfo]:
         with self._lock:
             if self._listed is None:
-                found = self._patience.have(
-                    self._files.listing, path=self.root, doing="listing", again=lambda _: None
-                )
+                found = self._patience.have(self._files.listing, path=self.root, doing="listing")
                 self._listed = {info.key: info for info in found}
             return self._listed
 

@@ -73,9 +73,6 @@ class ObjectStore(FarStore):
         with self._lock:
             self._client = None
 
-    def _named(self, path: str) -> str:
-        return self._top if path == "." else f"{self._top}/{path}"
-
     def files(self) -> tuple[FileInfo, ...]:
         """Every object below the place, sorted by key; what lies in hidden directories is left out.
 
@@ -120,8 +117,6 @@ class ObjectStore(FarStore):
         if offset + len(view) > wanted.nbytes:
             raise CheckpointError(ends_before(location, offset, wanted=len(view), nbytes=wanted.nbytes))
         self._pieces.fetch(lambda at, piece: self._fetch(wanted, location, at, piece), offset, view)
-
-    def check_expected(self) -> None: ...
 
     def _connected(self) -> ObjectClient:
         with self._lock:
@@ -185,9 +180,4 @@ class ObjectStore(FarStore):
 
     def _tried(self, attempt: Callable[[], _Result], location: str, doing: str, offset: int = 0) -> _Result:
         """The result of an attempt, or of a later one where the server fails for a moment."""
-        return self._patience.have(attempt, path=location, doing=doing, offset=offset, again=_nothing)
-
-
-def _nothing(location: str) -> None:
-    """What there is to do before a request is made again."""
-    del location
+        return self._patience.have(attempt, path=location, doing=doing, offset=offset)

@@ -466,7 +466,7 @@ class ObjectWriter:
             return 0
 
         attempt = partial(abort_uploads, self._address, self._objects, is_ours)
-        return self._patience.have(attempt, path=self.location(""), doing="listing", again=lambda _: None)
+        return self._patience.have(attempt, path=self.location(""), doing="listing")
 
     def _have(self, key: str, doing: str, attempt: Callable[[], _Result]) -> _Result:
         """The result of a request that is made again where the store fails for a moment."""
@@ -476,7 +476,7 @@ class ObjectWriter:
             with refusing(self._address, location), asking(self._address, location):
                 return attempt()
 
-        return self._patience.have(tried, path=location, doing=doing, again=lambda _: None)
+        return self._patience.have(tried, path=location, doing=doing)
 
 
 def unconditional(location: str) -> Problem:
